@@ -1,0 +1,1 @@
+"""Networks, scripts on real data, and one script per question of speed."""

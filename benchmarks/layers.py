@@ -1,0 +1,259 @@
+"""How much faster single convolutions are, divided within a workspace limit: forward and both backward passes.
+
+    python benchmarks/layers.py                      # everything, about ten minutes on two cores
+    python benchmarks/layers.py --only large         # the layers with large kernels
+    python benchmarks/layers.py --only volume        # one volume with a large kernel, cut along depth
+    python benchmarks/layers.py --only resnet18
+
+Three arms run in turn in one process: torch as it is ("stock"), the best algorithms on the undivided mini-batch
+within the limit ("undivided"), and the division that mucudnn chooses within the limit ("divided"). What is shown are
+medians of milliseconds, and how many times as fast as stock the other two are (median over rounds). The allocator is
+told to keep freed memory, so that page faults do not fall on one arm by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.networks import NETWORKS, Layer, convolutions
+from mucudnn import benchmark, shim
+from mucudnn.problem import ConvProblem, Direction
+from mucudnn.providers.fft import FFT, Fft
+from mucudnn.session import Session
+from mucudnn.settings import Settings, format_bytes
+
+MIB = 2**20
+BATCHES = {"alexnet": 32, "vgg16": 4, "resnet18": 16, "resnet50": 8, "unet3d": 2, "cosmoflow": 2}
+"""Mini-batch sizes of the networks here: what two cores do in about a second per layer."""
+
+ROUND_SECONDS = 1.5
+"""A layer's rounds, of one call per arm each, end after this time."""
+
+LEAST_ROUNDS, MOST_ROUNDS = 5, 40
+
+SLOW_SECONDS, SLOW_ROUNDS = 5.0, 3
+"""Where torch takes so long for a call, so many rounds must do."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution to be timed under a limit in bytes."""
+
+    group: str
+    layer: Layer
+    limit: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a case: median seconds, and the median over rounds of stock's time over the arm's."""
+
+    group: str
+    name: str
+    limit: float
+    count: int
+    stock: float
+    undivided: float
+    divided: float
+    undivided_speedup: float
+    divided_speedup: float
+    division: str
+
+
+def large_kernels() -> Iterator[Case]:
+    """Dense 31x31 and a 1-D kernel of 1023, where Fourier wins and its workspace grows with the batch."""
+    for name, shape, weight, padding in (
+        ("31x31, 8x16x64x64", (8, 16, 64, 64), (16, 16, 31, 31), (15, 15)),
+        ("1023, 16x16x8192", (16, 16, 8192), (16, 16, 1023), (511,)),
+    ):
+        ones, zeros = (1,) * len(padding), (0,) * len(padding)
+        layer = Layer(name, shape, weight, ones, padding, ones, groups=1, transposed=False, output_padding=zeros)
+        yield Case("large", layer, 64 * MIB)
+        wide = replace(layer, name=name.partition(",")[0] + ", batch 64", input=(64, *shape[1:]))
+        needed = max(
+            Fft().workspace(
+                ConvProblem.of_convolution(
+                    direction, wide.input, weight, stride=ones, padding=padding, dilation=ones, dtype="float32"
+                ),
+                FFT,
+            )
+            for direction in Direction
+        )
+        yield Case("large", wide, math.inf)
+        yield Case("large", wide, needed // 4)
+
+
+def one_volume() -> Iterator[Case]:
+    """A single volume with a 15x15x15 kernel, at a quarter of what Fourier needs undivided in any direction."""
+    ones, padding = (1,) * 3, (7,) * 3
+    shape, weight = (1, 2, 64, 64, 64), (2, 2, 15, 15, 15)
+    layer = Layer("15x15x15, 1x2x64x64x64", shape, weight, ones, padding, ones, 1, False, (0,) * 3)
+    needed = min(
+        Fft().workspace(
+            ConvProblem.of_convolution(direction, shape, weight, stride=ones, padding=padding, dilation=ones), FFT
+        )
+        for direction in Direction
+    )
+    yield Case("volume", layer, needed // 4)
+
+
+def network_layers(name: str, limit: float) -> Iterator[Case]:
+    """The distinct convolutions of a network."""
+    for layer in convolutions(NETWORKS[name], BATCHES[name]):
+        yield Case(name, layer, limit)
+
+
+SPECIAL = {"large": large_kernels, "volume": one_volume}
+
+
+def training_pass(layer: Layer) -> Callable[[], object]:
+    """The convolution's forward and both backward passes."""
+    torch.manual_seed(0)
+    x = torch.randn(layer.input).requires_grad_()
+    w = (torch.randn(layer.weight) / math.prod(layer.weight[1:]) ** 0.5).requires_grad_()
+    geometry = (layer.stride, layer.padding, layer.dilation, layer.transposed, layer.output_padding, layer.groups)
+    gradient = torch.randn_like(torch.ops.aten.convolution(x, w, None, *geometry))
+    return lambda: torch.autograd.grad(torch.ops.aten.convolution(x, w, None, *geometry), (x, w), gradient)
+
+
+def measure(case: Case, database: str) -> Row:
+    """Runs the three arms in turn."""
+
+    def session(policy: str) -> Session:
+        return Session(Settings.from_environment({}, workspace_limit=case.limit, policy=policy, database=database))
+
+    arms: dict[str, Session | None] = {
+        "stock": None,
+        "undivided": session("undivided"),
+        "divided": session("powerOfTwo"),
+    }
+    work = training_pass(case.layer)
+
+    def call(name: str) -> float:
+        """Seconds of the second of two calls: the first finds the caches of the arm before."""
+        shim.install(arms[name])
+        seconds = benchmark.first_seconds(work)
+        if seconds < ROUND_SECONDS / 10:
+            seconds = benchmark.first_seconds(work)
+        shim.install(None)
+        return seconds
+
+    *_, stock = [call(name) for name in reversed(arms)]  # measures, plans and warms up
+    least = LEAST_ROUNDS if stock < SLOW_SECONDS else SLOW_ROUNDS
+    rounds: list[dict[str, float]] = []
+    order = list(arms)
+    began = time.perf_counter()
+    while len(rounds) < least or (len(rounds) < MOST_ROUNDS and time.perf_counter() - began < ROUND_SECONDS):
+        order = [*order[1:], order[0]]
+        rounds.append({name: call(name) for name in order})
+
+    def median(value: Callable[[dict[str, float]], float]) -> float:
+        return statistics.median(map(value, rounds))
+
+    divided = arms["divided"]
+    assert divided is not None
+    chosen = [f"{record.division}" for record in divided.records()]
+    return Row(
+        case.group,
+        case.layer.name,
+        case.limit,
+        case.layer.count,
+        median(lambda r: r["stock"]),
+        median(lambda r: r["undivided"]),
+        median(lambda r: r["divided"]),
+        median(lambda r: r["stock"] / r["undivided"]),
+        median(lambda r: r["stock"] / r["divided"]),
+        " | ".join(chosen) if set(chosen) != {"stock"} else "stock",
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for people."""
+    shown = Table(title=f"forward + backward, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    for heading, justify in (
+        ("network", "left"),
+        ("layer", "left"),
+        ("limit", "right"),
+        ("stock ms", "right"),
+        ("undivided ms", "right"),
+        ("divided ms", "right"),
+        ("undivided x", "right"),
+        ("divided x", "right"),
+        ("forward | backward data | backward filter", "left"),
+    ):
+        shown.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        milliseconds = (f"{1e3 * seconds:.2f}" for seconds in (row.stock, row.undivided, row.divided))
+        speedups = (f"{row.undivided_speedup:.2f}", f"{row.divided_speedup:.2f}")
+        shown.add_row(row.group, row.name, format_bytes(row.limit), *milliseconds, *speedups, row.division)
+    return shown
+
+
+def summary(rows: list[Row]) -> Table:
+    """Per group: the geometric mean and the least of the divided arm's speed-ups, and the whole's time."""
+    shown = Table(title="speed-up of the divided arm over stock")
+    for heading in ("network", "layers", "geometric mean", "least", "all layers' time"):
+        shown.add_column(heading, justify="left" if heading == "network" else "right")
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        speedups = [row.divided_speedup for row in members]
+        whole = sum(row.stock * row.count for row in members) / sum(row.divided * row.count for row in members)
+        numbers = (f"{statistics.geometric_mean(speedups):.3f}", f"{min(speedups):.3f}", f"{whole:.3f}")
+        shown.add_row(group, str(len(members)), *numbers)
+    return shown
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc, where it is the allocator, to reuse blocks of up to 32 MiB rather than to return them.
+
+    It would do so by itself at times: a layer then takes two or three times as long, whichever arm it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3  # as in malloc.h
+        mallopt(mmap_threshold, 32 * MIB)
+        mallopt(trim_threshold, 2**31 - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = [*SPECIAL, *BATCHES]
+    parser.add_argument("--only", action="append", choices=groups, help="a group of layers; may be repeated")
+    parser.add_argument(
+        "--limit", default="64MiB", help="workspace limit of the networks' layers (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args()
+    limit = Settings.from_environment({}, workspace_limit=options.limit).workspace_limit
+    keep_freed_memory()
+    rows = []
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    with tempfile.TemporaryDirectory() as folder:
+        for group in options.only or groups:
+            for case in SPECIAL[group]() if group in SPECIAL else network_layers(group, limit):
+                rows.append(measure(case, str(Path(folder) / "times.sqlite")))
+                print(f"{rows[-1].group} {rows[-1].name}: {rows[-1].divided_speedup:.2f}x", file=sys.stderr)
+    console.print(table(rows))
+    console.print(summary(rows))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

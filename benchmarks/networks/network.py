@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Task = Literal["classification", "segmentation", "regression"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network with the samples it is usually trained on.
+
+    build: makes the model with fresh weights in `dtype`, on torch's default device; keyword arguments are the model's.
+    input_shape: of one sample, (C, *spatial).
+    batch: usual batch size in training.
+    task: what `sample` makes and `loss` takes as the target.
+    """
+
+    name: str
+    build: Callable[..., nn.Module]
+    input_shape: tuple[int, ...]
+    batch: int
+    task: Task
+    dtype: torch.dtype = torch.float32
+    reduced: Network | None = None
+
+    def small(self) -> Network:
+        """The same network, made of the same layers, so narrow and on samples so small that float64 trains quickly.
+
+        Without dropout, so that a step is a function of weights and samples alone.
+        """
+        if self.reduced is None:
+            raise ValueError(f"network {self.name}: is already the small one")
+        return self.reduced
+
+    def output_shape(self, batch: int) -> tuple[int, ...]:
+        """Shape of the output for a batch, found without allocating anything."""
+        with torch.device("meta"), torch.no_grad():
+            return tuple(self.build()(torch.empty(batch, *self.input_shape, dtype=self.dtype)).shape)
+
+    def sample(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Random inputs (batch, *input_shape) and targets on the CPU.
+
+        Targets are class numbers (batch,) for classification, class probabilities in the shape of the output for
+        segmentation, and numbers in (-1, 1) in the shape of the output for regression.
+        """
+        shape = self.output_shape(batch)
+        inputs = torch.randn(batch, *self.input_shape, dtype=self.dtype, generator=generator)
+        if self.task == "classification":
+            return inputs, torch.randint(shape[1], (batch,), generator=generator)
+        targets = torch.rand(shape, dtype=self.dtype, generator=generator)
+        if self.task == "segmentation":
+            return inputs, targets / targets.sum(1, keepdim=True)
+        return inputs, 2 * targets - 1
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The usual loss of the task, averaged over the batch: cross entropy or mean squared error."""
+        return F.mse_loss(outputs, targets) if self.task == "regression" else F.cross_entropy(outputs, targets)

@@ -1,0 +1,141 @@
+"""What mucudnn itself costs: the detour of a convolution that stays with torch's kernel, a part, the making of plans.
+
+python benchmarks/overhead.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from ctypes import c_void_p
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.engines import NoCard
+from mucudnn import shim
+from mucudnn.execute import Schedule
+from mucudnn.measurement import synthetic_operands
+from mucudnn.problem import ConvProblem, Dim, Direction
+from mucudnn.providers.cudnn.elsewhere import wheel_library
+from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.library import Library, Unavailable
+from mucudnn.session import Session
+from mucudnn.settings import Settings
+from optimizer import Division, Option, best_division, micro_batch_sizes
+
+CALLS, ROUNDS = 2000, 15
+MANY = 64
+
+
+def microseconds(work: Callable[[], object], calls: int) -> float:
+    """Microseconds of a call, over many."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return 1e6 * (time.perf_counter() - start) / calls
+
+
+def detour(work: Callable[[], object]) -> tuple[float, float]:
+    """Microseconds of a call with torch as it is and with the shim, in turn, medians."""
+    session = Session(Settings.from_environment({}, database=":memory:"))
+    times: dict[str, list[float]] = {"stock": [], "shim": []}
+    for _ in range(ROUNDS):
+        for name, arm in (("stock", None), ("shim", session)):
+            shim.install(arm)
+            microseconds(work, 100)
+            times[name].append(microseconds(work, CALLS))
+    shim.install(None)
+    return statistics.median(times["stock"]), statistics.median(times["shim"])
+
+
+def planning_seconds(batch: int, algorithms: int) -> float:
+    """Seconds of the dynamic programme with the policy `all`, median."""
+    generator = random.Random(0)
+    options = [
+        Option(size, f"algorithm {number}", size * generator.uniform(0.5, 1.5), generator.randrange(2**20))
+        for size in micro_batch_sizes("all", batch)
+        for number in range(algorithms)
+    ]
+    return statistics.median(microseconds(lambda: best_division(options, batch, 2**19), 1) for _ in range(5)) / 1e6
+
+
+class Stubbed(NoCard):
+    """Hands out a handle and a workspace, of which nobody makes use."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(library)
+        self._workspace = torch.empty(1)
+        library.cudnnBackendExecute = lambda handle, plan, pack: 0
+
+    def handle(self) -> c_void_p:
+        return c_void_p(1)
+
+    def scratch(self, size: int) -> torch.Tensor:
+        return self._workspace
+
+
+def part_microseconds(library: Library, parts: int) -> float:
+    """Processor microseconds of Python per part of a planned cuDNN convolution, its last library call stubbed."""
+    problem = ConvProblem.of_convolution(
+        Direction.FORWARD, (MANY, 64, 27, 27), (192, 64, 5, 5), stride=(1, 1), padding=(2, 2), dilation=(1, 1)
+    )
+    operands, engines = synthetic_operands(problem), Engines(Stubbed(library))
+    division = Division((Option(MANY // parts, "eng1", 0.0, 0),) * parts)
+    schedule = Schedule(problem, Dim.BATCH, division, {"eng1": engines})
+    schedule.run(operands)
+    calls, found = CALLS // parts, []
+    for _ in range(ROUNDS):
+        start = time.thread_time()
+        for _ in range(calls):
+            schedule.run(operands)
+        found.append(1e6 * (time.thread_time() - start) / calls / parts)
+    return statistics.median(found)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    torch.set_num_threads(1)
+    image, kernel = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 1, 1)
+    parameter = kernel.clone().requires_grad_()
+
+    def forward() -> None:
+        with torch.no_grad():
+            functional.conv2d(image, kernel)
+
+    def training() -> None:
+        functional.conv2d(image, parameter).sum().backward()
+
+    table = Table("a 1x1 kernel on a 4x4 image", "stock µs", "shim µs", "detour µs", title="detour")
+    for name, work in (("forward, no grad", forward), ("forward + backward filter", training)):
+        stock, shimmed = detour(work)
+        table.add_row(name, f"{stock:.1f}", f"{shimmed:.1f}", f"{shimmed - stock:.1f}")
+    plans = Table("mini-batch, policy all", "algorithms", "seconds", title="workspace reuse")
+    for batch in (256, 1024):
+        plans.add_row(str(batch), "8", f"{planning_seconds(batch, 8):.4f}")
+    console = Console()
+    console.print(table)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            library = wheel_library(Path(folder))
+            launches = Table("parts", "µs per part", title="cuDNN, the call that runs a plan stubbed")
+            for parts in (1, 2, 4, 16, MANY):
+                launches.add_row(str(parts), f"{part_microseconds(library, parts):.1f}")
+            console.print(launches)
+        except Unavailable as error:
+            console.print(f"A part of a cuDNN convolution: not measured, {error}")
+    console.print(plans)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Processes that a benchmark asks to measure: a JSON object per line to them, an answer per line."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+from types import TracebackType
+from typing import Any
+
+ANSWER_SECONDS = 600.0
+
+
+class Failed(RuntimeError):
+    """A process ended or gave no answer."""
+
+
+class Process:
+    """Processes of which the first reads requests and prints answers."""
+
+    def __init__(self, name: str, commands: list[list[str]], **environment: str) -> None:
+        self.name = name
+        quiet = {"KINETO_LOG_LEVEL": "99", "PYTHONWARNINGS": "ignore::FutureWarning"}
+        set_here = {"OMP_NUM_THREADS": "1", **quiet, **environment}
+        self._processes = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL if index else subprocess.PIPE,
+                stdout=subprocess.DEVNULL if index else subprocess.PIPE,
+                env={**os.environ, **set_here},
+                text=True,
+                start_new_session=True,
+            )
+            for index, command in enumerate(commands)
+        ]
+
+    def ask(self, **request: Any) -> Any:
+        """The answer to a request. Failed where there is none."""
+        first = self._processes[0]
+        assert first.stdin is not None and first.stdout is not None
+        try:
+            print(json.dumps(request), file=first.stdin, flush=True)
+        except BrokenPipeError:
+            raise Failed(f"{self.name}: it ended, see above") from None
+        if not select.select([first.stdout], [], [], ANSWER_SECONDS)[0]:
+            raise Failed(f"{self.name}: no answer within {ANSWER_SECONDS:g} s to {request}")
+        answer = first.stdout.readline()
+        if not answer:
+            raise Failed(f"{self.name}: it ended, see above")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Ends the processes: by the end of their input, or by force after some seconds."""
+        first = self._processes[0]
+        assert first.stdin is not None
+        first.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None:
+            for process in self._processes:
+                process.kill()
+        self.close()

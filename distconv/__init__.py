@@ -1,0 +1,133 @@
+"""distconv: an unmodified training script over many ranks; samples, channels and space partitioned.
+
+mesh = distconv.init("sample=2,height=2")
+model = distconv.parallelize(model, mesh)
+y = model(distconv.shard(x, mesh))        # DTensors: shape, slicing and sums mean the whole tensor
+full = distconv.gather(y)
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.channels import check_algorithm
+from distconv.parallelize import distributed_script, parallelize, shard
+from distconv.parameters import partition_of
+from distconv.partition import Partition, adopt, make_mesh
+from distconv.redistribution import redistribute
+from distconv.rules import UnsupportedOperation, channel_algorithms, install_guard
+from distconv.rules import convolution as _convolution
+from distconv.rules import elementwise as _elementwise
+from distconv.rules import extrema as _extrema
+from distconv.rules import linear as _linear
+from distconv.rules import lists as _lists
+from distconv.rules import losses as _losses
+from distconv.rules import matmul as _matmul
+from distconv.rules import normalization as _normalization
+from distconv.rules import padding as _padding
+from distconv.rules import pooling as _pooling
+from distconv.rules import random as _random
+from distconv.rules import reduction as _reduction
+from distconv.rules import refused as _refused
+from distconv.rules import resize as _resize
+from distconv.rules import scalar as _scalar
+from distconv.rules import shuffle as _shuffle
+from distconv.rules import slices as _slices
+from distconv.rules import softmax as _softmax
+from distconv.rules import stack as _stack
+from distconv.rules import views as _views
+from distconv.sharding import gather
+from distconv.state import whole_state
+
+__all__ = [
+    "UnsupportedOperation",
+    "distributed_script",
+    "gather",
+    "init",
+    "parallelize",
+    "redistribute",
+    "shard",
+    "whole_state",
+]
+
+RULES = (
+    _convolution,
+    _elementwise,
+    _extrema,
+    _linear,
+    _lists,
+    _losses,
+    _matmul,
+    _normalization,
+    _padding,
+    _pooling,
+    _random,
+    _reduction,
+    _refused,
+    _scalar,
+    _shuffle,
+    _slices,
+    _softmax,
+    _stack,
+    _views,
+    _resize,
+)
+"""The modules whose import registers the rules."""
+
+
+install_guard()
+importlib.import_module("distconv.rules.composite")  # last: for the operators that have no rule by now
+
+
+def init(
+    partition: str | DeviceMesh | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    device_type: str | None = None,
+    channel_algorithm: str | None = None,
+) -> DeviceMesh:
+    """The mesh of a partition such as ``"sample=2,height=2"`` over all ranks, or over the ascending ``ranks``.
+
+    ``None`` reads DISTCONV_PARTITION. Uses the default process group where one exists; makes one, over DISTCONV_BACKEND
+    (default: gloo, nccl for GPUs), from torchrun's environment, or of this process alone. May be called again for
+    another partition. channel_algorithm: what stays where it is in layers whose channels are sharded, x, y, w or auto
+    (what moves least; see distconv.channels); ``None`` reads DISTCONV_CHANNEL_ALGORITHM, default auto. Every rank of
+    the job must call it. ValueError, one line, for what does not fit.
+    """
+    if isinstance(partition, DeviceMesh):
+        mesh = adopt(partition)
+        _set_algorithm(mesh, partition_of(mesh), channel_algorithm)
+        return mesh
+    text = os.environ.get("DISTCONV_PARTITION") if partition is None else partition
+    if text is None:
+        raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
+    parsed = Partition.parse(text)
+    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not dist.is_initialized():
+        _init_process_group(device)
+    mesh = make_mesh(parsed, ranks=ranks, device_type=device)
+    _set_algorithm(mesh, parsed, channel_algorithm)
+    return mesh
+
+
+def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:
+    chosen = os.environ.get("DISTCONV_CHANNEL_ALGORITHM", "auto") if algorithm is None else algorithm
+    channel_algorithms[mesh] = check_algorithm(chosen, partition)
+
+
+def _init_process_group(device: str) -> None:
+    backend = os.environ.get("DISTCONV_BACKEND") or ("nccl" if device == "cuda" else "gloo")
+    if backend == "mpi":
+        from distconv.mpi import init_process_group
+
+        init_process_group()
+    elif "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]

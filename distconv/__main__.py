@@ -1,0 +1,169 @@
+"""The command line: python -m distconv run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+from distconv.channels import ALGORITHMS, check_algorithm
+from distconv.launch import BACKENDS, BadInput, Job, Place, find_place, start
+from distconv.partition import AXES, Partition
+from distconv.strategy import Strategy, read
+
+DESCRIPTION = f"""\
+Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every
+activation; the losses are those of one process, to rounding.
+
+A partition names mesh axes and the ranks along each, for example sample=2,height=2 on 4 ranks. Axes: {", ".join(AXES)}.
+"""
+
+EPILOG = """\
+examples:
+  python -m distconv run --partition sample=2,height=2 train.py --lr 0.1      4 ranks of this machine
+  python -m distconv run --nproc 4 --backend mpi --partition depth=4 train.py
+  python -m distconv run --partition sample=4 --shard-data -m package.train   each rank reads a quarter
+  mpiexec -n 4 python -m distconv run --partition depth=4 train.py            one or more machines
+  torchrun --nproc-per-node 4 -m distconv run --partition height=2,width=2 train.py
+  python -m distconv run --partition sample=2,channel=2 train.py              wide layers, without more samples
+
+strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
+model.named_modules() gives; a pattern is as of the shell, stands for all within the layers it matches, and the first
+one decides. What moves between layers is redistributed. For example:
+  [layers]
+  "layer4.*" = "channel=4"
+  "*" = "sample=4"
+
+environment:
+  DISTCONV_PARTITION, DISTCONV_BACKEND   defaults of --partition and --backend
+  DISTCONV_CHANNEL_ALGORITHM             default of --channel-algorithm
+  MUCUDNN_WORKSPACE_LIMIT                where set, mucudnn runs the local convolutions within it
+  OMP_NUM_THREADS                        threads per rank; the cores shared out where not set
+
+exit codes: the script's own; 2 for a job that cannot run as given; 128 + n where signal n ended a rank.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message} (see python -m distconv run --help)")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m distconv", description=DESCRIPTION.split("\n\n")[0], allow_abbrev=False)
+    run = parser.add_subparsers(dest="command", required=True, metavar="run").add_parser(
+        "run",
+        help="run a script on many ranks",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    run.add_argument(
+        "--partition",
+        default=os.environ.get("DISTCONV_PARTITION"),
+        metavar="AXIS=RANKS,...",
+        help="mesh axes and the ranks along each; their product is the number of ranks "
+        "(default: that of '*' in the strategy)",
+    )
+    run.add_argument(
+        "--strategy",
+        metavar="FILE",
+        help="a TOML file that says which layers run under another partition; see below",
+    )
+    run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
+    run.add_argument(
+        "--backend",
+        default=os.environ.get("DISTCONV_BACKEND"),
+        metavar="|".join(BACKENDS),
+        help="default: mpi under mpiexec, nccl where every rank has a GPU, gloo elsewhere",
+    )
+    run.add_argument(
+        "--shard-data",
+        action="store_true",
+        help="a DataLoader reads only the samples of the rank's coordinate on the sample axis "
+        "(default: every rank reads the whole batch)",
+    )
+    run.add_argument(
+        "--batch-norm",
+        choices=["global", "local"],
+        default="global",
+        help="statistics over the whole batch, as one process has them (default), or over each rank's part",
+    )
+    run.add_argument(
+        "--channel-algorithm",
+        default=os.environ.get("DISTCONV_CHANNEL_ALGORITHM", "auto"),
+        metavar="|".join(ALGORITHMS),
+        help="what stays where it is in layers split by the axes channel and filter: the input (x: best where a layer "
+        "has fewer filters than channels), the output (y), the weight (w, on both axes), or what moves least (auto)",
+    )
+    run.add_argument("--print-all-ranks", action="store_true", help="show every rank's output, each line after [rank]")
+    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
+    run.add_argument("script", metavar="SCRIPT", help="the script")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    return parser
+
+
+def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
+    partition = None if options.partition is None else Partition.parse(options.partition)
+    strategy = None if options.strategy is None else read(options.strategy, partition.ranks if partition else None)
+    if partition is None and strategy is not None:
+        partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
+    if partition is None:
+        raise ValueError("no partition: give --partition AXIS=RANKS,... or set DISTCONV_PARTITION")
+    return partition, strategy
+
+
+def _job(options: argparse.Namespace, place: Place | None) -> Job:
+    if options.backend is not None and options.backend not in BACKENDS:
+        raise BadInput(f"backend {options.backend!r}: accepted: {', '.join(BACKENDS)}")
+    try:
+        partition, strategy = _partitions(options)
+        check_algorithm(options.channel_algorithm, partition)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    started = partition.ranks if place is None else place.size
+    if options.nproc is not None and started is not None and options.nproc != started:
+        if place is None:
+            raise BadInput(
+                f"partition {str(partition)!r} needs {partition.ranks} ranks, but --nproc is {options.nproc}"
+            )
+        raise BadInput(f"--nproc {options.nproc}, but {started} ranks were started already")
+    return Job(
+        partition=partition,
+        script=options.script,
+        arguments=tuple(options.arguments),
+        module=options.module,
+        backend=options.backend,
+        shard_data=options.shard_data,
+        batch_norm=options.batch_norm,
+        strategy=strategy,
+        channel_algorithm=options.channel_algorithm,
+        print_all_ranks=options.print_all_ranks,
+    )
+
+
+def main() -> int:
+    place = find_place(os.environ)
+    if place is not None and place.rank:
+        quiet = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+        sys.stdout, shown = quiet, sys.stdout
+    try:
+        options = _parser().parse_args()
+        job = _job(options, place)
+        if place is None:
+            return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
+        from distconv.script import run
+
+        if place.rank:
+            sys.stdout = shown
+        return run(job, place)
+    except BadInput as error:
+        if place is None or place.rank == 0:
+            print(f"distconv: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The process group of several mesh axes at once: one collective instead of one per axis."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.partition import whole_group
+
+
+@functools.lru_cache(maxsize=1024)
+def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """One group of this rank and those that differ from it along the axes only. Collective where it must be made."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    if math.prod(mesh.size(axis) for axis in axes) == mesh.size():
+        return whole_group(mesh)
+    return dist.new_group(_members(mesh, axes), use_local_synchronization=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def joint_order(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """For each member of the joint group its coordinate, counted with the last axis running fastest; this rank's place
+    among the members.
+    """
+    members = _members(mesh, axes)
+    ranks = sorted(members)
+    return tuple(members.index(rank) for rank in ranks), ranks.index(dist.get_rank())
+
+
+def _members(mesh: DeviceMesh, axes: tuple[int, ...]) -> list[int]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    here = tuple(slice(None) if axis in axes else at for axis, at in enumerate(coordinate))
+    return mesh.mesh[here].flatten().tolist()

@@ -1,0 +1,21 @@
+"""A torch.distributed backend over mpi4py: the process group "mpi4py".
+
+    mpiexec -n 4 python train.py        # train.py calls distconv.mpi.init_process_group()
+
+Every collective is MPI's nonblocking one, on a communicator that belongs to the process group alone, so several may be
+in flight and their order on a communicator is the order in which they were issued. Tensors that MPI cannot address
+(strided, or on a device that this MPI does not know) are staged through a contiguous, pinned host copy.
+float16 and bfloat16 have no portable MPI type: they travel as bytes, and are reduced in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from distconv.mpi.backend import BACKEND
+from distconv.mpi.group import create
+from distconv.mpi.start import init_process_group
+
+__all__ = ["BACKEND", "init_process_group"]
+
+dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

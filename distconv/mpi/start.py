@@ -1,0 +1,55 @@
+"""torch.distributed started among the ranks of an MPI job."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from distconv.mpi.backend import BACKEND
+
+
+def init_process_group(timeout: timedelta | None = None, backend: str = BACKEND) -> Store:
+    """torch.distributed.init_process_group over MPI.COMM_WORLD; rank, size and store come from MPI itself.
+
+    With another `backend` ("gloo", "nccl"), MPI only brings the ranks together. Returns the store.
+    From then on an uncaught exception on one rank ends all ranks, which would wait for it forever otherwise.
+    """
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise RuntimeError(f"{BACKEND}: this MPI was initialised for one thread; autograd calls it from its own")
+    world = MPI.COMM_WORLD
+    if world.size > 1:
+        sys.excepthook = _abort_after(sys.excepthook)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store = _store(world)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, **options)
+    return store
+
+
+def _abort_after(report: Callable[..., Any]) -> Callable[..., None]:
+    def hook(*exception: Any) -> None:
+        report(*exception)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+    return hook
+
+
+def _store(world: MPI.Intracomm) -> Store:
+    if world.size == 1:
+        return HashStore()
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    host = "127.0.0.1" if node.size == world.size else world.bcast(socket.gethostname())
+    node.Free()
+    server = None
+    if world.rank == 0:
+        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    port = world.bcast(server.port if server is not None else None)
+    return server or TCPStore(host, port, is_master=False, wait_for_workers=False)

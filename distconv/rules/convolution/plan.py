@@ -1,0 +1,145 @@
+"""What a convolution of given shapes decides before it runs: which halos it fetches, and how the local calls pad.
+
+Samples and channels play no part: a rank's spatial intervals are the same for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from distconv.channels import Layer
+from distconv.exchange import Exchange, Need, Piece, exchange, window
+from distconv.partition import ownership
+from distconv.rules import local_shape, shard_axes
+from mucudnn.geometry import EMPTY, Transposed, Window, intersect, length
+
+
+@dataclass(frozen=True)
+class Margins:
+    """In a local backward call: its padding, and the zeros before and after the rank's own inputs."""
+
+    padding: int = 0
+    before: int = 0
+    after: int = 0
+
+    def limited(self, padding: int) -> Margins:
+        """The same with at most that padding; zeros take its place."""
+        extra = max(0, self.padding - padding)
+        return Margins(self.padding - extra, self.before + extra, self.after + extra)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One sharded dim of a convolution, as this rank sees it.
+
+    A local call is handed what ``inputs`` (forward) or ``grads`` (backward) fetches. Forward it pads by ``padding``,
+    and its result begins ``skip`` before the rank's own ``own`` elements.
+    """
+
+    dim: int
+    inputs: Exchange
+    grads: Exchange
+    padding: int
+    skip: int
+    own: int
+    data: Margins
+    filter: Margins
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a convolution of these shapes on this mesh decides, on this rank."""
+
+    layer: Layer
+    sides: tuple[Side, ...]
+    out_shape: tuple[int, ...]
+    out_local: tuple[int, ...]
+    """Of this rank's shard of y."""
+    padding: list[int]
+    data_padding: list[int]
+    filter_padding: list[int]
+    output_padding: list[int]
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    weight: tuple[int, ...],
+    dtypes: tuple[torch.dtype | None, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    transposed: bool,
+    output_padding: tuple[int, ...],
+    groups: int,
+) -> Plan:
+    """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+    axes = shard_axes(mesh, placements, first=2)
+    spatial = len(shape) - 2
+    arguments = [list(values) * (spatial if len(values) == 1 else 1) for values in (stride, padding, dilation)]
+    out_arguments = list(output_padding) * (spatial if len(output_padding) == 1 else 1)
+    channels = weight[1] * groups if transposed else weight[0]
+    try:
+        whole = torch.ops.aten.convolution(
+            torch.empty(shape, dtype=dtypes[0], device="meta"),
+            torch.empty(weight, dtype=dtypes[1], device="meta"),
+            None if dtypes[2] is None else torch.empty(channels, dtype=dtypes[2], device="meta"),
+            *arguments,
+            transposed,
+            out_arguments,
+            groups,
+        )
+    except RuntimeError as error:
+        what = f"convolution of an input {shape} with a weight {weight}, groups {groups}"
+        raise RuntimeError(f"{what}: {error}") from None
+    out_shape = tuple(whole.shape)
+    local_padding, data_padding, filter_padding = list(arguments[1]), list(arguments[1]), list(arguments[1])
+    local_output_padding = list(out_arguments)
+    sides = []
+    for dim, axis in axes.items():
+        at = dim - 2
+        kernel = Window(weight[dim], arguments[0][at], arguments[1][at], arguments[2][at])
+        ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
+        inputs, outputs = ownership(shape[dim], ranks), ownership(out_shape[dim], ranks)
+        # The side of the wide stride: x of a convolution, y of a transposed one.
+        fine, coarse = (outputs, inputs) if transposed else (inputs, outputs)
+        wide = tuple(window(kernel.inputs(interval), fine[-1][1]) for interval in coarse)
+        calls = [kernel.transposed(interval) for interval in fine]
+        spans = tuple(_span(call, coarse[-1][1]) for call in calls)
+        read_fine = exchange(mesh, axis, dim, fine, wide)
+        read_coarse = exchange(mesh, axis, dim, coarse, spans)
+        call, own = calls[rank], length(fine[rank])
+        made = (length(call.span) - 1) * kernel.stride + kernel.reach - 2 * call.padding
+        if transposed:
+            side = Side(dim, read_coarse, read_fine, call.padding, call.skip, own, Margins(), Margins())
+        else:
+            data = Margins(call.padding, call.skip, made - call.skip - own if own else 0)
+            # A CPU's kernels for dL/dweight take up to three times as long where the padding exceeds the layer's own.
+            back = data.limited(kernel.padding)
+            side = Side(dim, read_fine, read_coarse, 0, 0, length(coarse[rank]), data, back)
+        local_padding[at], local_output_padding[at] = side.padding, 0
+        data_padding[at], filter_padding[at] = side.data.padding, side.filter.padding
+        sides.append(side)
+    scale = math.prod(arguments[0]) if transposed else 1 / math.prod(arguments[0])
+    layer = Layer(shape[1], out_shape[1], groups, transposed, float(scale))
+    out_local = local_shape(mesh, placements, out_shape)
+    paddings = local_padding, data_padding, filter_padding, local_output_padding
+    return Plan(layer, tuple(sides), out_shape, out_local, *paddings)
+
+
+def _span(call: Transposed, extent: int) -> Need:
+    """What a local transposed convolution reads: zeros where its inputs reach none of the rank's elements."""
+    start, stop = call.span
+    inside = intersect(call.need, (0, extent))
+    if inside == EMPTY:
+        return (Piece(stop - start),) if stop > start else ()
+    pieces = (Piece(inside[0] - start), Piece(inside[1] - inside[0], inside[0]), Piece(stop - inside[1]))
+    return tuple(piece for piece in pieces if piece.length)

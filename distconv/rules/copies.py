@@ -1,0 +1,78 @@
+"""Views whose elements lie on other ranks: they are copies, and to change a copy in place is refused.
+
+In one process a change of a slice changes the whole tensor. The slice of a sharded dim is a copy, laid out anew, so its
+change would be lost. A copy is known by its storage: views of it are copies too, what is computed from it is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distconv.rules import checks, leave, refuse, registered, rule
+
+
+def copy_of(view: DTensor, x: DTensor) -> DTensor:
+    """``view``, the result of an operator that makes a view of ``x`` in one process, as a copy on every rank.
+
+    Autograd's own slices, of gradients, are nobody's to change and stay as they are.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return view
+    _guard()
+    if view._local_tensor.untyped_storage() is x._local_tensor.untyped_storage():
+        view = DTensor(view._local_tensor.clone(), view._spec, requires_grad=False)
+    view._local_tensor.untyped_storage()._distconv_copy = True  # type: ignore[attr-defined]
+    return view
+
+
+def _refuse_change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if not func._schema.is_mutable:
+        return
+    for tensor in _changed(func, args, kwargs):
+        if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor.untyped_storage(), "_distconv_copy"):
+            raise refuse(
+                func,
+                f"it changes a tensor {tuple(tensor.shape)} in place that in one process is a view, but here, where"
+                f" its dims are sharded, a copy; accepted: the operator that makes a new tensor, or .clone() first",
+            )
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[index] if index < len(args) else kwargs.get(argument.name)
+
+
+@functools.cache
+def _guard() -> None:
+    """From the first copy on, look at every operator that changes a tensor, whether it has a rule or not."""
+    checks.append(_refuse_change)
+    known = set(torch._C._dispatch_get_all_op_names())
+    for schema in torch._C._jit_get_all_schemas():
+        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
+        if name.startswith("aten::") and name in known - registered and _changes_elements(schema):
+            rule(name)(_unruled)
+
+
+_NO_ELEMENTS = {"aten::requires_grad_", "aten::retain_grad", "aten::set_data", "aten::record_stream"}
+
+
+def _changes_elements(schema: Any) -> bool:
+    """Whether an operator changes those of a tensor; what takes lists, as optimizers do, is passed over."""
+    packet = getattr(torch.ops.aten, schema.name[len("aten::") :])
+    return (
+        any(isinstance(a.type, torch.TensorType) and a.alias_info and a.alias_info.is_write for a in schema.arguments)
+        and torch.Tag.inplace_view not in getattr(packet, schema.overload_name or "default").tags
+        and schema.name not in _NO_ELEMENTS
+    )
+
+
+def _unruled(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As without a rule; in inference mode some operators do not fall apart before they reach a DTensor."""
+    parts = func.decompose(*args, **kwargs)
+    return leave(func, args, kwargs) if parts is NotImplemented else parts

@@ -1,0 +1,184 @@
+"""Operators on corresponding elements for which DTensor has no strategy, or a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.rules import Layout, layout, local_as, refuse, replicated, rule, stock, wrap
+from distconv.rules.losses import aligned, common_layout
+
+OPERATORS = (
+    *(f"{name}.Tensor" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),
+    *(f"bitwise_{name}.Tensor" for name in ("and", "or", "xor")),
+    *("maximum", "minimum", "where.self", "logical_and", "logical_or", "pow.Tensor_Tensor", "threshold_backward"),
+    *("leaky_relu_backward", "elu_backward", "gelu_backward", "silu_backward", "mish_backward", "softplus_backward"),
+    *("sigmoid_backward", "tanh_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward"),
+    *("log_sigmoid_backward", "_prelu_kernel_backward", "rrelu_with_noise_backward", "hardswish", "_prelu_kernel"),
+    *("masked_fill.Scalar", "masked_fill.Tensor", "lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv"),
+    *("atan2", "isclose", "mul.Scalar", "div.Scalar"),
+)
+"""Those that may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis."""
+
+
+@rule(*(f"aten::{name}" for name in OPERATORS))
+def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Local, on the layout of the sharded tensors."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if any(placement.is_partial() for tensor in distributed for placement in tensor.placements):
+        return stock(func, args, kwargs)
+    mesh, placements = layout(distributed[0])
+    shape = distributed[0].shape
+    if len(distributed) == len(tensors) and all(
+        other.placements == placements and other.shape == shape and other.device_mesh == mesh for other in distributed
+    ):
+        locals = [_plain(arg) for arg in args]
+    else:
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors if tensor.numel() or tensor.dim() > 1))
+        mesh, placements = _sharding(tensors, shape)
+        locals = [
+            aligned(arg, mesh, placements, shape)
+            if isinstance(arg, Tensor) and (arg.numel() or arg.dim() > 1)
+            else _plain(arg)
+            for arg in args
+        ]
+    result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(wrap(part, mesh, placements, shape) for part in result)
+    return wrap(result, mesh, placements, shape)
+
+
+def _is_whole(placements: Sequence[Placement]) -> bool:
+    return all(placement.is_replicate() for placement in placements)
+
+
+def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequence[int]) -> Any:
+    """Computes repeated elements once: the gradient of a mean, expanded to a whole activation, stays one number."""
+    tensors = [arg for arg in locals if isinstance(arg, Tensor)]
+    repeated = [
+        dim
+        for dim in range(-len(shape), 0)
+        if shape[dim] > 1 and all(t.dim() < -dim or t.shape[dim] == 1 or not t.stride(dim) for t in tensors)
+    ]
+    if not repeated:
+        return func(*locals, **kwargs)
+    for index, arg in enumerate(locals):
+        if isinstance(arg, Tensor):
+            for dim in repeated:
+                arg = arg.narrow(dim, 0, 1) if arg.dim() >= -dim else arg
+            locals[index] = arg
+    result = func(*locals, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(part.expand(shape) for part in result)
+    return result.expand(shape)
+
+
+@rule(
+    *(f"aten::{name}_.Tensor" for name in ("mul", "sub", "div")),
+    *("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_", "aten::addcmul_", "aten::addcdiv_"),
+)
+def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Local, on the layout of x."""
+    if not isinstance(x, DTensor):
+        others = [arg for arg in args if isinstance(arg, DTensor)]
+        if not all(placement.is_replicate() for other in others for placement in other.placements):
+            raise refuse(func, "in place on a plain tensor, with a distributed one: use distconv.gather on that first")
+        func(x, *map(_plain, args), **kwargs)
+        return x
+    if any(p.is_partial() for t in (x, *args) if isinstance(t, DTensor) for p in t.placements):
+        stock(func, (x, *args), kwargs)
+        return x
+    mesh, placements = layout(x)
+    locals = [aligned(arg, mesh, placements, x.shape) if isinstance(arg, Tensor) else arg for arg in args]
+    func(x._local_tensor, *locals, **kwargs)
+    return x
+
+
+def _sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
+    """How the result of tensors that broadcast to a shape lies: each mesh axis shards what it shards of one of them."""
+    mesh, _ = common_layout(*tensors)
+    result: list[Placement] = [Replicate()] * mesh.ndim
+    for tensor in tensors:
+        missing = len(shape) - tensor.dim()
+        here = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
+        for axis, placement in enumerate(tensor.placements if here else ()):  # type: ignore[attr-defined]
+            if isinstance(placement, Shard) and not isinstance(result[axis], Shard):
+                result[axis] = Shard(placement.dim + missing)
+    return mesh, tuple(result)
+
+
+def _plain(arg: Any) -> Any:
+    return arg._local_tensor if isinstance(arg, DTensor) else arg
+
+
+@rule("aten::fill_.Tensor")
+def fill(func: Any, x: DTensor, value: Tensor) -> DTensor:
+    """Every element becomes the value."""
+    if any(placement.is_partial() for placement in x.placements):
+        raise refuse(func, f"its tensor is a partial sum: {x.placements}")
+    func(x._local_tensor, local_as(value, x.device_mesh, replicated(x.device_mesh)))
+    return x
+
+
+@rule("aten::index_add", "aten::index_add_")
+def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> DTensor:
+    """Adds slices of source at the indices of a dim that is not sharded."""
+    mesh, placements = common_layout(source, x)
+    dim %= max(x.dim(), 1)
+    in_place = func._schema.name.endswith("_")
+    if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
+        raise refuse(func, f"its dim {dim} is sharded: {placements}")
+    numbers = local_as(index, mesh, replicated(mesh))
+    local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
+    result = wrap(local, mesh, placements, x.shape)
+    if in_place and x.placements != placements:
+        # As the backward of index_select does with fresh zeros: the same tensor, from now on in shards.
+        x._local_tensor, x._spec = result._local_tensor, result._spec
+    return x if in_place else result
+
+
+@rule("aten::index_select")
+def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
+    """Slices at the indices of a dim that is not sharded."""
+    mesh, placements = common_layout(x)
+    dim %= max(x.dim(), 1)
+    if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
+        raise refuse(func, f"its dim {dim} is sharded: {placements}")
+    if not isinstance(x, DTensor):
+        return stock(func, (x, dim, index))
+    local = func(local_as(x, mesh, placements), dim, local_as(index, mesh, replicated(mesh)))
+    return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+@rule("aten::index.Tensor")
+def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
+    """Indexing by numbers is DTensor's own; by a mask it has as many elements as all shards together select."""
+    if any(_is_mask(index) for index in indices):
+        raise refuse(func, "indexing by a mask; accepted: torch.where, masked_fill, or multiplication by the mask")
+    return stock(func, (x, indices))
+
+
+@rule("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+def assign(func: Any, x: DTensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> DTensor:
+    """x[mask] = number, on every shard."""
+    in_place = func._schema.name.endswith("_")
+    if not any(_is_mask(index) for index in indices):
+        result = stock(func, (x, indices, values, *rest))
+        return x if in_place else result
+    (mask, *others) = indices
+    if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
+        raise refuse(func, "assignment through a mask; accepted: a mask of the tensor's shape and one number")
+    mesh, placements = layout(x)
+    number = local_as(values, mesh, replicated(mesh)).reshape(())
+    operation = Tensor.masked_fill_ if in_place else Tensor.masked_fill
+    local = operation(x._local_tensor, local_as(mask, mesh, placements), number)
+    return x if in_place else wrap(local, mesh, placements, x.shape)

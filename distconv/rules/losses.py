@@ -1,0 +1,239 @@
+"""Losses over samples and space: sums over all shards, means over the whole count.
+
+A plain target of the whole shape counts as replicated: each rank reads its own part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.partition import sharded_dims
+from distconv.rules import (
+    Layout,
+    dim_axes,
+    find_layout,
+    layout,
+    local_as,
+    local_box,
+    local_shape,
+    refuse,
+    replicated,
+    rule,
+    wrap,
+)
+from distconv.rules.reduction import all_reduce
+
+NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
+
+
+def common_layout(*tensors: Any) -> Layout:
+    """The layout of the first sharded tensor, or of the first DTensor."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
+            mesh, placements = layout(tensor)
+            return mesh, tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    mesh, placements = find_layout(*tensors)
+    return mesh, replicated(mesh)
+
+
+def aligned(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
+    """This rank's part of a tensor that broadcasts to ``shape``."""
+    missing = len(shape) - tensor.dim()
+    target: list[Placement] = []
+    for placement in placements:
+        dim = placement.dim - missing if isinstance(placement, Shard) else -1
+        target.append(Shard(dim) if dim >= 0 and tensor.shape[dim] == shape[dim + missing] else Replicate())
+    return local_as(tensor, mesh, target)
+
+
+def _axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
+    return [axis for axis, _ in sharded_dims(mesh, placements)]
+
+
+def _weighted(weight: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Tensor]:
+    return [] if weight is None else [local_as(weight, mesh, placements)]
+
+
+def _reduced(
+    local: Tensor, shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement], reduction: int
+) -> DTensor:
+    """The loss of ``shape`` from this rank's part: its elements, or their sum here."""
+    if reduction == NONE:
+        return wrap(local, mesh, placements, shape)
+    whole = all_reduce(local, mesh, _axes(mesh, placements))
+    return wrap(whole / shape.numel() if reduction == MEAN else whole, mesh, replicated(mesh), ())
+
+
+ELEMENTWISE = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+
+
+@rule(*(f"aten::{name}" for name in ELEMENTWISE))
+def loss(func: Any, x: Tensor, target: Tensor, *rest: Any) -> DTensor:
+    """A loss per element, or their whole sum or mean."""
+    weight, rest = (rest[0], rest[1:]) if "binary" in func._schema.name and rest else (None, rest)
+    reduction, *more = rest or (MEAN,)
+    if x.shape != target.shape:
+        raise refuse(func, f"an input {tuple(x.shape)} with a target {tuple(target.shape)}")
+    mesh, placements = common_layout(x, target, weight)
+    tensors: list[Tensor | None] = [local_as(x, mesh, placements), local_as(target, mesh, placements)]
+    tensors += [weight] if weight is None and "binary" in func._schema.name else _weighted(weight, mesh, placements)
+    local = func(*tensors, NONE if reduction == NONE else SUM, *more)
+    return _reduced(local, x.shape, mesh, placements, reduction)
+
+
+@rule(*(f"aten::{name}_backward" for name in ELEMENTWISE))
+def loss_backward(func: Any, grad: Tensor, x: Tensor, target: Tensor, *rest: Any) -> DTensor:
+    """The gradient of x, laid out as x is."""
+    binary = "binary" in func._schema.name
+    weight, rest = (rest[0], rest[1:]) if binary and rest else (None, rest)
+    reduction, *more = rest or (MEAN,)
+    mesh, placements = common_layout(x, target, weight, grad)
+    tensors: list[Tensor | None] = [local_as(x, mesh, placements), local_as(target, mesh, placements)]
+    tensors += [weight] if weight is None and binary else _weighted(weight, mesh, placements)
+    own = local_as(grad, mesh, placements if reduction == NONE else replicated(mesh))
+    if reduction == MEAN:
+        own = own / x.numel()
+    return wrap(func(own, *tensors, NONE if reduction == NONE else SUM, *more), mesh, placements, x.shape)
+
+
+@rule("aten::binary_cross_entropy_with_logits")
+def logits_loss(
+    func: Any,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: int = MEAN,
+) -> DTensor:
+    """Binary cross entropy of logits; weights broadcast. Its backward is made of elementwise operators."""
+    mesh, placements = common_layout(x, target)
+    if x.shape != target.shape:
+        raise ValueError(f"Target size ({target.shape}) must be the same as input size ({x.shape})")
+    weights = [None if w is None else aligned(w, mesh, placements, x.shape) for w in (weight, pos_weight)]
+    local = func(
+        local_as(x, mesh, placements), local_as(target, mesh, placements), *weights, NONE if reduction == NONE else SUM
+    )
+    return _reduced(local, x.shape, mesh, placements, reduction)
+
+
+def _target_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How class numbers (N, spatial...) lie beside scores (N, C, spatial...)."""
+    result: list[Placement] = []
+    for placement in placements:
+        dim = placement.dim if isinstance(placement, Shard) else 0
+        result.append(Replicate() if dim == 1 else Shard(dim - 1) if dim else placement)
+    return tuple(result)
+
+
+def _flat(tensor: Tensor, channels: bool) -> Tensor:
+    """(N, C, L, 1) or (N, L, 1): what the 2-D loss reads, of any number of spatial dims."""
+    kept = tensor.shape[: 2 if channels else 1]
+    return tensor.reshape(*kept, math.prod(tensor.shape[len(kept) :]), 1).contiguous()
+
+
+IGNORED = -100
+"""The class number of what another rank, or none, counts."""
+
+
+def _own_classes(func: Any, numbers: Tensor, ignore_index: int, own: tuple[int, int], classes: int) -> Tensor:
+    """Class numbers counted from the first of this rank's classes; ``IGNORED`` for those of others."""
+    used = numbers != ignore_index
+    if bool((used & ((numbers < 0) | (numbers >= classes))).any()):
+        raise IndexError(f"{func}: a class number is out of bounds; accepted: 0 to {classes - 1}, or {ignore_index}")
+    return torch.where(used & (numbers >= own[0]) & (numbers < own[1]), numbers - own[0], IGNORED)
+
+
+def _operands(
+    func: Any, x: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, *others: Any
+) -> tuple[Layout, tuple[Placement, ...], tuple[Tensor, Tensor, Tensor | None], int]:
+    """The layouts of scores and of class numbers, this rank's scores, numbers and weights, and the index to ignore."""
+    mesh, placements = common_layout(x, target, *others)
+    of_target = _target_layout(placements)
+    if (x.shape[0], *x.shape[2:]) != tuple(target.shape):
+        raise ValueError(f"{func}: scores {tuple(x.shape)} with class numbers {tuple(target.shape)}")
+    scores, numbers = local_as(x, mesh, placements), local_as(target, mesh, of_target)
+    weights = None if weight is None else local_as(weight, mesh, replicated(mesh))
+    if dim_axes(mesh, placements, 1):
+        own = local_box(mesh, placements, x.shape)[1]
+        numbers = _own_classes(func, numbers, ignore_index, own, x.shape[1])
+        weights, ignore_index = None if weights is None else weights[slice(*own)], IGNORED
+    return (mesh, placements), of_target, (_flat(scores, True), _flat(numbers, False), weights), ignore_index
+
+
+@rule("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+def nll(
+    func: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[DTensor, DTensor]:
+    """Negative log likelihood of class numbers, and the whole sum of their weights."""
+    (mesh, placements), of_target, operands, ignore_index = _operands(func, x, target, weight, ignore_index)
+    own, count = torch.ops.aten.nll_loss2d_forward(*operands, NONE if reduction == NONE else SUM, ignore_index)
+    if reduction == NONE:
+        losses = all_reduce(own, mesh, dim_axes(mesh, placements, 1))
+        shape = local_shape(mesh, of_target, target.shape)
+        return wrap(losses.reshape(shape), mesh, of_target, target.shape), wrap(count, mesh, replicated(mesh), ())
+    whole, count = all_reduce(torch.stack([own, count]), mesh, _axes(mesh, placements)).unbind()
+    if reduction == MEAN:
+        whole = whole / count
+    return wrap(whole.clone(), mesh, replicated(mesh), ()), wrap(count.clone(), mesh, replicated(mesh), ())
+
+
+@rule("aten::nll_loss_backward", "aten::nll_loss2d_backward")
+def nll_backward(
+    func: Any,
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+) -> DTensor:
+    """The gradient of the scores, laid out as they are."""
+    (mesh, placements), of_target, operands, ignore_index = _operands(func, x, target, weight, ignore_index, grad)
+    own = local_as(grad, mesh, of_target if reduction == NONE else replicated(mesh))
+    dx = torch.ops.aten.nll_loss2d_backward(
+        _flat(own, False) if reduction == NONE else own.contiguous(),
+        *operands,
+        reduction,
+        ignore_index,
+        local_as(total_weight, mesh, replicated(mesh)),
+    )
+    return wrap(dx.reshape(local_shape(mesh, placements, x.shape)), mesh, placements, x.shape)
+
+
+class Nll(torch.autograd.Function):
+    """The loss of scores with one, three or more spatial dims, which PyTorch would flatten across shards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore: int) -> DTensor:
+        losses, count = nll("nll_loss", x, target, weight, reduction, ignore)
+        ctx.save_for_backward(x, target, weight, count)
+        ctx.options = reduction, ignore
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None, None, None]:
+        x, target, weight, count = ctx.saved_tensors
+        reduction, ignore = ctx.options
+        return nll_backward("nll_loss", grad, x, target, weight, reduction, ignore, count), None, None, None, None
+
+
+def _nll_loss_nd(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN, ignore_index: int = -100
+) -> Tensor:
+    if isinstance(x, DTensor) and (x.dim() == 3 or x.dim() > 4):
+        return Nll.apply(x, target, weight, reduction, ignore_index)
+    return torch.ops.aten.nll_loss_nd.default.decompose(x, target, weight, reduction, ignore_index)
+
+
+# `aten::nll_loss_nd` falls apart above DTensor, so it must be caught where autograd is.
+_library = torch.library.Library("aten", "IMPL")
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _library.impl("nll_loss_nd", _nll_loss_nd, _key)

@@ -1,0 +1,13 @@
+"""Batch, group, instance and layer normalization over statistics of the whole tensor; samples, channels, space sharded.
+
+Each is one computation on a view (outer, rows, inner...) of the shard whose rows are normalized: the channels of a
+batch, the channels of each sample (in groups that have their statistics in common), or the positions before the
+normalized dims. A pass exchanges one small message: forward the mean and the sum of squared deviations of every row or
+group, backward two sums of each. Groups and layers whose statistics lie on one rank run the stock operator.
+"""
+
+from __future__ import annotations
+
+from distconv.rules.normalization import batch, group, layer
+
+__all__ = ["batch", "group", "layer"]

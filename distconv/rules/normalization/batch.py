@@ -1,0 +1,155 @@
+"""Batch normalization: statistics of each channel over samples and space; a channel lies on the ranks that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from distconv.rules import batch_norm_statistics, layout, local_as, rule, wrap
+from distconv.rules.normalization.statistics import (
+    Share,
+    check_vector,
+    combined,
+    count,
+    gradients,
+    input_of,
+    moments,
+    normalize,
+    normalize_backward,
+    precise,
+    share,
+    update_running,
+    vector_layout,
+)
+
+aten = torch.ops.aten
+
+
+@rule("aten::native_batch_norm")
+def batch_norm(
+    func: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[DTensor, DTensor, DTensor]:
+    """y, and the mean and 1 / sqrt(variance + eps) of each channel; updates the running statistics.
+
+    These are always those of the whole batch, alike on all ranks, even where each rank normalizes by its own.
+    """
+    mesh, placements = input_of(func, x, weight, bias)
+    local, channels, of = local_as(x, mesh, placements), x.shape[1], vector_layout(placements)
+    named = {"weight": weight, "bias": bias, "running mean": running_mean, "running variance": running_var}
+    for name, vector in named.items():
+        check_vector(func, vector, name, channels)
+    w, b = (None if vector is None else local_as(vector, mesh, of) for vector in (weight, bias))
+    if training:
+        over = _batch_share(mesh, placements, x.shape)
+        mean, variance = moments(local)
+        own = batch_norm_statistics.get(mesh) == "local"
+        if running_mean is not None or running_var is not None or not own:
+            whole = mean, variance
+            if over is not None:
+                whole = combined(mean, variance * count(local), over)
+            total = count(local) if over is None else over.total
+            unbiased = whole[1] * (total / max(total - 1, 1))
+            kept = [(r, v) for r, v in ((running_mean, whole[0]), (running_var, unbiased)) if r is not None]
+            if kept:
+                running, values = zip(*kept, strict=True)
+                update_running(running, values, mesh, placements, channels, momentum)
+            mean, variance = (mean, variance) if own else whole
+        square = variance + eps
+        saved, shape = (mean, torch.rsqrt(square)), (channels,)
+    else:
+        if running_mean is None or running_var is None:
+            raise RuntimeError(f"{func}: evaluation without running statistics")
+        mean, square = local_as(running_mean, mesh, of), local_as(running_var, mesh, of) + eps
+        saved, shape, of = (mean.new_empty(0), mean.new_empty(0)), (0,), (Replicate(),) * mesh.ndim
+    y = normalize(local, mean, square, w, b)
+    return wrap(y, mesh, placements, x.shape), wrap(saved[0], mesh, of, shape), wrap(saved[1], mesh, of, shape)
+
+
+def _batch_share(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> Share | None:
+    return share(mesh, placements, tuple(shape), (0, *range(2, len(shape))))
+
+
+@rule("aten::native_batch_norm_backward")
+def batch_norm_backward(
+    func: Any,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_inverse: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
+    """dL/dx as x is laid out, dL/dweight and dL/dbias as partial sums."""
+    mesh, placements = input_of(func, x, grad, weight)
+    local, of = local_as(x, mesh, placements), vector_layout(placements)
+    w = None if weight is None else local_as(weight, mesh, of)
+    own_grad = local_as(grad, mesh, placements)
+    over: Share | None = None
+    if training:
+        assert save_mean is not None and save_inverse is not None
+        mean, square = local_as(save_mean, mesh, of), local_as(save_inverse, mesh, of).pow(-2)
+        if batch_norm_statistics.get(mesh) != "local":
+            over = _batch_share(mesh, placements, x.shape)
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, square = local_as(running_mean, mesh, of), local_as(running_var, mesh, of) + eps
+    dtype = precise(local.new_empty(0)).dtype
+    mean, square, w32 = mean.to(dtype), square.to(dtype), None if w is None else w.to(dtype)
+    dx: Tensor | None = None
+    if training or not local.numel():
+        total = count(local) if over is None else over.total
+        need = mask[0] and training
+        dx, dweight, dbias = normalize_backward(own_grad, local, mean, square, w32, over, total, None, need)
+        if mask[0] and not training:
+            dx = torch.empty_like(local)
+    else:
+        dx, dweight, dbias = aten.native_batch_norm_backward.default(
+            own_grad, local, w32, mean, square, None, None, False, 0.0, [mask[0], True, True]
+        )
+    vectors = dweight if mask[1] else None, dbias if mask[2] else None
+    return gradients(mesh, placements, x, dx if mask[0] else None, dtype if w is None else w.dtype, vectors)
+
+
+@rule("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
+def library_batch_norm(func: Any, x: Tensor, *arguments: Any) -> tuple[DTensor, ...]:
+    """What batch norm is on a GPU with cuDNN or MIOpen: here the same as everywhere."""
+    y, mean, inverse = batch_norm(func, x, *arguments)
+    mesh, _ = layout(y)
+    reserve = torch.empty(0, dtype=torch.uint8, device=y._local_tensor.device)
+    extra = wrap(reserve, mesh, (Replicate(),) * mesh.ndim, reserve.shape)
+    return (y, mean, inverse, extra) if "cudnn" in func._schema.name else (y, mean, inverse)
+
+
+@rule("aten::cudnn_batch_norm_backward", "aten::miopen_batch_norm_backward")
+def library_batch_norm_backward(
+    func: Any,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor,
+    save_inverse: Tensor,
+    eps: float,
+    *_: Tensor,
+) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
+    """The backward of training by ``library_batch_norm``."""
+    statistics = running_mean, running_var, save_mean, save_inverse
+    return batch_norm_backward(func, grad, x, weight, *statistics, True, eps, [True, True, True])

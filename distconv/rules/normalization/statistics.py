@@ -1,0 +1,226 @@
+"""Mean and variance of rows whose elements lie on several ranks, and what follows from them, forward and backward.
+
+Those of all ranks are combined as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+sample variances", 1979, equation 2.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from distconv.exchange import exchange, window
+from distconv.group import joint_group, joint_order
+from distconv.partition import sharded_dims
+from distconv.rules import box_at, dim_axes, find_layout, owners, refuse, wrap
+from distconv.rules.split import channel_layout
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Share:
+    """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
+
+    group: dist.ProcessGroup | None
+    counts: tuple[tuple[int, ...], ...]
+    """By rank of the group, then by column: one column where all are alike."""
+    total: int
+    """Elements of a column, the same for all."""
+
+
+def split_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence[int]) -> tuple[int, ...]:
+    """The mesh axes of more than one rank that shard some of the dims."""
+    return tuple(axis for axis, dim in sharded_dims(mesh, placements) if dim in dims and mesh.size(axis) > 1)
+
+
+def boxes_along(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], axes: tuple[int, ...]
+) -> list[tuple[tuple[int, int], ...]]:
+    """What each member of the axes' group owns, in the group's order."""
+    here = mesh.get_coordinate()
+    assert here is not None
+    places = list(itertools.product(*(range(mesh.size(axis)) for axis in axes)))
+    order = joint_order(mesh, axes)[0]
+    found = []
+    for place in (places[at] for at in order):
+        coordinate = list(here)
+        for axis, at in zip(axes, place, strict=True):
+            coordinate[axis] = at
+        found.append(box_at(mesh, placements, shape, coordinate))
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def share(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dims: tuple[int, ...]
+) -> Share | None:
+    """The share of statistics over ``dims`` of a tensor of global ``shape``; None where none of them is sharded."""
+    axes = split_axes(mesh, placements, dims)
+    if not axes:
+        return None
+    boxes = boxes_along(mesh, placements, shape, axes)
+    counts = [math.prod(box[dim][1] - box[dim][0] for dim in dims) for box in boxes]
+    return Share(joint_group(mesh, axes), tuple((count,) for count in counts), sum(counts))
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """In a dtype in which sums are kept."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def count(rows: Tensor) -> int:
+    """Elements of a row that this rank has."""
+    return rows.shape[0] * math.prod(rows.shape[2:])
+
+
+def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
+    if rows.numel():
+        mean, variance = aten.batch_norm_update_stats.default(precise(rows), None, None, 0.0)
+        return mean, variance
+    zeros = precise(rows.new_zeros(rows.shape[1]))
+    return zeros, zeros
+
+
+def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks of the share, from each rank's mean and sum of squared deviations.
+
+    Both (..., columns); bit by bit alike on all ranks.
+    """
+    if not mean.numel():
+        return mean, deviations
+    own = torch.stack([mean, deviations])
+    flat = own.new_empty(len(share.counts) * own.numel())
+    dist.all_gather_into_tensor(flat, own.flatten(), group=share.group)
+    means, squares = flat.view(len(share.counts), *own.shape).unbind(1)
+    weights = torch.tensor(share.counts, dtype=own.dtype, device=own.device) / share.total
+    weights = weights.view(len(share.counts), *[1] * (mean.dim() - 1), -1).expand_as(means)
+    pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
+    mean = pivot + (weights * (means - pivot)).sum(0)
+    return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
+
+
+def normalize(rows: Tensor, mean: Tensor, square: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(rows - mean) / sqrt(square) * weight + bias, with one of each per row."""
+    if not rows.numel():
+        return torch.empty_like(rows)
+    dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
+    vectors = [None if vector is None else vector.to(dtype) for vector in (weight, bias, mean, square)]
+    return aten.native_batch_norm.default(rows, *vectors, False, 0.0, 0.0)[0]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Which rows have their statistics in common: row r those of ``index[r]``, out of ``size``."""
+
+    index: Tensor
+    size: int
+
+
+def normalize_backward(
+    grad: Tensor,
+    rows: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    weight: Tensor | None,
+    share: Share | None,
+    total: int,
+    pool: Pool | None,
+    need_input: bool,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row.
+
+    ``total``: of how many elements, on all ranks, each statistic is. With n the normalized rows and g = weight dy:
+    dx = (g - mean(g) - n mean(g n)) / sqrt(square).
+    """
+    if not rows.numel():
+        dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
+    else:
+        dx, dweight, dbias = aten.native_batch_norm_backward.default(
+            grad, rows, weight, mean, square, None, None, False, 0.0, [need_input, True, True]
+        )
+    if not need_input:
+        return None, dweight, dbias
+    sums = torch.stack([dbias, dweight])
+    sums = sums if weight is None else sums * weight
+    if pool is not None:
+        sums = sums.new_zeros(2, pool.size).index_add_(1, pool.index, sums)
+    if share is not None:
+        dist.all_reduce(sums, group=share.group)
+    if rows.numel():
+        sums = (sums if pool is None else sums[:, pool.index]) * torch.rsqrt(square) / -total
+        dx += normalize(rows, mean, square, sums[1], sums[0])
+    return dx, dweight, dbias
+
+
+def input_of(func: Any, x: Tensor, *others: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """(mesh, placements) of the input, its channels sharded where the mesh has an axis for them."""
+    mesh, placements = find_layout(x, *others)
+    if not isinstance(x, DTensor):
+        placements = (Replicate(),) * mesh.ndim
+    if any(placement.is_partial() for placement in placements):
+        raise refuse(func, f"its input is a partial sum: {placements}")
+    return mesh, channel_layout(mesh, placements)
+
+
+def check_vector(func: Any, tensor: Tensor | None, name: str, channels: int) -> None:
+    """RuntimeError unless it has one number per channel."""
+    if tensor is not None and tuple(tensor.shape) != (channels,):
+        raise RuntimeError(f"{func}: its {name} has shape {tuple(tensor.shape)}; accepted: ({channels},)")
+
+
+def vector_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How one number per channel lies beside channels (dim 1) that lie as the placements say."""
+    return tuple(Shard(0) if placement == Shard(1) else Replicate() for placement in placements)
+
+
+def vector_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How the gradient of one number per channel lies: a partial sum over samples and space."""
+    return tuple(Shard(0) if p == Shard(1) else Partial() if isinstance(p, Shard) else Replicate() for p in placements)
+
+
+def gradients(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    x: Tensor,
+    dx: Tensor | None,
+    dtype: torch.dtype,
+    vectors: Sequence[Tensor | None],
+) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
+    """What a norm's backward returns, of dL/dx and one number per channel."""
+    of = vector_gradient(placements)
+    dweight, dbias = (None if v is None else wrap(v.to(dtype), mesh, of, x.shape[1:2]) for v in vectors)
+    return None if dx is None else wrap(dx, mesh, placements, x.shape), dweight, dbias
+
+
+def update_running(
+    running: Sequence[Tensor],
+    values: Sequence[Tensor],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    channels: int,
+    momentum: float,
+) -> None:
+    """Move running statistics towards this rank's values, one per own channel.
+
+    A buffer that every rank has whole takes those of all ranks: one exchange where channels are sharded.
+    """
+    axes = dim_axes(mesh, placements, 1)
+    if axes and not all(isinstance(buffer, DTensor) and Shard(0) in buffer.placements for buffer in running):
+        whole = (window((0, channels), channels),) * math.prod(mesh.size(axis) for axis in axes)
+        gathered = exchange(mesh, axes, 0, owners(mesh, axes, channels), whole).fetch(torch.stack(list(values), 1))
+        values = gathered.unbind(1)
+    for buffer, value in zip(running, values, strict=True):
+        local = buffer._local_tensor if isinstance(buffer, DTensor) else buffer
+        local.lerp_(value.to(local.dtype), momentum)

@@ -1,0 +1,191 @@
+"""Padding: constant, reflect, replicate and circular, on sharded dims, also negative (a crop) and wider than a shard.
+
+Each mode is an index map: which element of the input, or fill, each output position shows. The exchange does the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from distconv.exchange import Exchange, Need, Piece, exchange
+from distconv.exchange import make_plan as make_exchange_plan
+from distconv.rules import UnsupportedOperation, dim_axes, find_layout, layout, local_as, owners, rule, wrap
+from mucudnn.geometry import Interval
+
+
+def index_map(mode: str, extent: int, before: int, after: int) -> Need:
+    """The padded dim, as pieces of the unpadded one. ``before`` and ``after`` may be negative for ``constant``."""
+    if mode == "constant":
+        start, stop = max(0, -before), extent - max(0, -after)
+        pieces = [Piece(max(0, before)), Piece(stop - start, start), Piece(max(0, after))]
+    elif mode == "reflect":
+        pieces = [Piece(before, before, -1), Piece(extent, 0), Piece(after, extent - 2, -1)]
+    elif mode == "replicate":
+        pieces = [Piece(before, 0, 0), Piece(extent, 0), Piece(after, extent - 1, 0)]
+    else:
+        pieces = [Piece(before, extent - before), Piece(extent, 0), Piece(after, 0)]
+    return tuple(piece for piece in pieces if piece.length)
+
+
+def cut(need: Need, interval: Interval) -> Need:
+    """The part of an index map that fills the positions of the interval."""
+    result, position = [], 0
+    for piece in need:
+        start, stop = max(interval[0], position), min(interval[1], position + piece.length)
+        if start < stop:
+            source = None if piece.start is None else piece.start + piece.step * (start - position)
+            result.append(Piece(stop - start, source, piece.step))
+        position += piece.length
+    return tuple(result)
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], mode: str, pad: tuple[int, ...]
+) -> tuple[tuple[Exchange, ...], tuple[int, ...], tuple[int, ...]]:
+    """(exchanges of the padded sharded dims, padding left to the local operator, padded shape)."""
+    result, local_pad, exchanges = list(shape), list(pad), []
+    for index in range(len(pad) // 2):
+        dim = len(shape) - 1 - index
+        before, after = pad[2 * index], pad[2 * index + 1]
+        result[dim] += before + after
+        axes = dim_axes(mesh, placements, dim)
+        if axes and (before or after):
+            need = index_map(mode, shape[dim], before, after)
+            needs = tuple(cut(need, interval) for interval in owners(mesh, axes, result[dim]))
+            exchanges.append(exchange(mesh, axes, dim, owners(mesh, axes, shape[dim]), needs))
+            local_pad[2 * index] = local_pad[2 * index + 1] = 0
+    return tuple(exchanges), tuple(local_pad), tuple(result)
+
+
+def _check(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) -> None:
+    """Raise what one process raises for these arguments."""
+    if mode != "constant" and any(count < 0 for count in pad):
+        raise UnsupportedOperation(f"pad {tuple(pad)} of mode {mode}: accepted: 0 or more")
+    torch.nn.functional.pad(
+        torch.empty(tuple(shape), device="meta"), list(pad), mode, value if mode == "constant" else None
+    )
+
+
+@rule("aten::constant_pad_nd")
+def constant(func: Any, x: DTensor, pad: list[int], value: float = 0) -> DTensor:
+    """Pad (or crop) with a constant. Its backward is itself with the padding negated."""
+    mesh, placements = layout(x)
+    _check("constant", x.shape, pad, value)
+    exchanges, local_pad, shape = make_plan(mesh, placements, tuple(x.shape), "constant", tuple(pad))
+    local = x._local_tensor
+    for which in exchanges:
+        local = which.fetch(local, value)
+    if any(local_pad):
+        local = torch.ops.aten.constant_pad_nd.default(local, list(local_pad), value)
+    elif local is x._local_tensor:
+        local = local.clone()
+    return wrap(local, mesh, placements, shape)
+
+
+@rule(*(f"aten::{mode}_pad{n}d" for mode in ("reflection", "replication") for n in (1, 2, 3)))
+def mirror(func: Any, x: DTensor, pad: list[int]) -> DTensor:
+    """Reflection and replication padding of the last dims."""
+    mesh, placements = layout(x)
+    mode = "reflect" if "reflection" in func._schema.name else "replicate"
+    _check(mode, x.shape, pad, 0)
+    exchanges, local_pad, shape = make_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+    local = x._local_tensor
+    for which in exchanges:
+        local = which.fetch(local)
+    if any(local_pad):
+        local = func(local, list(local_pad)) if local.numel() else local.new_empty(_padded(local.shape, local_pad))
+    return wrap(local, mesh, placements, shape)
+
+
+@rule(*(f"aten::{mode}_pad{n}d_backward" for mode in ("reflection", "replication") for n in (1, 2, 3)))
+def mirror_backward(func: Any, grad: Tensor, x: Tensor, pad: list[int]) -> DTensor:
+    """The adjoint: every gradient is added to the element that was shown."""
+    mesh, placements = find_layout(x, grad)
+    mode = "reflect" if "reflection" in func._schema.name else "replicate"
+    exchanges, local_pad, _ = make_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+    local, shape = local_as(grad, mesh, placements), list(local_as(x, mesh, placements).shape)
+    if any(local_pad):
+        before = list(local.shape)
+        for index in range(len(local_pad) // 2):
+            before[-1 - index] -= local_pad[2 * index] + local_pad[2 * index + 1]
+        like = local.new_empty(1).expand(before)
+        local = func(local.contiguous(), like, list(local_pad)) if local.numel() else local.new_zeros(before)
+    for which in reversed(exchanges):
+        local = which.adjoint(local)
+    assert list(local.shape) == shape
+    return wrap(local, mesh, placements, x.shape)
+
+
+def _padded(shape: Sequence[int], pad: Sequence[int]) -> list[int]:
+    result = list(shape)
+    for index in range(len(pad) // 2):
+        result[-1 - index] += pad[2 * index] + pad[2 * index + 1]
+    return result
+
+
+@rule("aten::_pad_circular")
+def circular(func: Any, x: DTensor, pad: list[int]) -> DTensor:
+    """Circular padding: the ends of each padded dim continue at the other end."""
+    mesh, placements = layout(x)
+    _check("circular", x.shape, pad, 0)
+    exchanges, local_pad, shape = make_plan(mesh, placements, tuple(x.shape), "circular", tuple(pad))
+    local = x._local_tensor
+    for which in exchanges:
+        local = which.fetch(local)
+    for whole in _whole_dims(local.shape, local_pad):
+        local = whole.fetch(local)
+    return wrap(local, mesh, placements, shape)
+
+
+class Circular(torch.autograd.Function):
+    """Circular padding with its adjoint: PyTorch has no such backward operator, it writes slices in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, pad: list[int]) -> DTensor:
+        ctx.pad, ctx.shape, ctx.layout = pad, tuple(x.shape), layout(x)
+        return circular(None, x, pad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        mesh, placements = ctx.layout
+        exchanges, local_pad, _ = make_plan(mesh, placements, ctx.shape, "circular", tuple(ctx.pad))
+        local = local_as(grad, mesh, placements)
+        unpadded = [
+            extent - count for extent, count in zip(local.shape, _padded([0] * local.dim(), local_pad), strict=True)
+        ]
+        for whole in reversed(_whole_dims(unpadded, local_pad)):
+            local = whole.adjoint(local)
+        for which in reversed(exchanges):
+            local = which.adjoint(local)
+        return wrap(local, mesh, placements, ctx.shape), None
+
+
+def _whole_dims(shape: Sequence[int], pad: Sequence[int]) -> list[Exchange]:
+    """Circular padding of the dims that this rank holds whole: exchanges with nobody."""
+    result = []
+    for index in range(len(pad) // 2):
+        if pad[2 * index] or pad[2 * index + 1]:
+            dim = len(shape) - 1 - index
+            need = index_map("circular", shape[dim], pad[2 * index], pad[2 * index + 1])
+            result.append(Exchange(make_exchange_plan(((0, shape[dim]),), (need,), 0), dim, None, 1))
+    return result
+
+
+def _pad_circular(x: Tensor, pad: list[int]) -> Tensor:
+    if isinstance(x, DTensor):
+        return Circular.apply(x, pad)
+    return torch.ops.aten._pad_circular.default.decompose(x, pad)
+
+
+# `aten::_pad_circular` falls apart into slices above DTensor, so it must be caught where autograd is.
+_library = torch.library.Library("aten", "IMPL")
+for _key in ("AutogradCPU", "AutogradCUDA"):
+    _library.impl("_pad_circular", _pad_circular, _key)

@@ -1,0 +1,253 @@
+"""Adaptive pools: maximum and average.
+
+Their windows may span all ranks, so partial results move, not inputs: each rank reduces its own part of every window,
+and the owner of the output combines them. An output of extent 1 is replicated along the axis that sharded its dim:
+every rank gets it, ready for a linear layer or a gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from distconv.exchange import Exchange, Piece, exchange, window
+from distconv.partition import ownership
+from distconv.rules import local_as, local_box, rule, shard_axes, wrap
+from distconv.rules.pooling.operator import forward_of, layout_of_input, shaped_like, spatial_dims
+from distconv.rules.pooling.positions import moved, placed
+from distconv.rules.reduction import lowest, precise
+from mucudnn.geometry import EMPTY, Interval, intersect, length
+
+
+@dataclass(frozen=True)
+class Bins:
+    """One sharded dim of an adaptive pool, as this rank sees it."""
+
+    dim: int
+    own: Interval
+    """Inputs that this rank owns."""
+    parts: tuple[Interval, ...]
+    """For every output whose window meets them, what of the window it owns, counted from its first input."""
+    counts: tuple[int, ...]
+    """How many elements the whole window of each such output has."""
+    held: Interval
+    """Outputs that this rank holds in the end."""
+    partials: Exchange
+    """Brings the partial results of the outputs held."""
+    runs: tuple[Interval, ...]
+    """Which of the held outputs the fetched partial results are for, run by run."""
+    grads: Exchange | None
+    """Brings the gradients of the outputs whose windows this rank's inputs are in; None where all ranks have them."""
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """What of each window this rank owns."""
+        return [x.narrow(self.dim, start, stop - start) for start, stop in self.parts]
+
+    def fetch(self, partials: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The partial results of the outputs held, from those of the parts of x."""
+        return self.partials.fetch(torch.cat([*partials], self.dim) if partials else x.narrow(self.dim, 0, 0))
+
+    def held_like(self, x: Tensor, value: float) -> Tensor:
+        """Room for the outputs held, full of a value."""
+        return x.new_full([*x.shape[: self.dim], length(self.held), *x.shape[self.dim + 1 :]], value)
+
+    def pairs(self, held: Tensor, fetched: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(outputs held, fetched partial results for them), run by run."""
+        position = 0
+        for start, stop in self.runs:
+            yield (
+                held.narrow(self.dim, start, stop - start),
+                fetched.narrow(self.dim, position, stop - start),
+            )
+            position += stop - start
+
+    def reaching(self, y: Tensor) -> Tensor:
+        """The outputs, or their gradients, whose windows this rank's inputs are in, from those held."""
+        return y.narrow(self.dim, 0, len(self.parts)) if self.grads is None else self.grads.fetch(y)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An adaptive pool of these shapes on this mesh, on this rank."""
+
+    bins: tuple[Bins, ...]
+    local_size: list[int]
+    """Output size of the local call, which pools the dims that are whole here."""
+    out_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    """Of the output."""
+    shard: tuple[Interval, ...]
+    """Of every spatial dim, the inputs that this rank owns."""
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    func: Any,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    size: tuple[int, ...],
+) -> Plan:
+    """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+    result = func(torch.empty(shape, dtype=dtype, device="meta"), size)
+    out_shape = tuple((result if isinstance(result, Tensor) else result[0]).shape)
+    axes = shard_axes(mesh, placements, first=len(shape) - len(size))
+    after, local_size, bins = list(placements), list(size), []
+    for at in range(len(size)):
+        dim = len(shape) - len(size) + at
+        if dim not in axes:
+            continue
+        side = _bins(mesh, axes[dim], dim, shape[dim], size[at])
+        if size[at] == 1:
+            after[axes[dim]] = Replicate()
+        local_size[at] = length(side.own)
+        bins.append(side)
+    return Plan(tuple(bins), local_size, out_shape, tuple(after), local_box(mesh, placements, shape)[-len(size) :])
+
+
+def _bins(mesh: DeviceMesh, axis: int, dim: int, extent: int, outputs: int) -> Bins:
+    ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
+    windows = [(o * extent // outputs, -(-(o + 1) * extent // outputs)) for o in range(outputs)]
+    inputs, owned = ownership(extent, ranks), ownership(outputs, ranks)
+    held = ((0, 1),) * ranks if outputs == 1 else owned
+    touched = []
+    for interval in inputs:
+        met = [o for o, span in enumerate(windows) if intersect(span, interval) != EMPTY]
+        touched.append((met[0], met[-1] + 1) if met else EMPTY)
+    # The partial results of all ranks, one rank after the other, as one long dim.
+    offsets = [sum(length(before) for before in touched[:index]) for index in range(ranks + 1)]
+    wanted = [[(r, intersect(touched[r], here)) for r in range(ranks)] for here in held]
+    needs = tuple(
+        tuple(Piece(length(run), offsets[r] + run[0] - touched[r][0]) for r, run in runs if run != EMPTY)
+        for runs in wanted
+    )
+    own, start = inputs[rank], held[rank][0]
+    mine = range(*touched[rank])
+    return Bins(
+        dim,
+        own,
+        tuple((max(windows[o][0], own[0]) - own[0], min(windows[o][1], own[1]) - own[0]) for o in mine),
+        tuple(length(windows[o]) for o in mine),
+        held[rank],
+        exchange(mesh, axis, dim, tuple(itertools.pairwise(offsets)), needs),
+        tuple((run[0] - start, run[1] - start) for _, run in wanted[rank] if run != EMPTY),
+        None if outputs == 1 else exchange(mesh, axis, dim, owned, tuple(window(span, outputs) for span in touched)),
+    )
+
+
+def _planned(func: Any, x: DTensor, size: Sequence[int]) -> tuple[Plan, DeviceMesh]:
+    mesh, placements = layout_of_input(func, x)
+    return make_plan(func, mesh, placements, tuple(x.shape), x.dtype, tuple(size)), mesh
+
+
+def _resized(shape: Sequence[int], size: Sequence[int]) -> list[int]:
+    return [*shape[: len(shape) - len(size)], *size]
+
+
+@rule("aten::_adaptive_avg_pool2d", "aten::_adaptive_avg_pool3d")
+def average(func: Any, x: DTensor, size: list[int]) -> DTensor:
+    """The mean of each window [floor(o I / O), ceil((o + 1) I / O))."""
+    plan, mesh = _planned(func, x, size)
+    local, shape = x._local_tensor, _resized(x._local_tensor.shape, plan.local_size)
+    y = local
+    if list(local.shape) != shape or not plan.bins:
+        y = func(local, plan.local_size) if local.numel() and 0 not in shape else local.new_zeros(shape)
+    y = y.to(precise(y.dtype))
+    for side in plan.bins:
+        y = _mean(side, y)
+    return wrap(y.to(local.dtype), mesh, plan.placements, plan.out_shape)
+
+
+def _mean(side: Bins, x: Tensor) -> Tensor:
+    sums = [part.sum(side.dim, keepdim=True) for part in side.split(x)]
+    means = side.fetch([part.div_(count) for part, count in zip(sums, side.counts, strict=True)], x)
+    y = side.held_like(x, 0)
+    for held, mean in side.pairs(y, means):
+        held.add_(mean)
+    return y
+
+
+@rule("aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward")
+def average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
+    """Every gradient, over its window's count, goes to all elements of the window."""
+    plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
+    local, shape = local_as(grad, mesh, plan.placements), x._local_tensor.shape
+    dtype = local.dtype
+    local = local.to(precise(dtype))
+    for side in reversed(plan.bins):
+        local = _spread(side, side.reaching(local))
+    local = local.to(dtype)
+    if list(local.shape) != list(shape) or not plan.bins:
+        like = shaped_like(x._local_tensor, shape)
+        local = func(local.contiguous(), like) if local.numel() else local.new_zeros(shape)
+    return wrap(local, mesh, x.placements, x.shape)
+
+
+def _spread(side: Bins, grad: Tensor) -> Tensor:
+    dim = side.dim
+    result = grad.new_zeros([*grad.shape[:dim], length(side.own), *grad.shape[dim + 1 :]])
+    for at, (part, count) in enumerate(zip(side.split(result), side.counts, strict=True)):
+        part.add_(grad.narrow(dim, at, 1) / count)
+    return result
+
+
+@rule("aten::adaptive_max_pool2d", "aten::adaptive_max_pool3d")
+def maximum(func: Any, x: DTensor, size: list[int]) -> tuple[DTensor, DTensor]:
+    """The maximum of each window and its flat position in the whole spatial input, the first of equal ones."""
+    plan, mesh = _planned(func, x, size)
+    local, spatial = x._local_tensor, len(size)
+    shape = _resized(local.shape, plan.local_size)
+    if local.numel() and 0 not in shape:
+        y, index = func(local, plan.local_size)
+        index = moved(index, local.shape[-spatial:], [start for start, _ in plan.shard], x.shape[-spatial:])
+    else:
+        y, index = local.new_empty(shape), local.new_empty(shape, dtype=torch.int64)
+    for side in plan.bins:
+        y, index = _largest(side, y, index)
+    return wrap(y, mesh, plan.placements, plan.out_shape), wrap(index, mesh, plan.placements, plan.out_shape)
+
+
+_NOWHERE = torch.iinfo(torch.int64).max
+
+
+def _largest(side: Bins, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    found = [_first_of(part, place, side.dim) for part, place in zip(side.split(x), side.split(index), strict=True)]
+    values, places = side.fetch([value for value, _ in found], x), side.fetch([place for _, place in found], index)
+    y, where = side.held_like(x, lowest(x.dtype, True)), side.held_like(index, _NOWHERE)
+    for (best, value), (at, place) in zip(side.pairs(y, values), side.pairs(where, places), strict=True):
+        top, first = _first_of(torch.stack([best, value]), torch.stack([at, place]), 0)
+        best.copy_(top[0])
+        at.copy_(first[0])
+    return y, where
+
+
+def _first_of(x: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    top = x.amax(dim, keepdim=True)
+    return top, torch.where((x == top) | x.isnan(), index, _NOWHERE).amin(dim, keepdim=True)
+
+
+@rule("aten::adaptive_max_pool2d_backward", "aten::adaptive_max_pool3d_backward")
+def maximum_backward(func: Any, grad: Tensor, x: DTensor, indices: DTensor) -> DTensor:
+    """Every gradient goes to where the maximum was found."""
+    spatial = spatial_dims(func)
+    plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial:])
+    local, index = local_as(grad, mesh, plan.placements), local_as(indices, mesh, plan.placements)
+    own, lead = x._local_tensor, x.dim() - spatial
+    if not plan.bins and own.numel():
+        return wrap(func(local.contiguous(), own, index), mesh, x.placements, x.shape)
+    for side in reversed(plan.bins):
+        local, index = side.reaching(local), side.reaching(index)
+    dx = own.new_zeros(own.shape)
+    if dx.numel():
+        place, here = placed(index, x.shape[lead:], plan.shard)
+        dx.view(*own.shape[:lead], -1).scatter_add_(-1, place.flatten(lead), torch.where(here, local, 0).flatten(lead))
+    return wrap(dx, mesh, x.placements, x.shape)

@@ -1,0 +1,263 @@
+"""Window pools: maximum and average.
+
+A pool fetches the inputs that its outputs read, as a convolution does; its backward adds the gradients of what was
+fetched back to their owners. Where one window is the whole input, an adaptive pool to extent 1 serves, which moves
+less.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from distconv.exchange import Exchange, exchange, window
+from distconv.partition import ownership
+from distconv.rules import Layout, local_as, local_shape, rule, shard_axes, wrap
+from distconv.rules.pooling.adaptive import average as adaptive_average
+from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
+from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
+from distconv.rules.pooling.adaptive import maximum_backward as adaptive_maximum_backward
+from distconv.rules.pooling.operator import adaptive, forward_of, layout_of_input, shaped_like, spatial_dims
+from distconv.rules.pooling.positions import moved
+from distconv.rules.reduction import lowest
+from mucudnn.geometry import Window, length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A window pool of these shapes on this mesh, on this rank."""
+
+    exchanges: tuple[Exchange, ...]
+    """One per sharded spatial dim."""
+    wide: tuple[int, ...]
+    """Local shape of the input after the exchanges."""
+    padding: list[int]
+    """What is left to the local call."""
+    starts: tuple[int, ...]
+    """Per spatial dim, where in the whole input the fetched one begins."""
+    filled: bool
+    """Whether some of what is fetched lies outside the input."""
+    out_shape: tuple[int, ...]
+    out_local: tuple[int, ...]
+    single: bool
+    """One window is the whole input: an adaptive pool to extent 1, which moves partial results only."""
+    counts: tuple[tuple[int, ...], ...]
+    """Per spatial dim, by how many elements an average divides, for each output that this rank owns."""
+
+    @property
+    def empty(self) -> bool:
+        """This rank owns no output."""
+        return 0 in self.out_local
+
+    def fetch(self, local: Tensor, fill: float) -> Tensor:
+        """What this rank's outputs read, ``fill`` beyond the edge."""
+        for which in self.exchanges:
+            local = which.fetch(local, fill)
+        return local
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The gradient of the own input, from that of what was fetched."""
+        for which in reversed(self.exchanges):
+            grad = which.adjoint(grad)
+        return grad
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    func: Any,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor: int | None,
+) -> Plan:
+    """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+    is_average = "avg" in func._schema.name
+    rest = (ceil_mode, count_include_pad, divisor) if is_average else (dilation, ceil_mode)
+    result = func(torch.empty(shape, dtype=dtype, device="meta"), kernel, stride, padding, *rest)
+    out_shape = tuple((result if is_average else result[0]).shape)
+    spatial = spatial_dims(func)
+    kernel, padding, dilation = (_expanded(values, spatial) for values in (kernel, padding, dilation))
+    stride = _expanded(stride, spatial) or kernel
+    axes = shard_axes(mesh, placements, first=len(shape) - spatial)
+    local_padding, starts = list(padding), [0] * spatial
+    wide, filled, exchanges, counts = list(local_shape(mesh, placements, shape)), False, [], []
+    for at in range(spatial):
+        dim = len(shape) - spatial + at
+        geometry, extent = Window(kernel[at], stride[at], padding[at], dilation[at]), shape[dim]
+        outputs = (0, out_shape[dim])
+        if dim in axes:
+            ranks, rank = mesh.size(axes[dim]), mesh.get_local_rank(axes[dim])
+            owned = ownership(out_shape[dim], ranks)
+            outputs, spans = owned[rank], [geometry.inputs(interval) for interval in owned]
+            needs = tuple(window(span, extent) for span in spans)
+            exchanges.append(exchange(mesh, axes[dim], dim, ownership(extent, ranks), needs))
+            wide[dim], starts[at], local_padding[at] = length(spans[rank]), spans[rank][0], 0
+            filled = filled or spans[rank][0] < 0 or spans[rank][1] > extent
+        counts.append(tuple(_count(geometry, output, extent, count_include_pad) for output in range(*outputs)))
+    whole = divisor is None and kernel == shape[-spatial:] and not any(padding) and set(dilation) == {1}
+    return Plan(
+        tuple(exchanges),
+        tuple(wide),
+        local_padding,
+        tuple(starts),
+        filled,
+        out_shape,
+        local_shape(mesh, placements, out_shape),
+        bool(exchanges) and whole,
+        tuple(counts),
+    )
+
+
+def _expanded(values: Sequence[int], spatial: int) -> tuple[int, ...]:
+    return tuple(values) * spatial if len(values) == 1 else tuple(values)
+
+
+def _count(geometry: Window, output: int, extent: int, include_padding: bool) -> int:
+    start, stop = geometry.inputs((output, output + 1))
+    stop = min(stop, extent + geometry.padding)
+    return stop - start if include_padding else min(stop, extent) - max(start, 0)
+
+
+def _planned(
+    func: Any,
+    x: DTensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    *options: Any,
+) -> tuple[Plan, Layout]:
+    mesh, placements = layout_of_input(func, x)
+    windows = (tuple(values) for values in (kernel, stride, padding, dilation))
+    return make_plan(func, mesh, tuple(placements), tuple(x.shape), x.dtype, *windows, *options), (mesh, placements)
+
+
+@rule("aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices")
+def maximum(
+    func: Any,
+    x: DTensor,
+    kernel: list[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> tuple[DTensor, DTensor]:
+    """y and, for each of its elements, the flat position in the whole spatial input where it was found."""
+    plan, (mesh, placements) = _planned(func, x, kernel, stride, padding, dilation, ceil_mode, True, None)
+    spatial = spatial_dims(func)
+    if plan.single:
+        return adaptive_maximum(adaptive("max", spatial), x, [1] * spatial)
+    local = plan.fetch(x._local_tensor, lowest(x.dtype, True))
+    if plan.empty:
+        y, index = local.new_empty(plan.out_local), local.new_empty(plan.out_local, dtype=torch.int64)
+    else:
+        y, index = func(local, kernel, stride, plan.padding, dilation, ceil_mode)
+        index = moved(index, plan.wide[-spatial:], plan.starts, x.shape[-spatial:], clamp=plan.filled)
+    return wrap(y, mesh, placements, plan.out_shape), wrap(index, mesh, placements, plan.out_shape)
+
+
+@rule("aten::max_pool2d_with_indices_backward", "aten::max_pool3d_with_indices_backward")
+def maximum_backward(
+    func: Any,
+    grad: Tensor,
+    x: DTensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+    indices: DTensor,
+) -> DTensor:
+    """Every gradient goes to where the maximum was found."""
+    forward, spatial = forward_of(func), spatial_dims(func)
+    plan, (mesh, placements) = _planned(forward, x, kernel, stride, padding, dilation, ceil_mode, True, None)
+    if plan.single:
+        return adaptive_maximum_backward(adaptive("max", spatial, "_backward"), grad, x, indices)
+    local, index = local_as(grad, mesh, placements), local_as(indices, mesh, placements)
+    if plan.empty:
+        dx = local.new_zeros(plan.wide)
+    else:
+        index = moved(index, x.shape[-spatial:], [-start for start in plan.starts], plan.wide[-spatial:])
+        like = shaped_like(x._local_tensor, plan.wide)
+        dx = func(local, like, kernel, stride, plan.padding, dilation, ceil_mode, index)
+    return wrap(plan.adjoint(dx), mesh, placements, x.shape)
+
+
+def _divisor(plan: Plan, divisor: int | None, like: Tensor) -> tuple[int, Tensor | None]:
+    """(what the local average divides by, what is still to divide by)."""
+    if divisor is not None:
+        return divisor, None
+    if all(len(set(counts)) <= 1 for counts in plan.counts):
+        return math.prod(counts[0] for counts in plan.counts), None
+    product = torch.ones((), dtype=like.dtype, device=like.device)
+    for counts in plan.counts:
+        product = product[..., None] * torch.tensor(counts, dtype=like.dtype, device=like.device)
+    return 1, product
+
+
+@rule("aten::avg_pool2d", "aten::avg_pool3d")
+def average(
+    func: Any,
+    x: DTensor,
+    kernel: list[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> DTensor:
+    """The sum of each window over the count that the whole input gives it."""
+    options = (ceil_mode, count_include_pad, divisor_override)
+    plan, (mesh, placements) = _planned(func, x, kernel, stride, padding, (1,), *options)
+    if plan.single:
+        spatial = spatial_dims(func)
+        return adaptive_average(adaptive("avg", spatial), x, [1] * spatial)
+    local = plan.fetch(x._local_tensor, 0)
+    if plan.empty:
+        return wrap(local.new_empty(plan.out_local), mesh, placements, plan.out_shape)
+    divisor, remaining = _divisor(plan, divisor_override, local)
+    y = func(local, kernel, stride, plan.padding, ceil_mode, True, divisor)
+    return wrap(y if remaining is None else y.div_(remaining), mesh, placements, plan.out_shape)
+
+
+@rule("aten::avg_pool2d_backward", "aten::avg_pool3d_backward")
+def average_backward(
+    func: Any,
+    grad: Tensor,
+    x: DTensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> DTensor:
+    """Every gradient, over its window's count, goes to all elements of the window."""
+    options = (ceil_mode, count_include_pad, divisor_override)
+    plan, (mesh, placements) = _planned(forward_of(func), x, kernel, stride, padding, (1,), *options)
+    if plan.single:
+        return adaptive_average_backward(adaptive("avg", spatial_dims(func), "_backward"), grad, x)
+    local = local_as(grad, mesh, placements)
+    if plan.empty:
+        dx = local.new_zeros(plan.wide)
+    else:
+        divisor, remaining = _divisor(plan, divisor_override, local)
+        local = local if remaining is None else local / remaining
+        like = shaped_like(x._local_tensor, plan.wide)
+        dx = func(local, like, kernel, stride, plan.padding, ceil_mode, True, divisor)
+    return wrap(plan.adjoint(dx), mesh, placements, x.shape)

@@ -1,0 +1,245 @@
+"""Resizing by nearest, nearest-exact, linear, bilinear, trilinear and bicubic interpolation, samples and space sharded.
+
+Along each dim an interpolation is a table of taps (``taps``): which inputs an output reads, and with which weights. Its
+transpose is the backward. Each rank fetches what its outputs (backward: its inputs) read, and applies the taps of a
+sharded dim itself; the dims that it holds whole, and sharded ones where a shard's table is that of a stand-alone
+resize, go to one call of the stock operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.exchange import Exchange, exchange, window
+from distconv.group import joint_group
+from distconv.memory_format import memory_format
+from distconv.partition import is_ours, ownership
+from distconv.partition import placements as partition_placements
+from distconv.rules import layout, local_as, local_shape, refuse, rule, shard_axes, wrap
+from distconv.rules.reduction import precise
+from distconv.rules.resize.taps import Taps, linear_taps, nearest_taps
+from mucudnn.geometry import Interval, length
+
+aten = torch.ops.aten
+
+NEAREST = tuple(f"{name}{dims}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3))
+LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One direction of one sharded dim on this rank."""
+
+    dim: int
+    exchange: Exchange
+    results: int
+    index: Tensor
+    weight: Tensor | None
+    """None where every weight is 1."""
+    stock: bool
+    """The stock operator applies the taps."""
+
+    def apply(self, local: Tensor) -> Tensor:
+        """Fetch and interpolate along the dim; only fetch where the stock operator follows."""
+        wide, dim = self.exchange.fetch(local), self.dim
+        if self.stock:
+            return wide
+        shape = [*wide.shape[:dim], self.results, *wide.shape[dim + 1 :]]
+        if 0 in shape or not wide.shape[dim]:
+            return wide.new_zeros(shape)
+        if self.weight is None:
+            return wide.index_select(dim, self.index[0])
+        dtype, column = wide.dtype, [-1, *[1] * (wide.dim() - dim - 1)]
+        wide = wide.to(precise(dtype))
+        result: Tensor | None = None
+        for index, weight in zip(self.index, self.weight.to(wide.dtype), strict=True):
+            part, by = wide.index_select(dim, index), weight.view(column)
+            result = part.mul_(by) if result is None else result.addcmul_(part, by)
+        assert result is not None
+        return result.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A resize of these shapes on this mesh, on this rank."""
+
+    forward: tuple[Side, ...]
+    backward: tuple[Side, ...]
+    out_shape: tuple[int, ...]
+    out_local: tuple[int, ...]
+    in_local: tuple[int, ...]
+    options: list[Any]
+    """Of the stock operator: whether corners align, for the linear ones, and the scales of the dims held whole."""
+
+
+@functools.lru_cache(maxsize=4096)
+def make_plan(
+    name: str,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    format: torch.memory_format,
+    size: tuple[int, ...],
+    options: tuple[Any, ...],
+) -> Plan:
+    """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+    operator = getattr(aten, name).default
+    if not dtype.is_floating_point:
+        raise refuse(operator, f"its input is of {dtype}; accepted: floating point")
+    axes = shard_axes(mesh, placements, first=2)
+    out_shape = tuple(operator(torch.empty(shape, dtype=dtype, device="meta"), size, *options).shape)
+    align, given = (options[:1], options[1:]) if name in LINEAR else ((), options)
+    scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
+    like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
+    sides: tuple[list[Side], list[Side]] = ([], [])
+    for dim, axis in sorted(axes.items()):
+        along = _Along(name, dim - 2, any(align), like)
+        inputs, outputs = ownership(shape[dim], mesh.size(axis)), ownership(out_shape[dim], mesh.size(axis))
+        for backward, elements, results in ((False, inputs, outputs), (True, outputs, inputs)):
+            sides[backward].append(_side(mesh, axis, along, elements, results, scales[along.at], backward))
+        scales[along.at] = None
+    in_local, out_local = local_shape(mesh, placements, shape), local_shape(mesh, placements, out_shape)
+    return Plan(tuple(sides[0]), tuple(sides[1]), out_shape, out_local, in_local, [*align, *scales])
+
+
+@dataclass(frozen=True)
+class _Along:
+    """An operator along one spatial dim, for tensors of the dtype, device and memory format of ``like``."""
+
+    name: str
+    at: int
+    align_corners: bool
+    like: Tensor
+
+    def taps(self, elements: int, results: int, scale: float | None, backward: bool) -> Taps:
+        """From so many elements to so many results: from inputs to outputs, or, backward, from outputs to inputs."""
+        inputs, outputs = (results, elements) if backward else (elements, results)
+        if self.name in NEAREST:
+            taps = nearest_taps(self.name, self.at, inputs, outputs, scale, self.like, backward)
+        else:
+            taps = linear_taps(inputs, outputs, scale, self.align_corners, "cubic" in self.name, self.like.dtype)
+        return taps.transposed(inputs) if backward else taps
+
+
+def _side(
+    mesh: DeviceMesh,
+    axis: int,
+    along: _Along,
+    elements: tuple[Interval, ...],
+    results: tuple[Interval, ...],
+    scale: float | None,
+    backward: bool,
+) -> Side:
+    """``elements`` and ``results``: what each rank owns of both."""
+    dim, rank, count = along.at + 2, mesh.get_local_rank(axis), elements[-1][1]
+    whole = along.taps(count, results[-1][1], scale, backward)
+    spans = [whole.span(interval) for interval in results]
+    which = exchange(mesh, axis, dim, elements, tuple(window(span, count) for span in spans))
+    part = whole.part(results[rank], spans[rank][0])
+    read, own = length(spans[rank]), length(results[rank])
+    stock = along.name in NEAREST and read > 0 and own > 0 and part.equals(along.taps(read, own, None, backward))
+    index, weight = (torch.from_numpy(np.ascontiguousarray(a)).to(mesh.device_type) for a in (part.index, part.weight))
+    return Side(dim, which, own, index, None if part.selects else weight, stock)
+
+
+def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> tuple[Placement, ...]:
+    """As ``placements``, but dims of extent 1 that a spatial axis would shard lie sharded on it.
+
+    Such a dim, pooled to 1, is replicated; resized it must meet sharded tensors again.
+    """
+    canonical = partition_placements(mesh, len(shape))
+    return tuple(
+        wanted
+        if placement.is_replicate() and isinstance(wanted, Shard) and wanted.dim > 1 and shape[wanted.dim] == 1
+        else placement
+        for placement, wanted in zip(placements, canonical, strict=True)
+    )
+
+
+@rule(*(f"aten::{name}" for name in (*NEAREST, *LINEAR)))
+def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor:
+    """y (N, C, size...) from x (N, C, spatial...), sharded as x is; a replicated dim of extent 1 becomes sharded."""
+    mesh, placements = layout(x)
+    if any(placement.is_partial() for placement in placements):
+        raise refuse(func, f"its input is a partial sum: {placements}")
+    single = _single(mesh, placements, x.shape) if 1 in x.shape[2:] and is_ours(mesh) else placements
+    if single != placements:
+        x, placements = wrap(local_as(x, mesh, single), mesh, single, x.shape), single
+    name = func._schema.name[len("aten::") :]
+    plan = make_plan(name, mesh, placements, tuple(x.shape), x.dtype, memory_format(x), tuple(size), options)
+    local = x._local_tensor
+    for side in plan.forward:
+        local = side.apply(local)
+    if 0 in plan.out_local:
+        local = local.new_empty(plan.out_local)
+    elif local.shape != plan.out_local or not plan.forward:
+        local = func(local, plan.out_local[2:], *plan.options)
+    elif local is x._local_tensor:
+        local = local.clone()
+    return wrap(local, mesh, placements, plan.out_shape)
+
+
+@rule(*(f"aten::{name}_backward" for name in (*NEAREST, *LINEAR)))
+def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequence[int], *options: Any) -> DTensor:
+    """The transposed interpolation; replicated along the axes of dims of extent 1, which may have been so."""
+    mesh, placements = layout(grad)
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    name = func._schema.name[len("aten::") : -len("_backward")]
+    plan = make_plan(name, mesh, placements, tuple(shape), grad.dtype, memory_format(grad), tuple(size), options)
+    local = start = local_as(grad, mesh, placements)
+    for side in plan.backward:
+        local = side.apply(local)
+    if 0 in plan.in_local or 0 in local.shape:
+        local = local.new_zeros(plan.in_local)
+    elif local.shape != plan.in_local or not plan.backward:
+        local = func(local, local.shape[2:], plan.in_local, *plan.options)
+    elif local is start:
+        local = local.clone()
+    after, axes = list(placements), []
+    for dim, axis in shard_axes(mesh, placements, first=2).items():
+        if shape[dim] == 1:
+            after[axis] = Replicate()
+            if mesh.size(axis) > 1:
+                axes.append(axis)
+            if not local.shape[dim]:
+                local = local.new_zeros([*local.shape[:dim], 1, *local.shape[dim + 1 :]])
+    if axes:
+        local = local.contiguous()
+        dist.all_reduce(local, group=joint_group(mesh, tuple(sorted(axes))))
+    return wrap(local, mesh, after, shape)
+
+
+@rule(*(f"aten::_upsample_{name}2d_aa{back}" for name in ("bilinear", "bicubic") for back in ("", "_backward")))
+def antialiased(func: Any, x: DTensor, size: Sequence[int], *rest: Any) -> DTensor:
+    """With whole images on every rank only."""
+    mesh, placements = layout(x)
+    if any(not placement.is_replicate() and placement != Shard(0) for placement in placements):
+        raise refuse(func, f"antialias of an input laid out as {placements}; accepted: whole images")
+    local, back = x._local_tensor, func._schema.name.endswith("_backward")
+    shape = list(rest[0] if back else (*x.shape[:2], *size))
+    shape_here = [local.shape[0], *shape[1:]]
+    rest = (shape_here, *rest[1:]) if back else rest
+    y = func(local, size, *rest) if local.numel() else local.new_zeros(shape_here)
+    return wrap(y, mesh, placements, shape)
+
+
+@rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")))
+def from_factors(func: Any, x: DTensor, size: Sequence[int] | None, *rest: Any) -> Any:
+    """What reaches a rule in inference mode: the operator before its output size is worked out."""
+    *align, factors = rest
+    space = x.shape[2:]
+    if size is None:
+        size = [int(extent * factor) for extent, factor in zip(space, factors, strict=True)]
+    operator = getattr(aten, func._schema.name[len("aten::") :]).default
+    return operator(x, size, *align, *(factors or [None] * len(space)))

@@ -1,0 +1,25 @@
+"""Numbers from several meshes side by side, as the norms of gradients of layers under different partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from distconv.rules import refuse, rule, stock, wrap
+
+
+@rule("aten::stack")
+def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
+    """Numbers that lie on several meshes are equal on all ranks once their partial sums are added."""
+    distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    mesh = distributed[0].device_mesh
+    if all(tensor.device_mesh == mesh for tensor in distributed):
+        return stock(func, (tensors, dim))
+    if any(tensor.dim() for tensor in tensors):
+        raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
+    numbers = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return wrap(torch.stack(numbers, dim), mesh, (Replicate(),) * mesh.ndim, (len(numbers),))

@@ -1,0 +1,158 @@
+"""Views: shards stay where they are if both shapes cut the flat order alike, else one all-to-all moves them.
+
+A view splits into groups of dims that merge into, or divide from, one another. A group without a sharded dim, or with
+one dim before and after, is local. Where a sharded dim divides, its shard goes to the dim it came from if an earlier
+view merged it, as every backward does, else to the dim of the mesh axis (height to the last but one), else to the first
+dim of the group. Where several sharded dims merge, all their axes shard the result, one within the other: to flatten an
+activation for a linear layer leaves each rank 1/p of the features, of which the layer makes its partial sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from distconv.partition import SPATIAL, ownership, sharded_dims
+from distconv.reshuffle import is_run, make_reshuffle
+from distconv.rules import UnsupportedOperation, layout, local_shape, rule, wrap
+from distconv.rules.copies import copy_of
+
+Group = tuple[tuple[int, ...], tuple[int, ...]]
+
+_merged: dict[Any, dict[int, int]] = {}
+"""(mesh, extents after, {axis: dim} after, extents before) of a group -> {axis: dim} before."""
+
+
+def whole_size(size: Sequence[int], elements: int) -> tuple[int, ...]:
+    """The size of a view, -1 filled in. RuntimeError where the elements do not fit."""
+    known = math.prod(extent for extent in size if extent != -1)
+    result = tuple((elements // known if known else 0) if extent == -1 else extent for extent in size)
+    if math.prod(result) != elements or sum(extent == -1 for extent in size) > 1:
+        raise RuntimeError(f"shape '{list(size)}' is invalid for input of size {elements}")
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, ...]:
+    """The smallest runs of dims, before and after, with equal numbers of elements."""
+    groups: list[Group] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = [i] if i < len(before) else [], [j] if j < len(after) else []
+        left, right = before[i] if ins else 1, after[j] if outs else 1
+        i, j = i + len(ins), j + len(outs)
+        while left != right:
+            if (left < right and i < len(before)) or j == len(after):
+                left, i, ins = left * before[i], i + 1, [*ins, i]
+            else:
+                right, j, outs = right * after[j], j + 1, [*outs, j]
+        groups.append((tuple(ins), tuple(outs)))
+    return tuple(groups)
+
+
+def _divided(mesh: DeviceMesh, axis: int, dims: Sequence[int], shape: Sequence[int], ndim: int) -> int:
+    """The dim, out of several, that an axis shards."""
+    names = mesh.mesh_dim_names or ()
+    usual = 0 if names[axis] == "sample" else ndim - SPATIAL.get(names[axis], ndim + 1)
+    if ndim >= 3 and usual in dims and (usual >= 2 or names[axis] == "sample"):
+        return usual
+    return next((dim for dim in dims if shape[dim] > 1), dims[0])
+
+
+def place(
+    mesh: DeviceMesh, placements: Sequence[Placement], before: tuple[int, ...], after: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """The layout of a view."""
+    result = list(placements)
+    for ins, outs in dim_groups(before, after):
+        sharded = {axis: dim for axis, dim in sharded_dims(mesh, placements) if dim in ins}
+        if not sharded:
+            continue
+        if not outs:
+            raise UnsupportedOperation(f"view of {before} as {after}: dim {ins[0]} is sharded and would vanish")
+        extents = tuple(before[dim] for dim in ins), tuple(after[dim] for dim in outs)
+        relative = tuple((axis, dim - ins[0]) for axis, dim in sharded.items())
+        earlier = _merged.get((mesh, *extents, relative)) if len(ins) != len(outs) else None
+        for axis in sharded:
+            if len(outs) == 1 or earlier is None:
+                target = outs[0] if len(outs) == 1 else _divided(mesh, axis, outs, after, len(after))
+            else:
+                target = outs[0] + earlier[axis]
+            result[axis] = Shard(target)
+        if len(ins) > len(outs):
+            made = tuple((axis, result[axis].dim - outs[0]) for axis in sharded)  # type: ignore[attr-defined]
+            _merged[mesh, extents[1], extents[0], made] = dict(relative)
+    return tuple(result)
+
+
+@functools.lru_cache(maxsize=4096)
+def stays(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: tuple[Placement, ...],
+    after: tuple[int, ...],
+) -> bool:
+    """Whether every rank owns the same elements before and after."""
+    if not math.prod(before):
+        return True
+    for ins, outs in dim_groups(before, after):
+        axes = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins and mesh.size(axis) > 1]
+        if not axes or (len(ins) == len(outs) == 1):
+            continue
+        sizes = [range(mesh.size(axis)) for axis in axes]
+        for coordinates in itertools.product(*sizes):
+            at = dict(zip(axes, coordinates, strict=True))
+            runs = [
+                is_run(_box(mesh, layout, shape, dims, at), [shape[dim] for dim in dims])
+                for layout, shape, dims in ((placements, before, ins), (result, after, outs))
+            ]
+            if runs[0] is None or runs[0] != runs[1]:
+                return False
+    return True
+
+
+def _box(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dims: Sequence[int], at: dict[int, int]
+) -> list[tuple[int, int]]:
+    """The intervals of some dims that the rank at these coordinates owns."""
+    box = {dim: (0, shape[dim]) for dim in dims}
+    for axis, dim in sharded_dims(mesh, placements):
+        if dim in box and axis in at:
+            first, last = box[dim]
+            start, stop = ownership(last - first, mesh.size(axis))[at[axis]]
+            box[dim] = first + start, first + stop
+    return list(box.values())
+
+
+@rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
+def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
+    """x with another shape of as many elements."""
+    mesh, placements = layout(x)
+    before, after = tuple(x.shape), whole_size(size, x.numel())
+    if not math.prod(before):
+        result = tuple(placements) if before == after else _unsharded(mesh, placements, before, after)
+    else:
+        result = place(mesh, placements, before, after)
+    local = x._local_tensor
+    moves = not stays(mesh, tuple(placements), before, result, after)
+    if moves:
+        if any(placement.is_partial() for placement in placements):
+            raise UnsupportedOperation(f"view of {before} as {after}: it is a partial sum: {placements}")
+        local = make_reshuffle(mesh, (tuple(placements), before), (result, after))(local)
+    y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
+    return copy_of(y, x) if moves and "unsafe" not in func._schema.name else y
+
+
+def _unsharded(
+    mesh: DeviceMesh, placements: Sequence[Placement], before: Sequence[int], after: Sequence[int]
+) -> tuple[Placement, ...]:
+    if any(True for _ in sharded_dims(mesh, placements)):
+        raise UnsupportedOperation(f"view of an empty sharded tensor {tuple(before)} as {tuple(after)}")
+    return tuple(placements)

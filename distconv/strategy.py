@@ -1,0 +1,91 @@
+"""Which layer runs under which partition: patterns of layer names, in a program or in a file.
+
+{"layer3.*": "channel=4", "*": "sample=4"}          the first pattern that matches a layer's name decides
+
+[layers]                                            the same as a file, strategy.toml
+"layer3.*" = "channel=4"
+"*" = "sample=4"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from torch import nn
+
+from distconv.partition import Partition
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Patterns, as of the shell (``*``, ``?``, ``[...]``), and the partition of the layers that each is the first to
+    match, by their own name or that of a layer around them. A layer that none matches runs under the model's partition.
+    """
+
+    layers: tuple[tuple[str, Partition], ...]
+
+    @classmethod
+    def parse(cls, layers: Mapping[str, str], ranks: int | None = None, where: str = "strategy") -> Strategy:
+        """From {pattern: partition}. ValueError, one line, for a partition that cannot be read or has not ``ranks``
+        ranks (those of the first, where None), and for a pattern behind one that matches everything.
+        """
+        found: list[tuple[str, Partition]] = []
+        for pattern, text in layers.items():
+            if not isinstance(pattern, str) or not pattern or not isinstance(text, str):
+                raise ValueError(f"{where}: {pattern!r}: {text!r}; accepted: a pattern of layer names and a partition")
+            if any(earlier == "*" for earlier, _ in found):
+                raise ValueError(f"{where}: {pattern!r} comes after '*', which matches every layer; put '*' last")
+            try:
+                partition = Partition.parse(text)
+            except ValueError as error:
+                raise ValueError(f"{where}: {pattern!r}: {error}") from None
+            ranks = ranks or partition.ranks
+            if partition.ranks != ranks:
+                raise ValueError(f"{where}: {pattern!r}: {text!r} is for {partition.ranks} ranks; accepted: {ranks}")
+            found.append((pattern, partition))
+        return cls(tuple(found))
+
+    def partition(self, name: str) -> tuple[str, Partition] | None:
+        """The pattern that decides on a layer, and its partition."""
+        parts = name.split(".")
+        around = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        matching = ((p, found) for p, found in self.layers if any(fnmatchcase(one, p) for one in around))
+        return next(matching, None)
+
+    def assign(self, model: nn.Module) -> dict[nn.Module, tuple[str, Partition]]:
+        """{module: the pattern that decides on it, and its partition}; modules that none matches are left out.
+
+        The model itself goes by the name ``""``, which ``*`` matches.
+        """
+        chosen = ((module, self.partition(name)) for name, module in model.named_modules())
+        return {module: choice for module, choice in chosen if choice is not None}
+
+    def check(self, used: set[str], models: Sequence[nn.Module]) -> None:
+        """ValueError, one line, for a pattern that is not among those used: it decides on no layer of the models."""
+        for pattern, _ in self.layers:
+            if pattern not in used and pattern != "*":
+                names = ", ".join(name for model in models for name, _ in model.named_children())
+                what = " and ".join(dict.fromkeys(type(model).__name__ for model in models)) or "any model"
+                raise ValueError(f"strategy: {pattern!r} is the first to match no layer of {what}: {names}")
+
+
+def read(path: str | Path, ranks: int | None = None) -> Strategy:
+    """The strategy of a TOML file with one table, ``[layers]``. ValueError, one line, for a file that is not that, and
+    as :meth:`Strategy.parse` raises it.
+    """
+    where = f"strategy {str(path)!r}"
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"{where}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{where}: {error}") from None
+    layers = content.get("layers")
+    if set(content) != {"layers"} or not isinstance(layers, dict) or not layers:
+        raise ValueError(f'{where}: accepted: one table [layers] of "pattern" = "axis=ranks,..."')
+    return Strategy.parse(layers, ranks, where)

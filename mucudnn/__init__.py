@@ -1,0 +1,177 @@
+"""mucudnn: convolutions of an unmodified PyTorch program, divided to run fast within a workspace limit.
+
+    import mucudnn
+
+    mucudnn.patch(workspace_limit="64MiB")  # from here on, torch's convolutions are divided where that is faster
+    ...
+    for record in mucudnn.report():
+        print(record)
+    mucudnn.unpatch()
+
+or, without a change to a script, `MUCUDNN_WORKSPACE_LIMIT=64MiB python -m mucudnn run train.py`. Arrays of NumPy,
+CuPy and others are convolved by `mucudnn.convolve(x, w, padding=1)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+
+from mucudnn import log as _log
+from mucudnn import shim
+from mucudnn.arrays import convolve
+from mucudnn.board import Board
+from mucudnn.problem import ConvProblem, Direction
+from mucudnn.report import Record
+from mucudnn.session import Session
+from mucudnn.settings import Settings
+from mucudnn.version import VERSION as __version__
+
+__all__ = [
+    "ConvProblem",
+    "Direction",
+    "Record",
+    "__version__",
+    "convolve",
+    "is_patched",
+    "patch",
+    "patched",
+    "report",
+    "unpatch",
+]
+
+
+def patch(
+    workspace_limit: str | float | None = None,
+    memory_limit: str | float | None = None,
+    total_workspace_size: str | float | None = None,
+    policy: str | None = None,
+    database: str | PathLike[str] | None = None,
+    engines: str | None = None,
+    benchmark_devices: str | Sequence[int] | None = None,
+    progress: str | bool | None = None,
+    log: str | None = None,
+    board: Board | None = None,
+) -> None:
+    """Divides torch's convolutions from here on, in all threads; called again, it starts anew with other settings.
+
+    What is not given comes from the environment (`MUCUDNN_WORKSPACE_LIMIT`, ...), else from the defaults.
+
+    Args:
+        workspace_limit: scratch memory that one convolution may use, in bytes: a number or "64MiB", "1GB", "unlimited";
+            "peak": as much as does not raise the peak memory of a training step; 0 leaves everything to torch.
+        memory_limit: bytes that all of the program's memory may come to: each convolution may use what is free at its
+            moment of a training step.
+        total_workspace_size: bytes that the workspaces of all convolutions may add up to, each layer and direction
+            having its own; if not given, they reuse one of `workspace_limit`.
+        policy: the micro-batch sizes that are tried: "undivided", "powerOfTwo" or "all".
+        database: the file of measured times, or ":memory:".
+        engines: of cuDNN that are tried on a GPU: "heuristic", those that it proposes, or "all".
+        benchmark_devices: GPUs that share the measuring: "all" or their numbers; if not given, a call's own alone.
+        progress: "auto", "on" or "off": a progress bar while measuring.
+        log: the least level of log lines that go to stderr.
+        board: where processes that run the same program share what they measure, and so come to the same plans.
+
+    Raises:
+        ValueError: for a value that is not accepted; one line names it and what is.
+    """
+    session = Session(
+        _settings(
+            workspace_limit,
+            memory_limit,
+            total_workspace_size,
+            policy,
+            database,
+            engines,
+            benchmark_devices,
+            progress,
+            log,
+        )
+    )
+    before = shim.install(session)
+    if before is not None:
+        before.close()
+
+
+def unpatch() -> None:
+    """Leaves torch as it was before `patch`."""
+    before = shim.install(None)
+    if before is not None:
+        before.close()
+
+
+@contextmanager
+def patched(
+    workspace_limit: str | float | None = None,
+    memory_limit: str | float | None = None,
+    total_workspace_size: str | float | None = None,
+    policy: str | None = None,
+    database: str | PathLike[str] | None = None,
+    engines: str | None = None,
+    benchmark_devices: str | Sequence[int] | None = None,
+    progress: str | bool | None = None,
+    log: str | None = None,
+    board: Board | None = None,
+) -> Iterator[Session]:
+    """`patch` for a while; afterwards convolutions are as they were before. The arguments are those of `patch`.
+
+    Yields:
+        The session, whose `records()` are those of `report()`, also after the end.
+    """
+    session = Session(
+        _settings(
+            workspace_limit,
+            memory_limit,
+            total_workspace_size,
+            policy,
+            database,
+            engines,
+            benchmark_devices,
+            progress,
+            log,
+        )
+    )
+    before = shim.install(session)
+    try:
+        yield session
+    finally:
+        shim.install(before)
+        session.close()
+
+
+def is_patched() -> bool:
+    """Whether convolutions are divided now."""
+    return shim.current() is not None
+
+
+def report() -> list[Record]:
+    """A record for every convolution met since `patch`, in the order of their first calls; empty where not patched."""
+    session = shim.current()
+    return session.records() if session is not None else []
+
+
+def _settings(
+    workspace_limit: str | float | None,
+    memory_limit: str | float | None,
+    total_workspace_size: str | float | None,
+    policy: str | None,
+    database: str | PathLike[str] | None,
+    engines: str | None,
+    benchmark_devices: str | Sequence[int] | None,
+    progress: str | bool | None,
+    log: str | None,
+) -> Settings:
+    settings = Settings.from_environment(
+        workspace_limit=workspace_limit,
+        memory_limit=memory_limit,
+        total_workspace_size=total_workspace_size,
+        policy=policy,
+        database=database,
+        engines=engines,
+        benchmark_devices=benchmark_devices,
+        progress=progress,
+        log=log,
+    )
+    _log.to_stderr(settings.log)
+    return settings

@@ -1,0 +1,76 @@
+"""Board: where processes that run one program share what they measure, so that all come to the same plans."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger("mucudnn")
+
+
+class Board(ABC):
+    """A piece of work is claimed by the first to come, who measures and posts it; the others read.
+
+    Whoever claims a piece posts it before claiming or reading another, so nobody waits in a circle. Which processes
+    there are, and when they come to a piece, does not matter.
+    """
+
+    @abstractmethod
+    def claim(self, name: str) -> bool:
+        """Whether this process is the first to claim the name."""
+
+    @abstractmethod
+    def post(self, name: str, text: str) -> None:
+        """Lets all read the text under the name."""
+
+    @abstractmethod
+    def read(self, name: str) -> str | None:
+        """The text under a claimed name, waited for; None where it does not come."""
+
+    def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
+        """What one of the processes measures, plain values; its own where that one fails."""
+        return self.take(key, measure) if self.claim(name_of(key)) else self.given(key, measure)
+
+    def take(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
+        """Measures and posts a claimed piece; that it failed is posted too."""
+        text = ""
+        try:
+            value = measure()
+            text = json.dumps(value)
+        finally:
+            self.post(name_of(key), text)
+        return value
+
+    def given(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
+        """What another process posts."""
+        text = self.read(name_of(key))
+        if not text:
+            _log.warning("another process did not post what it measures of %s; it is measured here", key.get("work"))
+            return measure()
+        value: Value = json.loads(text)
+        return value
+
+
+class Alone(Board):
+    """The board of a process that has no others."""
+
+    def claim(self, name: str) -> bool:
+        return True
+
+    def post(self, name: str, text: str) -> None:
+        pass
+
+    def read(self, name: str) -> str | None:
+        return None
+
+
+def name_of(key: Mapping[str, Any]) -> str:
+    """A short name that is the same in all processes."""
+    text = json.dumps(key, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

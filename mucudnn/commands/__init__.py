@@ -1,0 +1,1 @@
+"""The commands of `python -m mucudnn`, one file each."""

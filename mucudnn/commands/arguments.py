@@ -1,0 +1,113 @@
+"""Arguments: what the commands take in common, and one line for every mistake."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from mucudnn.run import NotFound
+from mucudnn.settings import SETTINGS, SettingError, Settings
+
+METAVARS = {
+    "workspace_limit": "BYTES",
+    "memory_limit": "BYTES",
+    "total_workspace_size": "BYTES",
+    "policy": "NAME",
+    "database": "PATH",
+    "progress": "WHEN",
+    "log": "LEVEL",
+}
+"""The settings that are options of the commands."""
+
+_SHORT = {"workspace_limit": "--limit", "total_workspace_size": "--total"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+class Commands:
+    """The commands of `python -m mucudnn`."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(self, name: str, action: Callable[[Any], int], brief: str, text: str, *found: str) -> Parser:
+        """A command; `action` gets the parsed arguments and gives the exit code."""
+        added = self._parsers.add_parser(
+            name,
+            help=brief,
+            description=text,
+            epilog=examples(*(f"python -m mucudnn {name} {example}".rstrip() for example in found)),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        added.set_defaults(command=action, parser=added)
+        return added
+
+
+def flags(name: str) -> list[str]:
+    """The option strings of a setting."""
+    return [f"--{name.replace('_', '-')}", *([_SHORT[name]] if name in _SHORT else [])]
+
+
+def add_settings(parser: Parser, *names: str) -> None:
+    """Options for settings; all of them if none is named."""
+    for name in names or METAVARS:
+        setting = SETTINGS[name]
+        default = setting.default()
+        told = f"{setting.variable}{f', else {default}' if default is not None else ''}"
+        parser.add_argument(
+            *flags(name),
+            type=_checked(name),
+            metavar=METAVARS[name],
+            help=f"{setting.meaning}: {setting.accepted} (default: {told})".replace("%", "%%"),
+        )
+
+
+def add_json(parser: Parser) -> None:
+    """`--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+
+
+def settings(arguments: Any) -> Settings:
+    """The settings from the options, the environment and the defaults."""
+    given = {name: getattr(arguments, name, None) for name in METAVARS}
+    return Settings.from_environment(**given)
+
+
+@contextmanager
+def usage(parser: Parser) -> Iterator[None]:
+    """What is wrong with what the user gave: one line and exit code 2."""
+    try:
+        yield
+    except (NotFound, SettingError) as error:
+        parser.error(str(error))
+
+
+def check_writable(option: str, path: str) -> None:
+    """Hours of training should not end with a file that cannot be written."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise NotFound(f"cannot write {option} {path}: accepted is the path of a file in an existing, writable folder")
+
+
+def examples(*lines: str) -> str:
+    """Command lines for the end of a help text."""
+    return "examples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def _checked(name: str) -> Callable[[str], Any]:
+    def value(text: str) -> Any:
+        try:
+            return SETTINGS[name].parse(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r}: accepted is {SETTINGS[name].accepted}") from None
+
+    return value

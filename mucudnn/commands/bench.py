@@ -1,0 +1,46 @@
+"""`python -m mucudnn bench`: every convolution of a network, measured."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mucudnn import bench
+from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
+from mucudnn.commands.network import NAMES, add_network, layers
+from mucudnn.commands.output import print_json, show
+from mucudnn.report import summary, table, to_json
+from mucudnn.store import Store
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    benching = commands.add(
+        "bench",
+        _bench,
+        "measure every convolution of a network",
+        "Prints a table per layer and direction: the division within the workspace limit, its time, and its\n"
+        "speed-up over the best undivided algorithm within the limit and over torch's own kernel.\n" + NAMES,
+        "resnet18 --batch 32",
+        "torchvision.models:resnet50 --input 3,224,224 --batch 32 --workspace-limit 256MiB",
+        "model.py:Net --input 1,64,64,64 --json",
+    )
+    add_network(benching)
+    add_settings(benching)
+    add_json(benching)
+
+
+def _bench(arguments: Any) -> int:
+    with usage(arguments.parser):
+        chosen = settings(arguments)
+        met = layers(arguments)
+    store = Store(chosen.database)
+    records = bench.measure(met, chosen, store)
+    store.close()
+    if arguments.json:
+        named = [{"layer": layer.name, "count": layer.count} for layer in met]
+        print_json([name | values for name, values in zip(named, to_json(records), strict=True)])
+    else:
+        names = [f"{layer.name}{f' x{layer.count}' if layer.count > 1 else ''}" for layer in met]
+        show(sys.stdout, table(records, names), summary(records, [layer.count for layer in met]))
+    return 0

@@ -1,0 +1,126 @@
+"""`python -m mucudnn plan`: a network within limits, by times on record, on any machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from mucudnn import bench
+from mucudnn.bench import Layer
+from mucudnn.commands.arguments import Commands, Parser, add_json, add_settings, settings, usage
+from mucudnn.commands.network import NAMES, add_network, layers
+from mucudnn.commands.output import print_json, show
+from mucudnn.environment import Environment
+from mucudnn.plan import NetworkPlan, plan
+from mucudnn.recorded import Times, times
+from mucudnn.report import table, to_json
+from mucudnn.run import NotFound
+from mucudnn.settings import Settings
+from mucudnn.store import Store
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    planning = commands.add(
+        "plan",
+        _plan,
+        "say how a network would be computed within limits, by times on record",
+        "Prints, per layer and direction, the division that is fastest by the times in the database: within --limit\n"
+        "for each convolution, or, with --total, for all together, each having a workspace of its own. Nothing is\n"
+        "measured unless --measure is given, so the times may come from another machine.\n" + NAMES,
+        "resnet50 --batch 32 --limit 64MiB",
+        "resnet50 --batch 32 --total 512MiB --database times-of-the-cluster.sqlite --machine H100",
+        "model.py:Net --input 1,64,64,64 --total 1GiB --measure",
+    )
+    add_network(planning)
+    add_settings(planning)
+    add_recorded(planning)
+    add_json(planning)
+
+
+def add_recorded(parser: Parser) -> None:
+    """The options that say which times are taken."""
+    parser.add_argument(
+        "--machine",
+        metavar="TEXT",
+        help="take the times whose environment contains TEXT (default: those of this machine, else the most complete)",
+    )
+    parser.add_argument("--measure", action="store_true", help="measure first, on this machine, what is not on record")
+
+
+def _plan(arguments: Any) -> int:
+    with usage(arguments.parser):
+        chosen = settings(arguments)
+        met = layers(arguments)
+        known = recorded(arguments, chosen, met)
+    found = plan(met, known, chosen)
+    if arguments.json:
+        print_json(_plain(found, known))
+    else:
+        names = [f"{row.layer.name}{f' x{row.count}' if row.count > 1 else ''}" for row in found.rows]
+        records = [row.record for row in found.rows]
+        show(sys.stdout, f"times: {known.name}", table(records, names), *found.sentences(), *missing(found))
+    return 0 if found.rows else 1
+
+
+def recorded(arguments: Any, chosen: Settings, met: list[Layer]) -> Times:
+    """The times on which the command is to decide, what is missing measured if the user asked for that.
+
+    Raises:
+        NotFound: where there are none.
+    """
+    store = Store(chosen.database)
+    if arguments.measure:
+        bench.measure(met, chosen, store)
+    every = times(store.contents())
+    store.close()
+    wanted = [entry for entry in every if arguments.machine is None or arguments.machine in entry.name]
+    if not wanted:
+        raise NotFound(
+            f"{store.path} holds no times"
+            + (f" of --machine {arguments.machine}: there are " + "; ".join(e.name for e in every) if every else "")
+            + ": `python -m mucudnn bench` or plan --measure measures"
+        )
+    here = Environment.current(torch.device("cpu")).launch_key()
+    return max(
+        wanted,
+        key=lambda entry: (
+            entry.environment == here and any(entry.knows(layer.problem) for layer in met),
+            sum(entry.knows(layer.problem) for layer in met),
+        ),
+    )
+
+
+def missing(found: NetworkPlan) -> list[str]:
+    """What is not on record, in a sentence or none."""
+    if not found.missing:
+        return []
+    names = list(dict.fromkeys(f"{layer.name} ({layer.problem})" for layer in found.missing))
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    known = len({row.layer for row in found.rows})
+    return [
+        f"Left out: {len(found.missing)} of {len(found.missing) + known} convolutions, of which torch's own kernel was "
+        f"never timed on so many samples: {shown}. `--measure` measures them here."
+    ]
+
+
+def _plain(found: NetworkPlan, known: Times) -> dict[str, Any]:
+    records = to_json([row.record for row in found.rows])
+    return {
+        "environment": known.environment,
+        "seconds": found.seconds,
+        "stock_seconds": found.stock_seconds,
+        "workspace": found.workspace,
+        "gap": None if found.sharing is None else found.sharing.gap,
+        "sentences": found.sentences(),
+        "missing": [
+            {"layer": layer.name, "direction": str(layer.problem.direction), "convolution": str(layer.problem)}
+            for layer in found.missing
+        ],
+        "plans": [
+            {"layer": row.layer.name, "count": row.count} | record
+            for row, record in zip(found.rows, records, strict=True)
+        ],
+    }

@@ -1,0 +1,72 @@
+"""`python -m mucudnn report`: what was chosen in a run, or the times that are known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
+from mucudnn.commands.output import print_json, show
+from mucudnn.outcome import Outcome
+from mucudnn.report import known_tables, summary, table, to_json
+from mucudnn.run import NotFound
+from mucudnn.store import Store
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    reporting = commands.add(
+        "report",
+        _report,
+        "show what was chosen in a run, or the times that are known",
+        "Shows the records that `run --report FILE` wrote, or, without FILE, the times that the database holds.",
+        "plans.json",
+        "--database times.sqlite --json",
+    )
+    reporting.add_argument("file", nargs="?", metavar="FILE", help="what `run --report` wrote")
+    add_settings(reporting, "database")
+    add_json(reporting)
+
+
+def _report(arguments: Any) -> int:
+    with usage(arguments.parser):
+        if arguments.file is not None:
+            records = read(arguments.file).records
+            if arguments.json:
+                print_json(to_json(records))
+            else:
+                show(sys.stdout, table(records), summary(records))
+            return 0
+        chosen = settings(arguments)
+    store = Store(chosen.database)
+    contents = store.contents()
+    if arguments.json:
+        print_json([{"key": key, "launches": [_plain(option) for option in options]} for key, options in contents])
+    else:
+        counts = store.counts()
+        show(
+            sys.stdout,
+            *known_tables(contents),
+            f"{store.path} holds {counts.launches} launches of {counts.problems} convolutions.",
+        )
+    return 0
+
+
+def _plain(option: Any) -> dict[str, Any]:
+    return {name: getattr(option, name) for name in ("extent", "algorithm", "seconds", "workspace")}
+
+
+def read(path: str) -> Outcome:
+    """What `run --report` wrote.
+
+    Raises:
+        NotFound: where the file cannot be read or is something else.
+    """
+    try:
+        return Outcome.from_json(json.loads(Path(path).read_text()))
+    except OSError as error:
+        raise NotFound(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise NotFound(f"cannot read {path}: {' '.join(str(error).split())}") from error

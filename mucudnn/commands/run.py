@@ -1,0 +1,82 @@
+"""`python -m mucudnn run`: a script or a module with its convolutions divided."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import mucudnn
+from mucudnn import run
+from mucudnn.commands.arguments import METAVARS, Commands, add_settings, check_writable, flags, settings, usage
+from mucudnn.commands.output import show
+from mucudnn.outcome import Outcome
+from mucudnn.report import summary, table
+
+
+def add(commands: Commands) -> None:
+    """Adds the command."""
+    running = commands.add(
+        "run",
+        _run,
+        "run a script or a module with its convolutions divided",
+        "Runs a script as plain python does, its convolutions divided where that is faster within the\n"
+        "workspace limit. The first run measures what it meets and keeps the times; later runs start at once.",
+        "train.py --epochs 3",
+        "--workspace-limit 256MiB --report plans.json train.py --epochs 3",
+        "--policy all -m package.train --epochs 3",
+    )
+    running.usage = "python -m mucudnn run [OPTIONS] (SCRIPT | -m MODULE) [ARGS ...]"
+    add_settings(running)
+    running.add_argument("--report", metavar="FILE", help="write what was chosen to FILE, as JSON, at the end")
+    running.add_argument("--verbose", action="store_true", help="print what was chosen to stderr at the end")
+
+
+def cut(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words of `run` that are its own, and those from SCRIPT or -mMODULE on, which may look like options too."""
+    if words[:1] != ["run"]:
+        return words, []
+    with_value = {flag for name in METAVARS for flag in flags(name)} | {"--report"}
+    at = 1
+    while at < len(words) and words[at].startswith("-") and words[at] != "--" and not words[at].startswith("-m"):
+        at += 2 if words[at] in with_value else 1
+    own, program = words[:at], words[at:]
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if program[:1] == ["-m"]:
+        program = ["".join(program[:2]), *program[2:]] if len(program) > 1 else []
+    return own, program
+
+
+def _run(arguments: Any) -> int:
+    with usage(arguments.parser):
+        if not arguments.program:
+            arguments.parser.error("give a SCRIPT or -m MODULE; see --help")
+        chosen = settings(arguments)
+        if arguments.report is not None:
+            check_writable("--report", arguments.report)
+        name, *rest = arguments.program
+        program = run.module(name.removeprefix("-m")) if name.startswith("-m") else run.script(name)
+    overrides = {setting: getattr(chosen, setting) for setting in METAVARS}
+    process = os.getpid()
+    with mucudnn.patched(**overrides) as session:
+        try:
+            program.run(rest)
+        finally:
+            # A child that the script forked ends here too.
+            if os.getpid() == process:
+                _tell(arguments, Outcome(session.records(), session.timeline()))
+    return 0
+
+
+def _tell(arguments: Any, outcome: Outcome) -> None:
+    """Writes and prints what the user asked for, whatever became of the script."""
+    if arguments.report is not None:
+        try:
+            Path(arguments.report).write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
+        except OSError as error:
+            print(f"{arguments.parser.prog}: --report {arguments.report}: {error.strerror}", file=sys.stderr)
+    if arguments.verbose:
+        show(sys.stderr, table(outcome.records), summary(outcome.records))

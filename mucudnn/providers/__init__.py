@@ -1,0 +1,38 @@
+"""Where algorithms come from: one interface, one file each."""
+
+from functools import cache
+
+import torch
+
+from mucudnn.providers.fft import Fft
+from mucudnn.providers.gemm import Gemm
+from mucudnn.providers.onednn import OneDnn
+from mucudnn.providers.provider import Operands, Part, Provider
+from mucudnn.providers.stock import STOCK, Stock, stock_kernel, stock_result
+
+HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft())
+"""What serves convolutions on a CPU."""
+
+
+@cache
+def providers_on(device: torch.device, engines: str = "heuristic") -> tuple[Provider, ...]:
+    """What serves convolutions on a device.
+
+    Args:
+        engines: on a GPU, which of cuDNN's engines: "heuristic", those that it proposes, or "all".
+
+    Raises:
+        Unavailable: where cuDNN cannot be used.
+        CudnnError: where cuDNN does not take the GPU.
+    """
+    if device.type != "cuda":
+        return HOST_PROVIDERS
+    from mucudnn.providers.cudnn.card import Card
+    from mucudnn.providers.cudnn.engines import Engines
+    from mucudnn.providers.cudnn.legacy import Legacy
+
+    card = Card(torch.cuda.current_device() if device.index is None else device.index)
+    return (Stock(), Engines(card, every=engines == "all"), Legacy(card))
+
+
+__all__ = ["HOST_PROVIDERS", "STOCK", "Operands", "Part", "Provider", "providers_on", "stock_kernel", "stock_result"]

@@ -1,0 +1,86 @@
+"""Card: a GPU of this process, with a cuDNN handle for each thread."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_void_p
+
+import torch
+
+from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.library import Library, library
+
+
+class Card:
+    """
+    Attributes:
+        library: cuDNN.
+        index: CUDA's number of the GPU.
+        device: what plans are made for.
+    """
+
+    def __init__(self, index: int) -> None:
+        """
+        Raises:
+            Unavailable: where cuDNN cannot be used.
+            CudnnError: where it does not take the GPU.
+        """
+        self.library: Library = library()
+        self.index = index
+        self._lock = threading.Lock()
+        self._free: list[c_void_p] = []
+        self._mine = threading.local()
+        self._torch_device = torch.device("cuda", index)
+        self._here = nullcontext()
+        self.device = Device(handle=self.handle())
+
+    def handle(self) -> c_void_p:
+        """This thread's handle, set to torch's current stream.
+
+        Raises:
+            CudnnError: where cuDNN refuses.
+            RuntimeError: while a CUDA graph is captured, if this thread has no handle yet and none is left over.
+        """
+        borrowed: _Borrowed | None = getattr(self._mine, "borrowed", None)
+        if borrowed is None:
+            borrowed = self._mine.borrowed = _Borrowed(self._take(), self._free)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        status = self.library.cudnnSetStream(borrowed.handle, stream)
+        if status:
+            self.library.check(status, "cudnnSetStream")
+        return borrowed.handle
+
+    def scratch(self, size: int) -> torch.Tensor:
+        """Memory of so many bytes from torch's allocator, for work on the current stream."""
+        return torch.empty(size, dtype=torch.uint8, device=self._torch_device)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes this the current GPU, as cuDNN needs it."""
+        return self._here if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+
+    def _take(self) -> c_void_p:
+        """A handle of a thread that has ended, else a new one; then one more is made, as none may be in a capture."""
+        with self._lock:
+            if torch.cuda.is_current_stream_capturing():
+                if not self._free:
+                    raise RuntimeError(
+                        "this thread has no cuDNN handle, and none can be made in a CUDA graph's capture"
+                    )
+                return self._free.pop()
+            with torch.cuda.device(self.index):
+                handle = self._free.pop() if self._free else self.library.created("cudnnCreate")
+                if not self._free:
+                    self._free.append(self.library.created("cudnnCreate"))
+            return handle
+
+
+class _Borrowed:
+    """A handle that goes back when its thread ends. It is never destroyed, as that would wait for the GPU."""
+
+    def __init__(self, handle: c_void_p, free: list[c_void_p]) -> None:
+        self.handle = handle
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.handle)

@@ -1,0 +1,284 @@
+"""Graph: one convolution in cuDNN's graph API, its engines, and the plans that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_void_p
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from mucudnn.problem import Role
+from mucudnn.providers.cudnn.backend import (
+    CROSS_CORRELATION,
+    DATA_TYPES,
+    Behavior,
+    Descriptor,
+    HeuristicMode,
+    Kind,
+    Name,
+    Note,
+    Type,
+)
+from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.form import Form
+from mucudnn.providers.cudnn.library import CudnnError, Library
+
+UNIQUE_IDS = (1, 2, 3)
+"""Of x, w and y."""
+
+MOST_CONFIGURATIONS = 128
+"""Engine configurations of one heuristic that are read."""
+
+MOST_KNOBS = 64
+
+MOST_PACKS = 256
+"""Variant packs that a plan keeps. Torch's allocator gives a training step the addresses of the step before."""
+
+
+class Configuration(NamedTuple):
+    """An engine with choices of its knobs, as (type, value); those that are not listed have their defaults."""
+
+    engine: int
+    knobs: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        """As cuDNN's own tools spell it: "eng17_k2=3_k13=0"."""
+        return "_".join((f"eng{self.engine}", *(f"k{kind}={value}" for kind, value in self.knobs)))
+
+    @classmethod
+    def parsed(cls, text: str) -> Self:
+        engine, *knobs = text.removeprefix("eng").split("_k")
+        pairs = (knob.split("=") for knob in knobs)
+        return cls(int(engine), tuple((int(kind), int(value)) for kind, value in pairs))
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """The names of one direction's descriptor."""
+
+    kind: Kind
+    alpha: Name
+    beta: Name
+    convolution: Name
+    tensors: tuple[Name, Name, Name]
+
+
+_OPERATIONS = {
+    Role.Y: _Operation(
+        Kind.OPERATION_CONVOLUTION_FORWARD,
+        Name.OPERATION_CONVOLUTION_FORWARD_ALPHA,
+        Name.OPERATION_CONVOLUTION_FORWARD_BETA,
+        Name.OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+        (
+            Name.OPERATION_CONVOLUTION_FORWARD_X,
+            Name.OPERATION_CONVOLUTION_FORWARD_W,
+            Name.OPERATION_CONVOLUTION_FORWARD_Y,
+        ),
+    ),
+    Role.X: _Operation(
+        Kind.OPERATION_CONVOLUTION_BACKWARD_DATA,
+        Name.OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+        Name.OPERATION_CONVOLUTION_BWD_DATA_BETA,
+        Name.OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+        (
+            Name.OPERATION_CONVOLUTION_BWD_DATA_DX,
+            Name.OPERATION_CONVOLUTION_BWD_DATA_W,
+            Name.OPERATION_CONVOLUTION_BWD_DATA_DY,
+        ),
+    ),
+    Role.W: _Operation(
+        Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER,
+        Name.OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+        Name.OPERATION_CONVOLUTION_BWD_FILTER_BETA,
+        Name.OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+        (
+            Name.OPERATION_CONVOLUTION_BWD_FILTER_X,
+            Name.OPERATION_CONVOLUTION_BWD_FILTER_DW,
+            Name.OPERATION_CONVOLUTION_BWD_FILTER_DY,
+        ),
+    ),
+}
+"""By what is computed. A transposed convolution is one of these with its ends exchanged."""
+
+
+class Graph:
+    """The operation graph of one convolution: target = conv(the other two) + beta * target.
+
+    Attributes:
+        engines: how many engines cuDNN numbers for it; most of them do not serve it.
+    """
+
+    def __init__(self, library: Library, device: Device, form: Form, alignment: int, accumulate: bool) -> None:
+        """
+        Args:
+            alignment: bytes that the addresses of all three tensors are multiples of.
+            accumulate: whether beta is 1.
+
+        Raises:
+            CudnnError: where cuDNN knows no such convolution.
+        """
+        self._library = library
+        self._device = device
+        problem = form.problem
+        # Half types are multiplied exactly and added up in float32, as in torch.
+        compute = DATA_TYPES["float64" if problem.dtype == "float64" else "float32"]
+        scalar = Type.DOUBLE if problem.dtype == "float64" else Type.FLOAT
+        convolution = (
+            Descriptor(library, Kind.CONVOLUTION)
+            .set(Name.CONVOLUTION_COMP_TYPE, Type.DATA_TYPE, compute)
+            .set(Name.CONVOLUTION_CONV_MODE, Type.CONVOLUTION_MODE, CROSS_CORRELATION)
+            .set(Name.CONVOLUTION_SPATIAL_DIMS, Type.INT64, len(form.stride))
+            .set(Name.CONVOLUTION_PRE_PADDINGS, Type.INT64, *form.padding)
+            .set(Name.CONVOLUTION_POST_PADDINGS, Type.INT64, *form.padding_after)
+            .set(Name.CONVOLUTION_DILATIONS, Type.INT64, *form.dilation)
+            .set(Name.CONVOLUTION_FILTER_STRIDES, Type.INT64, *form.stride)
+            .finalize()
+        )
+        names = _OPERATIONS[problem.target]
+        operation = Descriptor(library, names.kind)
+        operation.set(names.convolution, Type.BACKEND_DESCRIPTOR, convolution)
+        operation.set(names.alpha, scalar, 1.0)
+        operation.set(names.beta, scalar, 1.0 if accumulate else 0.0)
+        for name, uid, shape, strides in zip(names.tensors, UNIQUE_IDS, form.shapes, form.strides, strict=True):
+            tensor = (
+                Descriptor(library, Kind.TENSOR)
+                .set(Name.TENSOR_DATA_TYPE, Type.DATA_TYPE, DATA_TYPES[problem.dtype])
+                .set(Name.TENSOR_DIMENSIONS, Type.INT64, *shape)
+                .set(Name.TENSOR_STRIDES, Type.INT64, *strides)
+                .set(Name.TENSOR_UNIQUE_ID, Type.INT64, uid)
+                .set(Name.TENSOR_BYTE_ALIGNMENT, Type.INT64, alignment)
+                .finalize()
+            )
+            operation.set(name, Type.BACKEND_DESCRIPTOR, tensor)
+        operation.finalize()
+        self._graph = Descriptor(library, Kind.OPERATIONGRAPH)
+        self._graph.set(Name.OPERATIONGRAPH_OPS, Type.BACKEND_DESCRIPTOR, operation)
+        if device.handle is not None:
+            self._graph.set(Name.OPERATIONGRAPH_HANDLE, Type.HANDLE, device.handle.value)
+        self._graph.finalize()
+        (self.engines,) = self._graph.numbers(Name.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT, Type.INT64)
+
+    def proposed(self, mode: HeuristicMode) -> list[Configuration]:
+        """What cuDNN's heuristic proposes, the best first; empty where it does not know the convolution."""
+        heuristic = Descriptor(self._library, Kind.ENGINEHEUR)
+        heuristic.set(Name.ENGINEHEUR_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
+        heuristic.set(Name.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
+        if self._device.properties is not None:
+            heuristic.set(Name.ENGINEHEUR_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
+        try:
+            heuristic.finalize()
+        except CudnnError:
+            return []
+        count = min(heuristic.count(Name.ENGINEHEUR_RESULTS, Type.BACKEND_DESCRIPTOR), MOST_CONFIGURATIONS)
+        made = [Descriptor(self._library, Kind.ENGINECFG) for _ in range(count)]
+        return [self._configuration(one) for one in heuristic.descriptors(Name.ENGINEHEUR_RESULTS, made)]
+
+    def _configuration(self, described: Descriptor) -> Configuration:
+        engines = described.descriptors(Name.ENGINECFG_ENGINE, [Descriptor(self._library, Kind.ENGINE)])
+        (engine,) = engines[0].numbers(Name.ENGINE_GLOBAL_INDEX, Type.INT64)
+        made = [Descriptor(self._library, Kind.KNOB_CHOICE) for _ in range(MOST_KNOBS)]
+        knobs = []
+        for choice in described.descriptors(Name.ENGINECFG_KNOB_CHOICES, made):
+            (kind,) = choice.numbers(Name.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
+            (value,) = choice.numbers(Name.KNOB_CHOICE_KNOB_VALUE, Type.INT64)
+            knobs.append((kind, value))
+        return Configuration(engine, tuple(knobs))
+
+    def engine(self, index: int) -> Engine:
+        """
+        Raises:
+            CudnnError: where the engine does not serve this convolution; few say so before a plan is made.
+        """
+        descriptor = Descriptor(self._library, Kind.ENGINE)
+        descriptor.set(Name.ENGINE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
+        descriptor.set(Name.ENGINE_GLOBAL_INDEX, Type.INT64, index)
+        if self._device.properties is not None:
+            descriptor.set(Name.ENGINE_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
+        descriptor.finalize()
+        notes = descriptor.numbers(Name.ENGINE_NUMERICAL_NOTE, Type.NUMERICAL_NOTE, len(Note))
+        behavior = descriptor.numbers(Name.ENGINE_BEHAVIOR_NOTE, Type.BEHAVIOR_NOTE, len(Behavior))
+        return Engine(descriptor, frozenset(notes), frozenset(behavior))
+
+    def plan(self, engine: Engine, knobs: Sequence[tuple[int, int]] = ()) -> ExecutionPlan:
+        """
+        Raises:
+            CudnnError: where the engine does not serve this convolution with these knobs.
+        """
+        configuration = Descriptor(self._library, Kind.ENGINECFG)
+        configuration.set(Name.ENGINECFG_ENGINE, Type.BACKEND_DESCRIPTOR, engine.descriptor)
+        choices = [
+            Descriptor(self._library, Kind.KNOB_CHOICE)
+            .set(Name.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE, kind)
+            .set(Name.KNOB_CHOICE_KNOB_VALUE, Type.INT64, value)
+            .finalize()
+            for kind, value in knobs
+        ]
+        if choices:
+            configuration.set(Name.ENGINECFG_KNOB_CHOICES, Type.BACKEND_DESCRIPTOR, *choices)
+        configuration.finalize()
+        descriptor = Descriptor(self._library, Kind.EXECUTION_PLAN)
+        descriptor.set(Name.EXECUTION_PLAN_ENGINE_CONFIG, Type.BACKEND_DESCRIPTOR, configuration)
+        if self._device.handle is not None:
+            descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
+        if self._device.properties is not None:
+            descriptor.set(Name.EXECUTION_PLAN_DEVICEPROP, Type.BACKEND_DESCRIPTOR, self._device.properties)
+        descriptor.finalize()
+        return ExecutionPlan(self._library, descriptor)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine of one graph.
+
+    Attributes:
+        notes: values of `Note`, and of later ones.
+        behavior: values of `Behavior`, and of later ones.
+    """
+
+    descriptor: Descriptor
+    notes: frozenset[int]
+    behavior: frozenset[int]
+
+
+class ExecutionPlan:
+    """What can be run.
+
+    Attributes:
+        workspace: bytes.
+    """
+
+    def __init__(self, library: Library, descriptor: Descriptor) -> None:
+        self._library = library
+        self._descriptor = descriptor
+        self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
+        (self.workspace,) = descriptor.numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
+
+    def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
+        """Enqueues the convolution on the handle's stream.
+
+        Args:
+            x, w, y, workspace: addresses.
+
+        Raises:
+            CudnnError: where cuDNN refuses.
+        """
+        addresses = x, w, y, workspace
+        pack = self._packs.get(addresses)
+        if pack is None:
+            pack = self._packed(addresses)
+        status = self._library.cudnnBackendExecute(handle, self._descriptor.pointer, pack.pointer)
+        if status:
+            self._library.check(status, "execute")
+
+    def _packed(self, addresses: tuple[int, int, int, int]) -> Descriptor:
+        pack = (
+            Descriptor(self._library, Kind.VARIANT_PACK)
+            .set(Name.VARIANT_PACK_UNIQUE_IDS, Type.INT64, *UNIQUE_IDS)
+            .set(Name.VARIANT_PACK_DATA_POINTERS, Type.VOID_PTR, *addresses[:3])
+            .set(Name.VARIANT_PACK_WORKSPACE, Type.VOID_PTR, addresses[3])
+            .finalize()
+        )
+        if len(self._packs) >= MOST_PACKS:
+            self._packs.clear()
+        self._packs[addresses] = pack
+        return pack

@@ -1,0 +1,168 @@
+"""Launch: parts of a convolution run by cuDNN, in the memory format and with the alignment that a plan is made for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from ctypes import c_void_p
+from typing import Protocol
+
+import torch
+
+from mucudnn.problem import ConvProblem, Role
+from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.form import Form
+from mucudnn.providers.cudnn.library import Library
+from mucudnn.providers.provider import Part
+
+
+class Place(Protocol):
+    """Where plans run: a `Card`, or what stands in for one."""
+
+    library: Library
+    device: Device
+
+    def handle(self) -> c_void_p: ...
+
+    def scratch(self, size: int) -> torch.Tensor: ...
+
+    def current(self) -> AbstractContextManager[object]: ...
+
+
+class Prepared(Protocol):
+    """A convolution by one algorithm, ready to run on any addresses.
+
+    Attributes:
+        workspace: bytes that the algorithm itself needs.
+        alignment: bytes that all addresses must be multiples of.
+    """
+
+    @property
+    def form(self) -> Form: ...
+
+    @property
+    def workspace(self) -> int: ...
+
+    @property
+    def alignment(self) -> int: ...
+
+    def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None: ...
+
+
+class Preparing(Protocol):
+    """What a provider gives to `launch`."""
+
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int = 0) -> Prepared:
+        """
+        Args:
+            accumulate: whether to add to the target rather than overwrite it.
+            alignment: bytes that all addresses are multiples of; 0 for what `Form.alignment` promises.
+        """
+        ...
+
+
+def copies(form: Form) -> int:
+    """Bytes of the copies that `launch` makes beside the algorithm's own workspace."""
+    size = form.copied_bytes
+    if form.problem.is_half and form.problem.target is Role.W and Role.W not in form.copied:
+        size += 2 * math.prod(form.problem.w_shape)
+    return size
+
+
+def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+    """Runs one algorithm on consecutive parts; the arguments are those of `Provider.launch`."""
+    first, whole = parts[0].problem, parts[0].whole
+    is_sum = first.target is Role.W
+    # A target that is copied is computed by itself and then added.
+    is_apart = first.formats[_ROLES.index(first.target)] == "strided" or (
+        is_sum and first.is_half and whole.w.dtype is torch.float32
+    )
+    adds_first, size = accumulate, 0
+    runs: list[tuple[Part, Prepared, tuple[int, int, int] | None]] = []
+    for part in parts:
+        beta = accumulate and not is_apart
+        key = provider, algorithm, beta
+        prepared: Prepared | None = part.kept.get(key)
+        if prepared is None:
+            prepared = part.kept[key] = provider.prepared(part.problem, algorithm, beta)
+        addresses = None if is_apart or prepared.form.copied else part.addresses()
+        union = _union_in_place(part, prepared.form, is_apart) if addresses is None else _union(addresses)
+        if union & (prepared.alignment - 1):
+            prepared = _misaligned(provider, prepared, part.problem, algorithm, beta, union & -union)
+        if prepared.workspace > size:
+            size = prepared.workspace
+        runs.append((part, prepared, addresses))
+        accumulate = is_sum
+    with place.current():
+        scratch = place.scratch(size) if size else None
+        workspace = scratch.data_ptr() if scratch is not None else 0
+        handle = place.handle()
+        for number, (part, prepared, addresses) in enumerate(runs):
+            if addresses is None:
+                _run_on_copies(prepared, handle, part, workspace, is_sum and (number > 0 or adds_first))
+            else:
+                prepared.execute(handle, *addresses, workspace)
+            if whole.bias is not None:
+                part.target.add_(whole.bias.view(-1, *(1,) * first.dims))
+
+
+_ROLES = tuple(Role)
+
+
+def _union(addresses: tuple[int, int, int]) -> int:
+    """The bits of all addresses: its lowest is the alignment that they have in common."""
+    return addresses[0] | addresses[1] | addresses[2]
+
+
+def _union_in_place(part: Part, form: Form, is_apart: bool) -> int:
+    """As `_union`, of the tensors that are not copied: copies are aligned."""
+    union = 0
+    for role in Role:
+        if role not in form.copied and not (is_apart and role is part.problem.target):
+            union |= getattr(part.operands, role).data_ptr()
+    return union
+
+
+def _misaligned(
+    provider: Preparing, expected: Prepared, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int
+) -> Prepared:
+    """The same algorithm for addresses that are multiples of less.
+
+    Raises:
+        RuntimeError: where it does not serve them, or not within the workspace that was promised.
+    """
+    found = provider.prepared(problem, algorithm, accumulate, alignment)
+    if found.workspace > expected.workspace:
+        raise RuntimeError(
+            f"at addresses that are multiples of {alignment} it needs {found.workspace} bytes, not {expected.workspace}"
+        )
+    return found
+
+
+def _run_on_copies(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accumulate: bool) -> None:
+    form, problem = prepared.form, part.problem
+    dtype: torch.dtype = getattr(torch, problem.dtype)
+    held: dict[str, torch.Tensor] = {}
+    for role, shape in zip(Role, form.shapes, strict=True):
+        given: torch.Tensor = getattr(part.operands, role)
+        if role in form.copied or given.dtype is not dtype:
+            source = _shaped(given, problem.dims)
+            given = torch.empty(shape, dtype=dtype, device=given.device, memory_format=form.memory_format)
+            if role is not problem.target:
+                given.copy_(source)
+        held[role] = given
+    prepared.execute(handle, held[Role.X].data_ptr(), held[Role.W].data_ptr(), held[Role.Y].data_ptr(), workspace)
+    target = part.target
+    if held[problem.target] is target:
+        return
+    result = held[problem.target].squeeze(2) if problem.dims == 1 else held[problem.target]
+    if accumulate:
+        target.add_(result)
+    else:
+        target.copy_(result)
+
+
+def _shaped(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    """With two spatial dims where there is one."""
+    return tensor.unsqueeze(2) if dims == 1 else tensor

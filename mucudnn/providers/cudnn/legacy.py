@@ -1,0 +1,206 @@
+"""Legacy: the algorithms of cuDNN's older functions, those that mu-cuDNN (Oyama et al. 2018) chose among."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from ctypes import byref, c_double, c_float, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from mucudnn.problem import ConvProblem, Role, Shape
+from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
+from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
+from mucudnn.providers.cudnn.form import Form, form, strides
+from mucudnn.providers.cudnn.launch import Place, copies, launch
+from mucudnn.providers.cudnn.library import CudnnError, Library
+from mucudnn.providers.provider import Part
+
+ALGORITHMS = {
+    Role.Y: {
+        "implicit_gemm": 0,
+        "implicit_precomp_gemm": 1,
+        "gemm": 2,
+        "fft": 4,
+        "fft_tiling": 5,
+        "winograd": 6,
+        "winograd_nonfused": 7,
+    },
+    Role.X: {"0": 0, "1": 1, "fft": 2, "fft_tiling": 3, "winograd": 4, "winograd_nonfused": 5},
+    Role.W: {"0": 0, "1": 1, "fft": 2, "3": 3, "winograd_nonfused": 5, "fft_tiling": 6},
+}
+"""cudnnConvolution{Fwd,BwdData,BwdFilter}Algo_t by what is computed; those that were never implemented are left out."""
+
+NONDETERMINISTIC = {Role.Y: frozenset[str](), Role.X: frozenset({"0"}), Role.W: frozenset({"0", "3"})}
+
+PREFIX = "legacy_"
+
+DEFAULT_MATH, TENSOR_OP_MATH, FMA_MATH = 0, 1, 3
+"""cudnnMathType_t. The default computes float32 in TF32 where the card can."""
+
+NCHW, NHWC = 0, 1
+"""cudnnTensorFormat_t."""
+
+_OPERATIONS = {Role.Y: "Forward", Role.X: "BackwardData", Role.W: "BackwardFilter"}
+
+_ORDER = {Role.Y: (Role.X, Role.W, Role.Y), Role.X: (Role.W, Role.Y, Role.X), Role.W: (Role.X, Role.Y, Role.W)}
+"""The tensors as the functions take them: two that are read, then the one that is written."""
+
+
+class Described:
+    """The legacy descriptors of one convolution; they free themselves.
+
+    Attributes:
+        tensors: of x, w and y.
+    """
+
+    def __init__(self, library: Library, form: Form, math_type: int) -> None:
+        """
+        Raises:
+            CudnnError: where cuDNN refuses.
+        """
+        self._library = library
+        self._made: list[tuple[str, c_void_p]] = []
+        problem = form.problem
+        dtype = DATA_TYPES[problem.dtype]
+        compute = DATA_TYPES["float64" if problem.dtype == "float64" else "float32"]
+        self.tensors: dict[Role, c_void_p] = {}
+        for role, shape in zip(Role, form.shapes, strict=True):
+            if role is Role.W:
+                made = self._create("Filter")
+                layout = NCHW if form.format == "contiguous" else NHWC
+                status = library.cudnnSetFilterNdDescriptor(made, dtype, layout, len(shape), _ints(shape))
+            else:
+                made = self._create("Tensor")
+                steps = _ints(strides(shape, form.format))
+                status = library.cudnnSetTensorNdDescriptor(made, dtype, len(shape), _ints(shape), steps)
+            library.check(status, f"describe {role}")
+            self.tensors[role] = made
+        self.convolution = self._create("Convolution")
+        geometry = (_ints(form.padding), _ints(form.stride), _ints(form.dilation))
+        for status in (
+            library.cudnnSetConvolutionNdDescriptor(
+                self.convolution, len(form.stride), *geometry, CROSS_CORRELATION, compute
+            ),
+            library.cudnnSetConvolutionGroupCount(self.convolution, problem.groups),
+            library.cudnnSetConvolutionMathType(self.convolution, math_type),
+        ):
+            library.check(status, "describe the convolution")
+
+    def _create(self, kind: str) -> c_void_p:
+        made = self._library.created(f"cudnnCreate{kind}Descriptor")
+        self._made.append((f"cudnnDestroy{kind}Descriptor", made))
+        return made
+
+    def __del__(self) -> None:
+        for destroy, made in getattr(self, "_made", ()):
+            getattr(self._library, destroy)(made)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """One algorithm for one problem."""
+
+    library: Library
+    form: Form
+    described: Described
+    number: int
+    accumulate: bool
+    workspace: int
+    alignment: int = 1  # these functions find out by themselves
+
+    def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
+        problem = self.form.problem
+        target = problem.target
+        scalar = c_double if problem.dtype == "float64" else c_float
+        addresses = {Role.X: x, Role.W: w, Role.Y: y}
+        first, second, last = ((self.described.tensors[role], addresses[role]) for role in _ORDER[target])
+        status = getattr(self.library, f"cudnnConvolution{_OPERATIONS[target]}")(
+            handle,
+            byref(scalar(1.0)),
+            *first,
+            *second,
+            self.described.convolution,
+            self.number,
+            workspace,
+            self.workspace,
+            byref(scalar(1.0 if self.accumulate else 0.0)),
+            *last,
+        )
+        if status:
+            self.library.check(status, f"cudnnConvolution{_OPERATIONS[target]}")
+
+
+_Key = tuple[ConvProblem, str, bool, int]
+
+
+class Legacy:
+    """cuDNN's older functions, each of their algorithms under its own name: "legacy_fft_tiling"."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._lock = threading.RLock()
+        self._ready: dict[_Key, _Ready | CudnnError] = {}
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        left_out = NONDETERMINISTIC[problem.target] if is_deterministic() else frozenset()
+        names = (name for name in ALGORITHMS[problem.target] if name not in left_out)
+        return tuple(PREFIX + name for name in names if self.serves(problem, PREFIX + name))
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        try:
+            self.prepared(problem, algorithm, False)
+        except CudnnError:
+            return False
+        return True
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        ready = self.prepared(problem, algorithm, False)
+        return ready.workspace + copies(ready.form)
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        launch(self._place, self, algorithm, parts, accumulate)
+
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int = 0) -> _Ready:
+        """
+        Raises:
+            CudnnError: where the algorithm does not serve the problem.
+        """
+        key = problem, algorithm, accumulate, math_type(problem)
+        found = self._ready.get(key)
+        if found is None:
+            with self._lock:
+                found = self._ready[key] = self._made(*key)
+        if isinstance(found, CudnnError):
+            raise found
+        return found
+
+    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, math: int) -> _Ready | CudnnError:
+        put = form(problem)
+        if put is None or not put.is_symmetric:
+            return CudnnError("form", 0, "the older functions pad both ends alike")
+        library, operation = self._place.library, _OPERATIONS[problem.target]
+        number = ALGORITHMS[problem.target][algorithm.removeprefix(PREFIX)]
+        size = c_size_t()
+        try:
+            with self._place.current():
+                described = Described(library, put, math)
+                first, second, last = (described.tensors[role] for role in _ORDER[problem.target])
+                status = getattr(library, f"cudnnGetConvolution{operation}WorkspaceSize")(
+                    self._place.handle(), first, second, described.convolution, last, number, byref(size)
+                )
+                library.check(status, f"cudnnGetConvolution{operation}WorkspaceSize")
+        except CudnnError as error:
+            return error
+        return _Ready(library, put, described, number, accumulate, size.value)
+
+
+def math_type(problem: ConvProblem) -> int:
+    """What torch's settings allow now."""
+    if problem.is_half:
+        return TENSOR_OP_MATH
+    return FMA_MATH if problem.dtype == "float32" and not is_tf32() else DEFAULT_MATH
+
+
+def _ints(values: Shape) -> Any:
+    return (c_int * len(values))(*values)

@@ -1,0 +1,108 @@
+"""oneDNN where torch does not choose it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from mucudnn.problem import ConvProblem, Role
+from mucudnn.providers.padding import evened
+from mucudnn.providers.provider import Operands, Part
+from mucudnn.providers.stock import stock_result
+
+ONEDNN = "onednn"
+
+BLOCK = 16
+"""Channels in a block of oneDNN's layouts, at most."""
+
+SMALL_BUFFERS = 1 << 17
+"""Bytes of what oneDNN allocates beside tensors, at most."""
+
+
+class OneDnn:
+    """Torch's oneDNN kernels for convolutions that torch gives to a plain im2col kernel.
+
+    Torch decides by a rule of thumb, which sends small mini-batches with large samples (one volume, a slab of an image)
+    to kernels that are several times slower. Tensors in oneDNN's own layout get its kernels whatever their sizes: the
+    workspace is that of the copies, and of those that oneDNN reorders into blocks of 16 channels.
+    """
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        enabled = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+        if not enabled or problem.dtype != "float32":
+            return ()
+        even = evened(problem).problem
+        return (ONEDNN,) if _is_ordinary(even) and _is_passed_over(even) else ()
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        return algorithm in self.algorithms(problem)
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        even = evened(problem)
+        x_shape, y_shape = even.problem.x_shape, problem.y_shape
+        copies = sum(map(math.prod, (x_shape, y_shape, even.problem.target_shape)))
+        x_format, _, y_format = problem.formats
+        # What is read and lies otherwise than oneDNN converts it is copied twice.
+        if problem.target is not Role.X and (x_format != "contiguous" or not even.is_same):
+            copies += math.prod(x_shape)
+        if problem.target is not Role.Y and y_format != "contiguous":
+            copies += math.prod(y_shape)
+        groups = problem.groups
+        channels, filters = (_blocked(n // groups, groups) for n in (x_shape[1], y_shape[1]))
+        reordered = problem.extent * (channels * math.prod(x_shape[2:]) + filters * math.prod(y_shape[2:]))
+        weights = filters * channels // groups * math.prod(problem.w_shape[2:])
+        # Two in blocks, and where weight gradients are summed one per thread.
+        weights *= 2 + torch.get_num_threads()
+        return (copies + reordered + weights) * problem.element_bytes + SMALL_BUFFERS
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        for part in parts:
+            even = evened(part.problem)
+            result = stock_result(even.problem, _converted(even.problem, even.operands(part.operands))).to_dense()
+            if accumulate:
+                part.target.add_(even.result(result))
+            else:
+                part.target.copy_(even.result(result))
+            accumulate = part.problem.target is Role.W
+            del result
+
+
+def _converted(problem: ConvProblem, operands: Operands) -> Operands:
+    """x and y in oneDNN's layout; of the target, the shape alone is read."""
+    x, y = (
+        torch.empty(tensor.shape, dtype=tensor.dtype, layout=torch._mkldnn)  # type: ignore[attr-defined]
+        if role is problem.target
+        else tensor.contiguous().to_mkldnn()
+        for role, tensor in ((Role.X, operands.x), (Role.Y, operands.y))
+    )
+    return Operands(x, operands.w.contiguous(), y, operands.bias)
+
+
+def _is_ordinary(problem: ConvProblem) -> bool:
+    """Whether oneDNN may be asked: what it allocates is bounded, and what it does is right.
+
+    Its kernels for weight gradients write beyond their memory where a kernel reaches across the whole image (seen with
+    torch 2.13), and those for transposed, dilated and strided convolutions take scratch memory of their own.
+    """
+    spatial = zip(problem.windows, problem.padding, problem.x_shape[2:], strict=True)
+    return not problem.transposed and all(
+        window.stride == window.dilation == 1 and 2 * padding < window.reach <= extent
+        for window, padding, extent in spatial
+    )
+
+
+def _blocked(channels: int, groups: int) -> int:
+    """Channels of all groups with the padding of oneDNN's blocks; depthwise kernels are blocked over the groups."""
+    if channels == 1:
+        return -(-groups // BLOCK) * BLOCK
+    return -(-channels // BLOCK) * BLOCK * groups
+
+
+def _is_passed_over(problem: ConvProblem) -> bool:
+    """Whether torch, with its present switches and threads, would take another kernel than oneDNN's."""
+    # Shapes without memory: one element, expanded.
+    source, weight = (torch.empty(1).expand(shape) for shape in (problem.input_shape, problem.w_shape))
+    backend = torch._C._select_conv_backend(source, weight, None, *problem.arguments, None)
+    return "Mkldnn" not in backend.name

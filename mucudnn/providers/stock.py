@@ -1,0 +1,84 @@
+"""Torch's own kernel, called beneath the dispatcher, and as an algorithm that can serve parts of a division."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from mucudnn.problem import ConvProblem, Direction, Role
+from mucudnn.providers.padding import evened
+from mucudnn.providers.provider import Operands, Part
+
+STOCK = "stock"
+"""The name of the algorithm that is torch's own kernel."""
+
+
+@cache
+def stock_kernel(operator: str, device_type: str) -> Any:
+    """Torch's kernel of `aten::convolution` or `aten::convolution_backward`, taken before the shim installs itself."""
+    return torch.library.get_kernel(f"aten::{operator}", _dispatch_key(device_type))
+
+
+def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
+    """What torch's own kernel returns for the problem, in torch's own layout; the target tensor is not touched."""
+    device_type = operands.w.device.type
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _dispatch_key(device_type)))
+    source, produced = (operands.y, operands.x) if problem.transposed else (operands.x, operands.y)
+    if problem.direction is Direction.FORWARD:
+        result = stock_kernel("convolution", device_type).call_boxed(
+            keys, source, operands.w, operands.bias, *problem.arguments
+        )
+    else:
+        mask = [problem.direction is Direction.BACKWARD_DATA, problem.direction is Direction.BACKWARD_FILTER, False]
+        # The source of a data gradient and the weight of a weight gradient are read for their shapes and layouts only.
+        gradients = stock_kernel("convolution_backward", device_type).call_boxed(
+            keys, produced, source, operands.w, None, *problem.arguments, mask
+        )
+        result = gradients[0 if mask[0] else 1]
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+class Stock:
+    """Torch's own kernel on parts.
+
+    Undivided its workspace is 0: whatever scratch memory torch takes, its user already lives with. A part needs room
+    for its result, which is then copied or added to its place, and for copies that a whole would not need: of an input
+    with more padding at one end, and of operands that torch makes contiguous.
+    """
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        # A half-type weight gradient would be rounded once per part.
+        return () if problem.is_half and problem.target is Role.W else (STOCK,)
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        return algorithm in self.algorithms(problem)
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        even = evened(problem)
+        elements = math.prod(even.problem.target_shape)
+        x_format, _, y_format = problem.formats
+        if problem.target is not Role.X and (x_format == "strided" or not even.is_same):
+            elements += math.prod(even.problem.x_shape)
+        if problem.target is not Role.Y and y_format == "strided":
+            elements += math.prod(problem.y_shape)
+        return elements * problem.element_bytes
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        for part in parts:
+            even = evened(part.problem)
+            result = even.result(stock_result(even.problem, even.operands(part.operands)))
+            if accumulate:
+                part.target.add_(result)
+            else:
+                part.target.copy_(result)
+            accumulate = part.problem.target is Role.W
+            del result
+
+
+def _dispatch_key(device_type: str) -> str:
+    return {"cpu": "CPU", "cuda": "CUDA"}[device_type]

@@ -1,0 +1,314 @@
+"""Session: the plans of one `patch`, each made when its convolution is first met."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from mucudnn.board import Board
+from mucudnn.environment import Environment
+from mucudnn.execute import LaunchError, Schedule
+from mucudnn.neutral import Allowance, Neutral
+from mucudnn.outcome import Moment
+from mucudnn.planner import Plan, Planner
+from mucudnn.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
+from mucudnn.providers import Operands, stock_result
+from mucudnn.providers.cudnn.library import CudnnError
+from mucudnn.report import Record
+from mucudnn.settings import Settings
+from mucudnn.shared import Shared, Workspace
+from mucudnn.store import Store
+
+_log = logging.getLogger("mucudnn")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`.
+
+    Attributes:
+        grad_output: None in the forward direction.
+        bias: None in the backward directions.
+    """
+
+    direction: Direction
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    grad_output: torch.Tensor | None
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+    transposed: bool
+    output_padding: Shape
+    groups: int
+
+    def operands(self, target: torch.Tensor | None = None) -> Operands:
+        """The tensors by their roles, the direction's target among them if there is one yet."""
+        tensors: dict[Direction, torch.Tensor | None] = {
+            Direction.FORWARD: self.grad_output,
+            Direction.BACKWARD_DATA: self.input,
+            Direction.BACKWARD_FILTER: self.weight,
+        }
+        if target is not None:
+            tensors[self.direction] = target
+        output, source, w = tensors.values()
+        x, y = (output, source) if self.transposed else (source, output)
+        return Operands(x, w, y, self.bias)  # type: ignore[arg-type]
+
+    def problem(self, result: torch.Tensor | None = None) -> ConvProblem | None:
+        """The problem that is solved, None for one that mucudnn does not divide.
+
+        Args:
+            result: what torch's own kernel returns, for its memory format.
+        """
+        operands = self.operands(result)
+        tensors = [tensor for tensor in (operands.x, operands.w, operands.y) if tensor is not None]
+        dtype = str(self.input.dtype).removeprefix("torch.")
+        uniform = len({(t.dtype, t.device, t.layout, t.dim()) for t in tensors}) == 1
+        if not uniform or dtype not in DTYPE_BYTES or self.input.layout != torch.strided or self.input.dim() > 5:
+            return None
+        try:
+            problem = ConvProblem.of_convolution(
+                self.direction,
+                tuple(self.input.shape),
+                tuple(self.weight.shape),
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                groups=self.groups,
+                transposed=self.transposed,
+                output_padding=self.output_padding,
+                dtype=dtype,
+                formats=tuple("" if t is None else _memory_format(t) for t in (operands.x, operands.w, operands.y)),  # type: ignore[arg-type]
+            )
+        except ValueError:
+            return None
+        if self.grad_output is not None and tuple(self.grad_output.shape) != problem.output_shape:
+            return None
+        return problem
+
+    def is_for_cudnn(self) -> bool:
+        """Whether torch would give the call to cuDNN; what it gives to kernels of its own stays with them."""
+        backend = torch._C._select_conv_backend(
+            self.input,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+        )
+        return backend.name in ("Cudnn", "CudnnTranspose")
+
+
+class Planned:
+    """A convolution that the program has met, and how it is computed now."""
+
+    def __init__(self, plan: Plan, planner: Planner, strides: Shape) -> None:
+        """
+        Args:
+            strides: of what torch's own kernel returns, and so of the results.
+        """
+        self._providers = planner.providers(plan.problem)
+        self._strides = strides
+        self._warned = False
+        self._adopt(plan)
+
+    def _adopt(self, plan: Plan) -> None:
+        self.plan = plan
+        self._schedule = None if plan.is_stock else Schedule(plan.problem, plan.dim, plan.division, self._providers)
+
+    def run(self, call: Call) -> torch.Tensor:
+        """The call's result; of an algorithm that fails the plan is rid for good, with one warning."""
+        problem = self.plan.problem
+        while (schedule := self._schedule) is not None:
+            target = call.input.new_empty_strided(problem.target_shape, self._strides)
+            try:
+                schedule.run(call.operands(target))
+                return target
+            except LaunchError as error:
+                del target
+                self._warn(error)
+                self._adopt(self.plan.without(error))
+        return stock_result(problem, call.operands())
+
+    def records(self) -> list[Record]:
+        """The plan for people."""
+        return self.plan.records()
+
+    def _warn(self, error: LaunchError) -> None:
+        if not self._warned:
+            self._warned = True
+            problem = self.plan.problem
+            warnings.warn(
+                f"mucudnn: {problem.direction} of {problem} goes on with the next best plan: {error}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
+class Session:
+    """Settings, database and plans of one `patch`."""
+
+    def __init__(self, settings: Settings, board: Board | None = None) -> None:
+        """
+        Args:
+            board: where other processes with the same program post what they measure.
+        """
+        self.settings = settings
+        self.decisions: dict[Hashable, Planned | Shared | Neutral | None] = {}
+        """By the shim's key: None where torch's own kernel serves the convolution."""
+        self.store = Store(settings.database)
+        self._board = board
+        self._planners: dict[torch.device, Planner | None] = {}
+        self._lock = threading.Lock()
+        self._plans: dict[Hashable, Plan | Planned | Shared | Neutral] = {}
+        self._allowance = Allowance(settings) if settings.is_by_step else None
+        total = settings.total_workspace_size
+        self._workspace = None if total is None else Workspace(total)
+
+    def decide(self, key: Hashable, call: Call) -> Planned | Shared | Neutral | None:
+        """The entry of `decisions` for a call, made if it is the first with its key."""
+        is_cuda = call.input.device.type == "cuda"
+        if is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # nothing can be measured in a CUDA graph's capture; the next call outside is planned
+        with self._lock:
+            if key not in self.decisions:
+                try:
+                    self.decisions[key] = self._decision(call)
+                except (torch.OutOfMemoryError, CudnnError) as error:
+                    _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
+                    self.decisions[key] = None
+            return self.decisions[key]
+
+    def records(self) -> list[Record]:
+        """What is decided for every convolution met so far, in that order."""
+        with self._lock:
+            plans = list(self._plans.values())
+        return [record for plan in plans for record in plan.records()]
+
+    def timeline(self) -> list[Moment]:
+        """The memory of one step where budgets come from that; else empty."""
+        return [] if self._allowance is None else self._allowance.timeline()
+
+    def close(self) -> None:
+        """Closes the database, and ends a recording that is going on."""
+        if self._allowance is not None:
+            self._allowance.close()
+        self.store.close()
+
+    def _decision(self, call: Call) -> Planned | Shared | Neutral | None:
+        if self._allowance is not None:
+            return self._neutral(self._allowance, call)
+        return self._plan(call) if self._workspace is None else self._share(call)
+
+    def _plan(self, call: Call) -> Planned | None:
+        met = self._met(call)
+        if met is None:
+            return None
+        problem, strides, planner = met
+        plan = planner.plan(problem, Environment.current(call.input.device), call.operands(), strides)
+        planned = Planned(plan, planner, strides)
+        self._plans[problem] = plan if plan.is_stock else planned
+        return None if plan.is_stock else planned
+
+    def _neutral(self, allowance: Allowance, call: Call) -> Neutral | None:
+        problem = call.problem()
+        if problem is None or self._planner_for(call) is None:
+            return None
+        neutral = Neutral(allowance, problem, self._within)
+        self._plans[neutral] = neutral
+        return neutral
+
+    def _within(self, call: Call, budget: int) -> Planned | None:
+        """The best plan of a call within so many bytes, None where it cannot be measured."""
+        with self._lock:
+            met = self._met(call)
+            assert met is not None, "it was met before"
+            problem, strides, planner = met
+            environment = Environment.current(call.input.device)
+            try:
+                plan = planner.plan(problem, environment, call.operands(), strides, limit=budget)
+            except (torch.OutOfMemoryError, CudnnError) as error:
+                _warn(f"{call.direction} of {problem} is left to torch, as it could not be measured: {error}")
+                return None
+            return Planned(plan, planner, strides)
+
+    def _share(self, call: Call) -> Shared | None:
+        assert self._workspace is not None
+        with self._workspace.ledger.alone():
+            met = self._met(call)
+            if met is None:
+                return None
+            problem, strides, planner = met
+            environment, limit = Environment.current(call.input.device), self.settings.workspace_limit
+            stock = planner.measured(problem, environment, call.operands(), limit, strides)
+        if len(stock.desirable()) == 1:
+            self._plans[problem] = stock
+            return None
+        shared = Shared(self._workspace, stock, self._confirm)
+        self._plans[shared] = shared  # layers of one problem may differ in their strides
+        return shared
+
+    def _confirm(self, call: Call, share: int) -> Planned:
+        """The best plan of a call within a share, its division measured as a whole."""
+        assert self._workspace is not None
+        with self._lock, self._workspace.ledger.alone():
+            met = self._met(call)
+            assert met is not None, "it was met before"
+            problem, strides, planner = met
+            environment = Environment.current(call.input.device)
+            plan = planner.plan(problem, environment, call.operands(), strides, limit=share)
+            return Planned(plan, planner, strides)
+
+    def _met(self, call: Call) -> tuple[ConvProblem, Shape, Planner] | None:
+        """The problem of a call, the strides that torch's own kernel gives its result, and who plans it.
+
+        None if it is not divided.
+        """
+        unplanned = call.problem()
+        planner = None if unplanned is None else self._planner_for(call)
+        if unplanned is None or planner is None:
+            return None
+        result = stock_result(unplanned, call.operands())
+        problem = call.problem(result)
+        assert problem is not None
+        return problem, result.stride(), planner
+
+    def _planner_for(self, call: Call) -> Planner | None:
+        """Who plans a call, None where it is left to torch."""
+        device = call.input.device
+        if self.settings.workspace_limit == 0 or (device.type == "cuda" and not call.is_for_cudnn()):
+            return None
+        return self._planner_on(device)
+
+    def _planner_on(self, device: torch.device) -> Planner | None:
+        """The planner of a device, None where its convolutions are left to torch."""
+        if device not in self._planners:
+            self._planners[device] = None
+            try:
+                self._planners[device] = Planner(self.settings, self.store, device=device, board=self._board)
+            except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
+                _warn(f"convolutions on {device} are left to torch: {error}")
+        return self._planners[device]
+
+
+def _warn(what: str) -> None:
+    warnings.warn(" ".join(f"mucudnn: {what}".split()), RuntimeWarning, stacklevel=2)
+
+
+def _memory_format(tensor: torch.Tensor) -> str:
+    if tensor.is_contiguous():
+        return "contiguous"
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if channels_last is not None and tensor.is_contiguous(memory_format=channels_last):
+        return "channels_last"
+    return "strided"

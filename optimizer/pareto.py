@@ -1,0 +1,72 @@
+"""The desirable set: what no other choice beats in both time and workspace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Protocol, TypeVar
+
+from optimizer.cover import Cover
+from optimizer.option import Division, Option
+
+
+class Costed(Protocol):
+    """Anything with a time and a workspace: an `Option` or a `Division`."""
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def workspace(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Costed)
+
+
+def desirable_set(items: Iterable[Item]) -> list[Item]:
+    """The items that no other item dominates (mu-cuDNN, Oyama et al. 2018, section III-B).
+
+    One item dominates another if it is at least as good in `seconds` and in `workspace` and better in one of them.
+    Of items that are equal in both, the first is kept.
+
+    Returns:
+        The set in ascending workspace, therefore in strictly descending time.
+    """
+    kept: list[Item] = []
+    for item in sorted(items, key=lambda item: (item.workspace, item.seconds)):
+        if not kept or item.seconds < kept[-1].seconds:
+            kept.append(item)
+    return kept
+
+
+def desirable_divisions(options: Iterable[Option], extent: int) -> list[Division]:
+    """The divisions of a mini-batch that no other division dominates.
+
+    Sweeps the limit over the distinct workspaces, ascending: the fastest division within a limit belongs to the set if
+    it is faster than that of the limit before. The launches that a limit adds are added to what is known, so that the
+    whole sweep costs as much as one limit.
+
+    Args:
+        options: launches to choose from, of any extents, each any number of times.
+        extent: the mini-batch size in samples, at least 0.
+
+    Returns:
+        The set in ascending workspace, therefore in strictly descending time; of divisions equally good, one with the
+        fewest parts. Empty where the options do not add up to the extent.
+    """
+    cover = Cover(extent)
+    found: list[Division] = []
+    for _, launches in groupby(sorted(options, key=_by_workspace), key=lambda option: option.workspace):
+        before = cover.seconds
+        for option in launches:
+            cover.add(option)
+        if cover.seconds < before:
+            found.append(cover.division())
+    if not found and cover.seconds < math.inf:
+        found.append(cover.division())  # of nothing, by no launch
+    return desirable_set(found)
+
+
+def _by_workspace(option: Option) -> tuple[int, float]:
+    return option.workspace, option.seconds / option.extent

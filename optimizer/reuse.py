@@ -1,0 +1,56 @@
+"""Workspace reuse (WR): the fastest division of one convolution whose every launch fits a limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from optimizer.cover import Cover
+from optimizer.option import Division, Option
+
+POLICIES = ("undivided", "powerOfTwo", "all")
+"""The names of the policies for micro-batch sizes (mu-cuDNN, Oyama et al. 2018, section III-D)."""
+
+
+def micro_batch_sizes(policy: str, extent: int) -> list[int]:
+    """The micro-batch sizes that a policy tries for a mini-batch, ascending.
+
+    Args:
+        policy: `undivided` {B}; `powerOfTwo` {1, 2, 4, ... <= B} and B; `all` {1 .. B}.
+        extent: the mini-batch size B in samples.
+
+    Raises:
+        ValueError: for a policy of another name.
+    """
+    if policy == "undivided":
+        return [extent]
+    if policy == "powerOfTwo":
+        powers = [1 << exponent for exponent in range(extent.bit_length())]
+        return sorted({*powers, extent})
+    if policy == "all":
+        return list(range(1, extent + 1))
+    raise ValueError(f"policy={policy!r}: accepted are {', '.join(POLICIES)}")
+
+
+def best_division(options: Iterable[Option], extent: int, limit: float) -> Division | None:
+    """The fastest division of a mini-batch into the given options, each within the workspace limit.
+
+    With T1(b) the least time among the options of extent b that fit, the programme is
+    T(b) = min over b1 of T1(b1) + T(b - b1), T(0) = 0 (mu-cuDNN, Oyama et al. 2018, equation 1). An option may be
+    used any number of times.
+
+    Args:
+        options: launches to choose from, of any extents.
+        extent: the mini-batch size in samples, at least 0.
+        limit: bytes that one launch may use; `math.inf` for no limit.
+
+    Returns:
+        The division, its options sorted by algorithm and descending extent so that launches of one algorithm are
+        neighbours; of divisions equally fast, one with the fewest parts. `None` where nothing fits.
+    """
+    cover = Cover(extent)
+    # The best per sample first: most of the others then turn out to be of no use.
+    for option in sorted(options, key=lambda option: (option.seconds / option.extent, option.workspace)):
+        if option.workspace <= limit:
+            cover.add(option)
+    return None if cover.seconds == math.inf else cover.division()

@@ -1,0 +1,126 @@
+"""Workspace division (WD): the fastest divisions of many convolutions whose workspaces together fit a total."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic
+
+import numpy as np
+
+from optimizer import knapsack, programme
+from optimizer.pareto import Costed, Item, desirable_set
+
+FRONTIER = "frontier"
+"""The name of the exact method that needs no solver."""
+
+MOST_STATES = 10_000_000
+"""Partial choices after which the exact method leaves the rest to a solver, where one is installed."""
+
+TIME_LIMIT = 60.0
+"""Seconds after which the best sharing known is taken, with its gap, unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Sharing(Generic[Item]):
+    """A division for each kernel.
+
+    Attributes:
+        divisions: in the order of the kernels.
+        bound: seconds; no other sharing takes less.
+        method: "frontier", "CBC" or "HiGHS": what found it.
+    """
+
+    divisions: list[Item]
+    bound: float
+    method: str
+
+    @property
+    def seconds(self) -> float:
+        """The sum of the kernels' times."""
+        return _seconds(self.divisions)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes: the sum of the kernels' workspaces."""
+        return sum(division.workspace for division in self.divisions)
+
+    @property
+    def gap(self) -> float:
+        """By what fraction of its time a better sharing could be better: 0 for a proven optimum."""
+        return 0.0 if self.seconds <= self.bound else 1 - self.bound / self.seconds
+
+
+def divide_workspace(kernels: Sequence[Sequence[Item]], total: float) -> list[Item]:
+    """The fastest choice of one division for each kernel whose workspaces add up to `total` at most.
+
+    Minimises the sum of T_kc x_kc over the kernels k and their divisions c, subject to one c per k and the sum of
+    M_kc x_kc within the total (WD, mu-cuDNN, Oyama et al. 2018, section III-C).
+
+    Args:
+        kernels: for each, divisions to choose from; those that another dominates are never chosen.
+        total: bytes that all workspaces may take together; `math.inf` for no limit.
+
+    Returns:
+        A division for each kernel, in the same order.
+
+    Raises:
+        ValueError: for a kernel without divisions, and for a total that no choice fits, naming the smallest that does.
+    """
+    return share(kernels, total).divisions
+
+
+def share(
+    kernels: Sequence[Sequence[Item]], total: float, method: str | None = None, time_limit: float = TIME_LIMIT
+) -> Sharing[Item]:
+    """`divide_workspace` with what is known of its result.
+
+    Args:
+        method: "frontier" (exact, needs nothing), "CBC" or "HiGHS" (by PuLP). If not given, the first proves an optimum
+            on all but contrived inputs in milliseconds; the rest is left to a solver where one is installed.
+        time_limit: seconds after which the best known is taken, with its gap.
+
+    Raises:
+        ValueError: as `divide_workspace`; also for a method that is not there.
+    """
+    menus = [desirable_set(kernel) for kernel in kernels]
+    for number, menu in enumerate(menus):
+        if not menu:
+            raise ValueError(f"kernels[{number}] has no divisions: it takes at least one")
+    smallest = sum(menu[0].workspace for menu in menus)
+    if total < smallest:
+        raise ValueError(f"total={total}: these {len(menus)} kernels fit no total below {smallest} bytes")
+    room = int(min(total, sum(menu[-1].workspace for menu in menus)))
+    groups = [
+        knapsack.Group(
+            np.array([division.workspace for division in menu], dtype=np.int64),
+            np.array([division.seconds for division in menu]),
+        )
+        for menu in menus
+    ]
+    if not groups:
+        return Sharing([], 0.0, FRONTIER)
+    if method not in (None, FRONTIER, *programme.SOLVERS):
+        raise ValueError(f"method={method!r}: accepted are {', '.join((FRONTIER, *programme.SOLVERS))}")
+    if method in programme.SOLVERS and method not in programme.installed():
+        raise ValueError(f"method={method!r}: it is not installed; pip install {programme.SOLVERS[method]}")
+
+    solver = method if method in programme.SOLVERS else None
+    if method is None:
+        solver = next(iter(programme.installed()), None)
+    found = FRONTIER
+    if method in programme.SOLVERS:
+        solution = knapsack.relaxed(groups, room)
+    else:
+        solution = knapsack.solve(groups, room, math.inf if solver is None else MOST_STATES, time_limit)
+    if solver is not None and not solution.proven:
+        other = programme.solve(groups, room, solver, time_limit)
+        if other.proven or other.seconds < solution.seconds:
+            solution, found = replace(other, bound=max(other.bound, solution.bound)), solver
+    divisions = [menu[item] for menu, item in zip(menus, solution.items, strict=True)]
+    return Sharing(divisions, _seconds(divisions) if solution.proven else solution.bound, found)
+
+
+def _seconds(divisions: Sequence[Costed]) -> float:
+    return math.fsum(division.seconds for division in divisions)

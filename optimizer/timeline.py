@@ -1,0 +1,52 @@
+"""Peak-neutral budgets: what each convolution may use without raising the peak memory of a step.
+
+Workspace lives only while its convolution runs. So a convolution may use, for nothing, what lies between the memory
+that is alive at its own moment and the step's peak. The budget is tight only near the peak and generous elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The memory of one step.
+
+    Attributes:
+        live: bytes alive at each convolution in the order of the calls, its result among them.
+        peak: bytes, the most that was alive at any moment of the step.
+
+    Raises:
+        ValueError: for a moment above the peak.
+    """
+
+    live: tuple[int, ...]
+    peak: int
+
+    def __post_init__(self) -> None:
+        if self.live and max(self.live) > self.peak:
+            raise ValueError(f"peak={self.peak}: {max(self.live)} bytes were alive at one moment")
+
+    def budgets(self, limit: float = math.inf) -> tuple[int, ...]:
+        """Bytes of workspace for each convolution, so that the step stays within its peak, or within a given limit."""
+        ceiling = self.peak if limit == math.inf else math.floor(limit)
+        return tuple(max(0, ceiling - live) for live in self.live)
+
+
+def common(timelines: Sequence[Timeline]) -> Timeline:
+    """A timeline whose budgets suit each of several steps of the same convolutions.
+
+    Steps may differ in what else is alive: gradients that have accumulated, say. The least peak and, at each moment,
+    the most that was alive are on the safe side of all of them.
+
+    Raises:
+        ValueError: for no timeline, or for timelines of different lengths.
+    """
+    if len({len(timeline.live) for timeline in timelines}) != 1:
+        raise ValueError("timelines of one step have one length")
+    live = tuple(map(max, zip(*(timeline.live for timeline in timelines), strict=True)))
+    peak = min(timeline.peak for timeline in timelines)
+    return Timeline(tuple(min(moment, peak) for moment in live), peak)

@@ -1,0 +1,85 @@
+"""The cheapest parts of benchmarks/distributed.py on two real ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.distributed_report import tables
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/distributed.py", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    file = tmp_path_factory.mktemp("figures") / "figures.json"
+    asked = ("--only", "conv-small", "--only", "fixed", "--only", "traffic", "--only", "channels")
+    done = run(*asked, "--ranks", "2", "--transports", "gloo", "--seconds", "0", "--no-jax", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text()), done.stdout
+
+
+def test_halo_traffic_of_a_convolution(measured: tuple[dict[str, Any], str]) -> None:
+    (row,) = measured[0]["traffic"]
+    calls, moved = row["collectives"]["all_to_all"]
+    # A row of 32 channels and 512 columns of float32 forward, and one backward.
+    assert (calls, moved) == (2, 2 * 32 * 512 * 4)
+    # The gradients of weight and bias travel together.
+    assert row["collectives"]["all_reduce"] == [1, (32 * 32 * 9 + 32) * 4]
+
+
+def test_every_arm_is_timed(measured: tuple[dict[str, Any], str]) -> None:
+    (row,) = measured[0]["speed"]
+    assert set(row["seconds"]) == {"one process", "slab", "slabs at once", "Gloo"}
+    assert all(seconds > 0 for seconds in row["seconds"].values())
+    assert row["error"] < 1e-5
+    (fixed,) = measured[0]["fixed"]
+    assert {"slab", "convolution", "training step"} < set(fixed["seconds"])
+
+
+def test_split_channels_move_what_the_formulas_say(measured: tuple[dict[str, Any], str]) -> None:
+    rows = measured[0]["channels"]
+    assert {row["algorithm"] for row in rows} == {"x", "y", "auto"} and len(rows) == 9
+    assert [row for row in rows if row["sent"] != row["formula"]] == []
+    (fixed,) = measured[0]["channels_fixed"]
+    assert set(fixed["seconds"]) == {"share", "shares at once", "convolution"}
+
+
+def test_tables_come_last(measured: tuple[dict[str, Any], str]) -> None:
+    record, output = measured
+    titles = [table.title for table in tables(record)]
+    assert len(titles) == 5
+    assert all(table.markdown().count("\n") == len(table.rows) + 3 for table in tables(record))
+    assert [title for title in titles if title.split(",")[0] in " ".join(output.split())] == titles
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--only", "conv5"), "invalid choice: 'conv5'"),
+        (("--ranks", "3"), "'3': accepted: 2, 4 or 2,4"),
+        (("--transports", "smoke"), "'smoke': accepted: gloo, mpi or gloo,mpi"),
+    ],
+    ids=["case", "ranks", "transport"],
+)
+def test_bad_input_is_one_line(options: tuple[str, ...], said: str) -> None:
+    done = run(*options)
+    assert done.returncode == 2
+    assert said in done.stderr.splitlines()[-1]
+
+
+def test_a_missing_jax_is_told_in_one_line(tmp_path: Path) -> None:
+    absent = str(tmp_path / "python")
+    done = run("--only", "traffic", "--ranks", "2", "--transports", "gloo", "--jax-python", absent)
+    assert done.returncode == 0
+    assert f"distributed.py: --jax-python {absent}: No such file or directory" in done.stderr.splitlines()

@@ -1,0 +1,342 @@
+"""benchmarks/gpu.py without a GPU: its tables, its way of going on, its errors, and one layer on the host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import DeviceLost, arguments, main, mebibytes, run, units
+from benchmarks.gpu_cases import DEEPBENCH, MIB, REQUIRED, LayersError, LayerUnit, alexnet, read_layers
+from benchmarks.gpu_plans import Plans, described
+from benchmarks.gpu_report import details, markdown, summaries
+from benchmarks.gpu_results import Results, ResultsError
+from optimizer import Division, Option
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ",".join(REQUIRED) + "\n4,2,16,16,3,5,5,2,2,1,1\n"
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> list[Any]:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    return units(arguments())
+
+
+# Layers
+
+
+def test_the_tables_that_come_with_it() -> None:
+    layers = read_layers(DEEPBENCH)
+    assert len(layers) == 29
+    assert {layer.input[0] for layer in layers} == {256}
+    assert {layer.weight[2:] for layer in layers} == {(3, 3), (5, 5)}
+    assert [layer.input for layer in alexnet()][1] == (256, 64, 27, 27)
+
+
+def test_a_table_with_groups_and_dilation(tmp_path: Path) -> None:
+    file = tmp_path / "layers.csv"
+    file.write_text(f"{','.join(REQUIRED)},groups,dilation_w\n2,4,9,9,6,3,3,0,1,1,2,2,3\n2,4,9,9,6,3,3,0,1,1,2,2,3\n")
+    (layer,) = read_layers(file)  # twice the same is one
+    assert (layer.input, layer.weight, layer.groups) == ((2, 4, 9, 9), (6, 2, 3, 3), 2)
+    assert (layer.stride, layer.padding, layer.dilation) == ((1, 2), (0, 1), (1, 3))
+
+
+HEAD = ",".join(REQUIRED)
+WRONG_TABLES = {
+    "no heading": ("4,2,16,16,3,5,5,2,2,1,1\n", "the first line lacks batch"),
+    "unknown heading": (f"{HEAD},colour\n", "the first line has 'colour'"),
+    "empty": ("", "the first line lacks"),
+    "no layer": (f"{HEAD}\n", "there is no layer in it"),
+    "a word": (f"{HEAD}\n4,two,16,16,3,5,5,2,2,1,1\n", "line 2: in_channels='two': accepted is a number from 1"),
+    "zero": (f"{HEAD}\n4,2,16,16,3,5,5,2,2,0,1\n", "line 2: stride_h='0': accepted is a number from 1"),
+    "too few": (f"{HEAD}\n4,2\n", "line 2: accepted are as many numbers as there are headings"),
+    "too many": (f"{HEAD}\n4,2,16,16,3,5,5,2,2,1,1,7\n", "line 2: accepted are as many"),
+    "kernel too large": (f"{HEAD}\n4,2,3,3,3,5,5,0,0,1,1\n", "line 2: input (4, 2, 3, 3)"),
+    "groups": (f"{HEAD},groups\n4,3,16,16,3,5,5,2,2,1,1,2\n", "line 2: input (4, 3, 16, 16) does not have"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TABLES)
+def test_a_wrong_table_is_one_line(what: str, tmp_path: Path) -> None:
+    text, said = WRONG_TABLES[what]
+    file = tmp_path / "layers.csv"
+    file.write_text(text)
+    with pytest.raises(LayersError) as raised:
+        read_layers(file)
+    assert said in str(raised.value) and str(file) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = asked(monkeypatch)
+    assert len(everything) == 1 + 7 * 4 + (5 + 29) * 3 * 4 * 2
+    assert len({unit.key for unit in everything}) == len(everything)
+    some = asked(monkeypatch, "--part", "layers", "--group", "alexnet", "--precision", "tf32", "--policy", "all")
+    assert len(some) == 15
+    problem = some[0].problem()
+    assert problem.dtype == "float32" and problem.formats == ("contiguous",) * 3
+    half = asked(monkeypatch, "--part", "layers", "--precision", "float16")[0].problem()
+    assert half.dtype == "float16" and half.formats == ("channels_last",) * 3
+
+
+# Plans
+
+
+def test_plans_within_limits() -> None:
+    options = [
+        Option(8, "stock", 0.1, 0),  # its scratch memory is unknown: no plan within a limit
+        Option(8, "slow", 8.0, 0),
+        Option(8, "fast", 3.0, 100),
+        Option(2, "fast", 0.8, 25),
+    ]
+    plans = Plans.of(options, 8)
+    named = {limit: [d and described(d)["division"] for d in plans.within(limit)] for limit in (0, 24, 25, 99, 100)}
+    assert named == {
+        0: ["slow(8)", "slow(8)"],
+        24: ["slow(8)", "slow(8)"],
+        25: ["slow(8)", "4xfast(2)"],
+        99: ["slow(8)", "4xfast(2)"],
+        100: ["fast(8)", "fast(8)"],
+    }
+    assert plans.needed() == {"undivided": 100, "divided": 100}
+    quicker = [*options, Option(2, "fft", 0.76, 30)]
+    assert Plans.of(quicker, 8).needed() == {"undivided": 100, "divided": 30}
+
+
+def test_no_plan() -> None:
+    plans = Plans.of([Option(8, "stock", 1.0, 0)], 8)
+    assert plans.within(100) == (None, None)
+    assert plans.needed() == {"undivided": None, "divided": None}
+
+
+def test_runs_of_a_division() -> None:
+    parts = [Option(4, "a", 1.0, 1), Option(4, "a", 1.0, 1), Option(1, "a", 1.0, 1), Option(1, "b", 1.0, 1)]
+    assert described(Division(tuple(parts)))["division"] == "2xa(4) + a(1) + b(1)"
+
+
+# Results
+
+
+def layer_row(layer: str, over: float, patched: float, limit: int = 8 * MIB) -> dict[str, Any]:
+    undivided = {"division": "fast(8)", "predicted": 4.0, "workspace": 0, "seconds": over, "error": 1e-7}
+    divided = {"division": "2xfast(4)", "predicted": 3.0, "workspace": 5 * MIB, "seconds": 1.0, "error": 1e-7}
+    entry = {
+        "undivided": undivided,
+        "divided": divided,
+        "capped": 2.0,
+        "over": {"undivided": over, "stock": 1.5, "capped": 2.0},
+    }
+    return {
+        "unit": {
+            "group": "net",
+            "layer": layer,
+            "precision": "float32",
+            "direction": "forward",
+            "policy": "powerOfTwo",
+        },
+        "stock": 1.5,
+        "patched": {"limit": 64 * MIB, "seconds": 1.0, "over_stock": patched, "division": "2xfast(4)"},
+        "limits": {str(limit): entry},
+        "needed": {"undivided": 64 * MIB, "divided": 4 * MIB},
+        "launches": 10,
+        "benchmarking": 3.0,
+        "planning": 0.01,
+    }
+
+
+ABOUT = {"device": "a GPU", "torch": "2.13.0"}
+
+
+def test_going_on(tmp_path: Path) -> None:
+    results = Results.load(tmp_path / "new")
+    results.continue_on(ABOUT)
+    results.add("layers/one", layer_row("one", 2.0, 1.0))
+    again = Results.load(tmp_path / "new")
+    again.continue_on(ABOUT)
+    assert again.rows == results.rows
+    assert again.is_done("layers/one", [8 * MIB], False)
+    assert not again.is_done("layers/one", [8 * MIB, 64 * MIB], False)
+    again.add("layers/one", layer_row("one", 2.0, 1.0, limit=64 * MIB))
+    assert again.is_done("layers/one", [8 * MIB, 64 * MIB], False)
+    again.add("costs/host", {"failed": "no memory"})
+    assert again.is_done("costs/host", [], False) and not again.is_done("costs/host", [], True)
+    with pytest.raises(ResultsError, match=r"torch 2.13.0 \(now 2.14.0\): name another folder"):
+        again.continue_on({**ABOUT, "torch": "2.14.0"})
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"rows": {}}', '{"about": {}, "rows": {"a": 1}}'])
+def test_a_file_of_another_kind_is_not_overwritten(text: str, tmp_path: Path) -> None:
+    (tmp_path / "gpu.json").write_text(text)
+    with pytest.raises(ResultsError, match="these are no results"):
+        Results.load(tmp_path)
+
+
+def test_a_run_ends_in_time_and_measures_at_least_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def measure(unit: LayerUnit) -> dict[str, Any]:
+        nonlocal now
+        now += 100.0
+        return {"unit": {}}
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    pending = asked(monkeypatch, "--part", "layers", "--group", "alexnet", "--precision", "float32")
+    for seconds, count in ((420.0, 4), (10.0, 1), (100.0, 1), (200.0, 2)):
+        results = Results(tmp_path / str(seconds), ABOUT, {})
+        assert run(pending, 0, results, seconds, measure) == count
+        assert list(results.rows) == [unit.key for unit in pending[:count]]
+
+
+def test_a_unit_that_takes_too_long_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(unit: LayerUnit) -> dict[str, Any]:
+        if unit is pending[1]:
+            time.sleep(60)
+        return {"unit": {}}
+
+    pending = asked(monkeypatch, "--part", "layers", "--group", "alexnet")
+    results = Results(tmp_path, ABOUT, {})
+    assert run(pending, 0, results, 1.0, measure) == 1
+    assert list(results.rows) == [pending[0].key]
+
+
+def test_a_lost_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(unit: LayerUnit) -> dict[str, Any]:
+        raise DeviceLost("an illegal memory access")
+
+    pending = asked(monkeypatch, "--part", "layers", "--group", "alexnet")
+    results = Results(tmp_path, ABOUT, {})
+    with pytest.raises(DeviceLost):
+        run(pending, 0, results, 10.0, measure)
+    assert Results.load(tmp_path).rows == {pending[0].key: {"failed": "an illegal memory access"}}
+
+
+# Tables
+
+
+def test_summaries_of_known_rows() -> None:
+    rows = {f"layers/{name}": layer_row(name, over, patched) for name, over, patched in FIGURES}
+    rows["layers/none"] = {
+        **layer_row("none", 1.0, 1.0),
+        "limits": {
+            str(8 * MIB): {
+                "undivided": None,
+                "divided": {"failed": "no memory", "division": "x(1)", "predicted": 1.0, "workspace": 1},
+                "capped": None,
+                "capped_failed": "it ended",
+                "over": {"undivided": None, "stock": None, "capped": None},
+            }
+        },
+        "needed": {"undivided": None, "divided": None},
+    }
+    rows["iterations/net"] = {
+        "unit": {"network": "net", "precision": "tf32", "limit": 64 * MIB},
+        "seconds": {"stock": 0.3, "mucudnn": 0.2},
+        "peaks": {"stock": 3 * 2**30, "mucudnn": 2**30},
+        "over": {"stock": 1.5},
+        "failures": {"capped": "out of memory"},
+        "benchmarking": 12.0,
+        "planning": 0.5,
+    }
+    rows["costs/host"] = {"unit": {}, "stock": 10.0, "shim": 18.5, "algorithm": "e1", "part": 12.25}
+    results = Results(Path(), ABOUT, rows)
+    speed, needed, slower, steps, costs, failed = summaries(results)
+    (row,) = speed.rows
+    # Geometric mean of 1, 2 and 4; a third of them at 1.0; one layer of four has no plan that ran.
+    assert row[:9] == ("powerOfTwo", "float32", "net", "8", "4 of 4", "2.000", "4.000", "33%", "1.500")
+    assert row[-3:] == ("2.000", "2.000", "2.000")
+    assert needed.rows == [
+        ("powerOfTwo", "float32", "net", "3", "64.0", "64.0", "4.0", "4.0", "16.000", "16.000"),
+    ]
+    assert slower.rows == [("powerOfTwo", "float32", "4", "0.900", "1", "net slow forward (0.900)")]
+    assert steps.rows == [
+        ("net", "tf32", "64", "300.000", "-", "200.000", "1.500", "-", "3.00", "-", "1.00", "12.0", "0.5"),
+    ]
+    assert [cost for _, cost in costs.rows] == ["8.5", "12.2", "12.0", "0.04"]
+    assert failed.rows == [
+        ("layers/none", "8 MiB, capped: it ended"),
+        ("layers/none", "8 MiB, divided: no memory"),
+        ("iterations/net", "capped: out of memory"),
+    ]
+    (table,) = details(results)
+    assert len(table.rows) == 4
+    for made in (*summaries(results), *details(results)):
+        assert {len(made.headings)} == {len(row) for row in made.rows}
+        assert made.markdown() in markdown(results)
+
+
+FIGURES = (("one", 1.0, 1.0), ("two", 2.0, 1.2), ("slow", 4.0, 0.9))
+
+
+# The command
+
+
+def test_without_a_gpu_it_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path)])
+    assert main() == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "gpu.py: torch finds no CUDA device, cuda:0 is to be measured on (--device cpu tries the script itself)"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--group", "lenet"), "invalid choice: 'lenet'"),
+        (("--limits", "8,much"), "'8,much': accepted are whole numbers of MiB"),
+        (("--device", "abacus"), "'abacus': accepted are cuda"),
+        (("--layers", "absent.csv"), "gpu.py: absent.csv: No such file"),
+    ],
+    ids=["group", "limits", "device", "layers"],
+)
+def test_bad_input_is_one_line(
+    options: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_limits_are_mebibytes() -> None:
+    assert mebibytes("64,0,8") == [0, 8 * MIB, 64 * MIB]
+
+
+def test_a_layer_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, folder = tmp_path / "tiny.csv", tmp_path / "results"
+    table.write_text(TINY)
+    options = ["--device", "cpu", "--part", "layers", "--layers", str(table), "--precision", "float32"]
+    options += ["--direction", "backward_filter", "--results", str(folder), "--policy", "powerOfTwo", "--limits", "1"]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 units are measured" in done.stderr
+    (row,) = json.loads((folder / "gpu.json").read_text())["rows"].values()
+    entry = row["limits"][str(MIB)]
+    assert entry["capped"] > 0 and row["stock"] > 0 and row["patched"]["over_stock"] > 0
+    for kind in ("undivided", "divided"):
+        plan = entry[kind]
+        assert plan is None or (plan["error"] < 1e-5 and plan["seconds"] > 0 and plan["workspace"] <= MIB)
+    assert (folder / "gpu-times.sqlite").exists() and "tiny 4x2x16x16" in (folder / "gpu.md").read_text()
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options, "--list"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("done  layers/tiny/")

@@ -1,0 +1,210 @@
+"""A pool of real processes, started once, in which a test runs a function on every rank.
+
+Run as a program, this file is one rank of such a pool:
+
+    python ranks.py SOCKET gloo RANK SIZE STORE
+    mpiexec -n SIZE python ranks.py SOCKET mpi
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+STARTUP_SECONDS = 120.0
+GRACE_SECONDS = 5.0  # what other ranks get to finish, or to fail alike, after the first failure
+
+
+def missing_for_mpi() -> str | None:
+    """Why there can be no ranks over "mpi"."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    if shutil.which("mpiexec") is None and not Path(sys.executable).with_name("mpiexec").exists():
+        return "there is no mpiexec"
+    return None
+
+
+class RankDied(RuntimeError):
+    """A rank of the pool ended, or did not answer in time; the pool was killed."""
+
+
+class Ranks:
+    """`size` processes with torch.distributed initialised over `backend` ("gloo" or "mpi"), one thread each.
+
+    Processes start at the first `run` and stay. A run in which a rank dies, hangs beyond `timeout` seconds, or fails
+    while others succeed leaves communication in an unknown state: it ends the processes; the next run starts anew.
+    """
+
+    def __init__(self, size: int, backend: str, timeout: float = 120.0) -> None:
+        self.size, self.backend, self.timeout = size, backend, timeout
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The results of function(*args, **kwargs) on every rank, in rank order.
+
+        `function` is defined at the top of a module; arguments and results are picklable. Before it runs, each rank
+        seeds torch with 0 and sets the default dtype to float32. An exception is raised here as it was there, with a
+        note that tells the rank and shows its traceback.
+        """
+        if not self._connections:
+            self._start()
+        task = pickle.dumps((sys.path, pickle.dumps((function, args, kwargs))))
+        for connection in self._connections:
+            connection.send_bytes(task)
+        answers: dict[int, tuple[bool, Any]] = {}
+        failed: int | None = None
+        deadline = time.monotonic() + self.timeout
+        while len(answers) < self.size:
+            waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank not in answers}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if failed is not None:
+                    break
+                self.close()
+                missing = ", ".join(map(str, waiting.values()))
+                name = getattr(function, "__name__", function)
+                raise RankDied(f"{name}: no answer within {self.timeout:g} s from {self.backend} rank(s) {missing}")
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    if failed is None:
+                        self.close()
+                        raise RankDied(f"{self.backend} rank {rank} of {self.size} died; see its output") from None
+                    answers[rank] = (False, RankDied(f"rank {rank} died"))
+                if not answers[rank][0] and failed is None:
+                    failed = rank
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failed is not None:
+            if len(answers) < self.size or any(succeeded for succeeded, _ in answers.values()):
+                self.close()
+            raise answers[failed][1]
+        return [answers[rank][1] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes; a later `run` starts new ones."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + 2
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if self._directory is not None:
+            self._directory.cleanup()
+        self._processes, self._connections, self._directory = [], [], None
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        address = os.path.join(self._directory.name, "socket")
+        program = [sys.executable, __file__, address, self.backend]
+        if self.backend == "mpi":
+            from distconv.launch import mpiexec
+
+            commands = [[*mpiexec(self.size), *program]]
+        else:
+            store = os.path.join(self._directory.name, "store")
+            commands = [[*program, str(rank), str(self.size), store] for rank in range(self.size)]
+        environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=_root())
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(self.size)
+            listener.settimeout(0.5)
+            self._processes = [
+                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+                for command in commands
+            ]
+            try:
+                self._connections = self._accept(listener)
+            except BaseException:
+                self.close()
+                raise
+
+    def _accept(self, listener: socket.socket) -> list[Connection]:
+        by_rank: dict[int, Connection] = {}
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while len(by_rank) < self.size:
+            try:
+                accepted, _ = listener.accept()
+            except TimeoutError:
+                ended = [process.returncode for process in self._processes if process.poll() is not None]
+                if ended or time.monotonic() > deadline:
+                    raise RankDied(f"{self.size} {self.backend} ranks did not start; exit codes {ended}") from None
+                continue
+            accepted.setblocking(True)
+            connection = Connection(accepted.detach())
+            by_rank[pickle.loads(connection.recv_bytes())] = connection
+        return [by_rank[rank] for rank in range(self.size)]
+
+
+def _root() -> str:
+    return str(Path(__file__).resolve().parents[2])
+
+
+def _answer(task: bytes) -> bytes:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        path, call = pickle.loads(task)
+        sys.path[:] = path
+        function, args, kwargs = pickle.loads(call)
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        return pickle.dumps((True, function(*args, **kwargs)))
+    except BaseException as error:
+        text = f"on rank {dist.get_rank()} of {dist.get_world_size()}:\n{traceback.format_exc()}"
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        try:
+            error.add_note(text)
+            answer = pickle.dumps((False, error))
+            pickle.loads(answer)
+        except Exception:
+            return pickle.dumps((False, RuntimeError(f"{type(error).__name__} {text}")))
+        return answer
+
+
+def _serve(address: str, backend: str, *arguments: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if backend == "mpi":
+        from distconv.mpi import init_process_group
+
+        init_process_group()
+    else:
+        rank, size, store = arguments
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
+    with socket.socket(socket.AF_UNIX) as connecting:
+        connecting.connect(address)
+        connection = Connection(connecting.detach())
+    connection.send_bytes(pickle.dumps(dist.get_rank()))
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            connection.send_bytes(_answer(connection.recv_bytes()))
+    sys.stdout.flush()
+    os._exit(0)  # the test process has left: no handshake with other ranks, which may have gone
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

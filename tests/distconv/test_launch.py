@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from distconv import __main__ as command_line
+from distconv.launch import Place, find_place, mpiexec
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).with_name("scripts")
+HELLO, TRAIN = str(SCRIPTS / "hello.py"), str(SCRIPTS / "train.py")
+RUN = [sys.executable, "-m", "distconv", "run"]
+ENVIRONMENT = {
+    **{
+        name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "DISTCONV", "MUCUDNN"))
+    },
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def _mpi() -> bool:
+    try:
+        return importlib.util.find_spec("mpi4py") is not None and bool(mpiexec(1))
+    except FileNotFoundError:
+        return False
+
+
+needs_mpi = pytest.mark.skipif(not _mpi(), reason="mpi4py or mpiexec is missing")
+WAYS = [
+    pytest.param("alone", id="alone"),
+    pytest.param("mpiexec", id="mpiexec", marks=needs_mpi),
+    pytest.param("torchrun", id="torchrun"),
+]
+
+
+def command(way: str, ranks: int, *arguments: str) -> list[str]:
+    prefix = {
+        "alone": [sys.executable],
+        "mpiexec": [*mpiexec(ranks), sys.executable] if way == "mpiexec" else [],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+    }[way]
+    return [*prefix, "-m", "distconv", "run", *arguments]
+
+
+def launch(way: str, ranks: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(way, ranks, *arguments),
+        env={**ENVIRONMENT, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+# How a script runs and ends.
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_script_sees_its_arguments_and_prints_once(way):
+    done = launch(way, 2, "--partition", "height=2", HELLO, "ok", "--partition=own", "-m", "x")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "hello __main__ ['--partition=own', '-m', 'x']\nend\n"
+
+
+def test_a_module_and_every_ranks_output():
+    done = launch(
+        "alone", 2, "--print-all-ranks", "-m", "tests.distconv.scripts.hello", "ok", "x", DISTCONV_PARTITION="height=2"
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] end",
+        "[0] hello __main__ ['x']",
+        "[1] end",
+        "[1] hello __main__ ['x']",
+    ]
+
+
+@needs_mpi
+def test_mpi_without_mpiexec_and_gloo_under_mpiexec():
+    done = launch("alone", 2, "--backend", "mpi", "--partition", "height=2", HELLO, "ok")
+    assert (done.returncode, done.stdout) == (0, "hello __main__ []\nend\n"), done.stderr
+    done = launch("mpiexec", 2, "--partition", "height=2", HELLO, "ok", DISTCONV_BACKEND="gloo")
+    assert (done.returncode, done.stdout) == (0, "hello __main__ []\nend\n"), done.stderr
+
+
+@pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
+@pytest.mark.parametrize("how", ["fail", "fail-one"])
+def test_a_failure_is_shown_once_and_ends_every_rank(way, how):
+    alone = subprocess.run([sys.executable, HELLO, "fail"], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = launch(way, 2, "--partition", "height=2", HELLO, how)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.count("RuntimeError: no luck") == 1
+    shown = done.stderr[: done.stderr.index("RuntimeError")]
+    expected = alone.stderr[: alone.stderr.index("RuntimeError")]
+    assert re.sub(r"line \d+, in <module>", "", shown) == re.sub(r"line \d+, in <module>", "", expected)
+    if how == "fail-one":
+        assert "on rank 1 of 2" in done.stderr
+
+
+@pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
+@pytest.mark.parametrize("how", ["exit", "exit-one"])
+def test_exit_codes_are_the_scripts(way, how):
+    done = launch(way, 2, "--partition", "height=2", HELLO, how)
+    assert done.returncode == 7
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
+def test_a_crash_ends_every_rank(way):
+    done = launch(way, 2, "--partition", "height=2", HELLO, "crash-one")
+    assert done.returncode != 0
+    if way == "alone":
+        assert done.returncode == 128 + signal.SIGABRT
+        assert "rank 1 of 2 was killed by SIGABRT" in done.stderr
+
+
+def hear_interrupts() -> None:
+    """A shell's background job, and all it starts, ignores interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_every_rank(number, code):
+    process = subprocess.Popen(
+        command("alone", 2, "--partition", "height=2", HELLO, "sleep-one"),
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=hear_interrupts,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("hello")
+        time.sleep(0.5)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert "Traceback" not in errors
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+# What cannot be run.
+
+BAD = [
+    ("--partition hight=2 {hello}", "unknown axis 'hight'"),
+    ("--partition height=two {hello}", "'two' is not a number of ranks"),
+    ("--partition height=2 --nproc 3 {hello}", "needs 2 ranks, but --nproc is 3"),
+    ("--partition height=2 nowhere.py", "there is no script 'nowhere.py'"),
+    ("--partition height=2 -m no.where", "there is no module 'no.where'"),
+    ("--partition height=2 --backend smoke {hello}", "backend 'smoke': accepted: gloo, nccl, mpi"),
+    ("--partition height=2 --shard-data {hello}", "--shard-data needs an axis sample"),
+    ("--partition height=2 --batch-norm none {hello}", "invalid choice: 'none'"),
+    ("--partition channel=2 --channel-algorithm z {hello}", "channel algorithm 'z': accepted: x, y, w, auto"),
+    ("--partition channel=2 --channel-algorithm w {hello}", "accepted with axes channel and filter"),
+    ("--partition height=2", "required"),
+    ("{hello}", "no partition"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_line(arguments, message, monkeypatch, capsys):
+    for name in list(os.environ):
+        if name.startswith(("DISTCONV", "PMI", "OMPI")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", *arguments.format(hello=HELLO).split()])
+    assert command_line.main() == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", "--backend", "nccl", "--partition", "height=2", HELLO])
+    assert command_line.main() == 2
+    assert "backend 'nccl' needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--partition", "height=3", HELLO], "needs 3 ranks, but there are 2 ranks"),
+        (["--partition", "height=2", "nowhere.py"], "there is no script"),
+        (["--partition", "depth=2", TRAIN], "has no depth"),
+    ],
+)
+@needs_mpi
+def test_bad_input_is_one_line_on_one_rank(arguments, message):
+    done = launch("mpiexec", 2, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_data_that_does_not_fit_is_one_line():
+    done = launch("alone", 2, "--partition", "depth=2", TRAIN)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"distconv: .*train\.py:\d+: partition axis depth=2: .* has no depth.*\n", done.stderr)
+
+
+def test_help_teaches(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        command_line.main()
+    text = capsys.readouterr().out
+    for word in ("mpiexec -n 4", "torchrun", "DISTCONV_PARTITION", "MUCUDNN_WORKSPACE_LIMIT", "--shard-data"):
+        assert word in text
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        ({"RANK": "3"}, None),
+        (TORCHRUN, Place(3, 4, 1, mpi=False)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, Place(1, 2, 0, mpi=True)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, Place(1, 4, 1, mpi=True)),
+        ({"PMIX_RANK": "2"}, Place(2, None, 2, mpi=True)),
+    ],
+)
+def test_where_a_rank_finds_itself(environment, place):
+    assert find_place(environment) == place
+
+
+# What a distributed script computes.
+
+
+def losses(output: str) -> list[float]:
+    return [float(line.split()[-1]) for line in output.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict[str, list[float]]:
+    def run(task: str) -> list[float]:
+        arguments = [sys.executable, TRAIN, "--task", task]
+        return losses(
+            subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True).stdout
+        )
+
+    return {task: run(task) for task in ("classes", "pixels")}
+
+
+@pytest.mark.parametrize(
+    ("way", "task", "partition", "options"),
+    [
+        ("alone", "classes", "height=2", []),
+        ("alone", "classes", "sample=2", ["--shard-data"]),
+        ("alone", "pixels", "sample=2,height=2", ["--shard-data"]),
+        pytest.param("mpiexec", "pixels", "sample=2,height=2", [], marks=needs_mpi),
+        pytest.param("mpiexec", "classes", "width=2,sample=2", ["--shard-data"], marks=needs_mpi),
+        ("torchrun", "pixels", "height=2", []),
+    ],
+)
+def test_losses_are_those_of_one_process(alone, way, task, partition, options):
+    ranks = 4 if "," in partition else 2
+    done = launch(way, ranks, "--partition", partition, *options, TRAIN, "--task", task)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == pytest.approx(alone[task], rel=1e-9)

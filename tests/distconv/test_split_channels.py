@@ -1,0 +1,392 @@
+"""Networks whose channels are sharded, by every algorithm, beside one process; what they move; what they refuse."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks import Ranks
+from reference import errors
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+from distconv.channels import Layer, parameter_placements, weight_dims
+from distconv.partition import Partition
+from distconv.rules import local_as, wrap
+
+Network = tuple[Callable[[], nn.Module], list[tuple[int, ...]]]
+
+
+class Net(nn.Module):
+    """A function of some layers and inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layers = function, nn.ModuleList(layers)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(self.layers, *inputs)
+
+
+def classes(*shape: int) -> Tensor:
+    return torch.arange(torch.Size(shape).numel()).view(shape) % 5
+
+
+def squeezed(m: Any, x: Tensor) -> Tensor:
+    y = m[0](x)
+    return y * torch.sigmoid(m[2](F.relu(m[1](y.mean((2, 3), keepdim=True)))))
+
+
+def gated(m: Any, x: Tensor) -> Tensor:
+    a, b = m[0](x).chunk(2, 1)
+    return m[1](a) * m[1](b)
+
+
+def shuffled(m: Any, x: Tensor) -> Tensor:
+    n, c, h, w = (y := m[0](x)).shape
+    return m[1](y.view(n, 2, c // 2, h, w).transpose(1, 2).reshape(n, c, h, w))
+
+
+def residual(m: Any, x: Tensor) -> Tensor:
+    y = F.relu(m[1](m[0](x)), inplace=True)
+    return F.relu(m[2](x) + m[4](m[3](y)), inplace=True)
+
+
+IMAGES = (2, 3, 6, 8)
+NETWORKS: dict[str, Network] = {
+    "classifier": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 5, 3, 2, 1), nn.ReLU(True), nn.Flatten(), nn.Linear(60, 6), nn.Tanh(), nn.Linear(6, 2)
+        ),
+        [(3, 3, 7, 6)],
+    ),
+    "concatenation": (
+        lambda: Net(
+            lambda m, x: m[2](torch.cat([m[0](x), m[1](x), x], 1)),
+            nn.Conv2d(3, 5, 3, padding=1),
+            nn.Conv2d(3, 2, 1),
+            nn.Conv2d(10, 3, 1),
+        ),
+        [IMAGES],
+    ),
+    "pools": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3),
+            nn.MaxPool2d(2, 1),
+            nn.AvgPool2d(3, 2, 1),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(6, 4),
+        ),
+        [(2, 3, 9, 8)],
+    ),
+    "resizes and shuffles": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3),
+            nn.Upsample(scale_factor=2, mode="bilinear"),
+            nn.Conv2d(6, 8, 3),
+            nn.PixelShuffle(2),
+            nn.PixelUnshuffle(2),
+            nn.ChannelShuffle(4),
+        ),
+        [IMAGES],
+    ),
+    "softmax over channels": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.Softmax(1), nn.LogSoftmax(1)), [IMAGES]),
+    "PReLU": (lambda: nn.Sequential(nn.Conv2d(3, 6, 3), nn.PReLU(6), nn.Conv2d(6, 6, 1), nn.PReLU()), [IMAGES]),
+    "squeeze and excitation": (
+        lambda: Net(squeezed, nn.Conv2d(3, 6, 3), nn.Conv2d(6, 2, 1), nn.Conv2d(2, 6, 1)),
+        [IMAGES],
+    ),
+    "padded channels": (
+        lambda: Net(lambda m, x: F.pad(m[0](x)[:, 1:, ::2], (0, 0, 0, 0, 2, 1)), nn.Conv2d(3, 5, 3)),
+        [IMAGES],
+    ),
+    "halves": (lambda: Net(gated, nn.Conv2d(3, 6, 3), nn.Conv2d(3, 6, 1)), [IMAGES]),
+    "channel shuffle": (lambda: Net(shuffled, nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 1, groups=2)), [IMAGES]),
+    "cross entropy": (
+        lambda: Net(
+            lambda m, x: F.cross_entropy(
+                m[0](x), classes(2, 4, 6), ignore_index=2, weight=torch.arange(1.0, 6).double()
+            ),
+            nn.Conv2d(3, 5, 3),
+        ),
+        [IMAGES],
+    ),
+    "cross entropy, smooth": (
+        lambda: Net(
+            lambda m, x: F.cross_entropy(m[0](x).flatten(2).mean(2), classes(2), label_smoothing=0.1),
+            nn.Conv2d(3, 5, 3),
+        ),
+        [IMAGES],
+    ),
+    "cross entropy, each": (
+        lambda: Net(lambda m, x: F.cross_entropy(m[0](x), classes(2, 4, 6), reduction="none"), nn.Conv2d(3, 5, 3)),
+        [IMAGES],
+    ),
+    "squared error": (
+        lambda: Net(lambda m, x: F.mse_loss(m[0](x), torch.ones(2, 5, 4, 6).double()), nn.Conv2d(3, 5, 3)),
+        [IMAGES],
+    ),
+    "groups and norms": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 6, 3, bias=False),
+            nn.BatchNorm2d(6),
+            nn.ReLU(),
+            nn.Conv2d(6, 12, 3, groups=6),
+            nn.GroupNorm(4, 12),
+            nn.ConvTranspose2d(12, 8, 3, 2, groups=4),
+            nn.InstanceNorm2d(8, affine=True),
+        ),
+        [IMAGES],
+    ),
+    "residual block": (
+        lambda: Net(
+            residual,
+            nn.Conv2d(3, 7, 3, padding=1, bias=False),
+            nn.BatchNorm2d(7),
+            nn.Conv2d(3, 5, 1),
+            nn.Conv2d(7, 5, 3, padding=1),
+            nn.BatchNorm2d(5),
+        ),
+        [IMAGES],
+    ),
+    "shared weights": (lambda: Net(lambda m, x: m[0](torch.tanh(m[0](x))), nn.Conv2d(3, 3, 3, padding=1)), [IMAGES]),
+    "recomputation": (
+        lambda: Net(
+            lambda m, x: checkpoint(m[1], m[0](x), use_reentrant=False),
+            nn.Conv2d(3, 6, 3),
+            nn.Sequential(nn.ReLU(), nn.Conv2d(6, 3, 3)),
+        ),
+        [IMAGES],
+    ),
+    "layer norm of channels": (
+        lambda: Net(
+            lambda m, x: m[2](m[1](m[0](x).permute(0, 2, 3, 1))), nn.Conv2d(3, 4, 3), nn.LayerNorm(4), nn.Linear(4, 8)
+        ),
+        [IMAGES],
+    ),
+}
+FEATURES: dict[str, Network] = {
+    "perceptron": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 4, bias=False)),
+        [(4, 6)],
+    ),
+    "positions": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4)), [(2, 3, 6)]),
+    "flattened lines": (lambda: nn.Sequential(nn.Conv1d(4, 3, 2), nn.Flatten(), nn.Linear(15, 3)), [(2, 4, 6)]),
+}
+
+
+def compare(networks: list[str], partition: str, algorithm: str) -> dict[str, dict[str, float]]:
+    result = {}
+    for name in networks:
+        build, shapes = (NETWORKS | FEATURES)[name]
+        try:
+            result[name] = errors(build, shapes, partition, channel_algorithm=algorithm)
+        except Exception as error:
+            error.add_note(f"in {name!r} on {partition}, algorithm {algorithm}")
+            raise
+    return result
+
+
+@pytest.mark.parametrize(
+    "size, partition, algorithm, networks",
+    [
+        (2, "channel=2", "x", NETWORKS | FEATURES),
+        (3, "channel=3", "y", NETWORKS | FEATURES),
+        (4, "channel=4", "auto", NETWORKS | FEATURES),
+        (4, "channel=2,filter=2", "w", NETWORKS | FEATURES),
+        (4, "filter=2,channel=2", "y", {"classifier": None, "concatenation": None, "groups and norms": None}),
+        (4, "height=2,channel=2", "auto", NETWORKS),
+        (4, "sample=2,channel=2", "x", NETWORKS | FEATURES),
+        (
+            8,
+            "channel=2,sample=2,height=2",
+            "auto",
+            {"classifier": None, "groups and norms": None, "cross entropy": None},
+        ),
+        (8, "channel=2,filter=2,width=2", "w", {"classifier": None, "residual block": None}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_networks_equal_one_process(
+    ranks: Callable[[int], Ranks], size: int, partition: str, algorithm: str, networks: dict[str, Any]
+) -> None:
+    for rank, answer in enumerate(ranks(size).run(compare, list(networks), partition, algorithm)):
+        assert not {name: found for name, found in answer.items() if not max(found.values()) < 1e-9}, f"rank {rank}"
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(6, 4, 3, padding=1), (2, 6, 5, 4)),
+    "uneven": (lambda: nn.Conv2d(5, 7, 3, stride=2), (2, 5, 7, 6)),
+    "groups": (lambda: nn.Conv2d(6, 9, 3, groups=3), (2, 6, 5, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(6, 5, 3, 2), (2, 6, 3, 4)),
+    "linear": (lambda: nn.Linear(6, 5), (3, 6)),
+    "linear of positions": (lambda: nn.Linear(6, 5), (2, 3, 6)),
+    "batch norm": (lambda: nn.BatchNorm2d(6), (2, 6, 3, 4)),
+    "group norm": (lambda: nn.GroupNorm(2, 6), (2, 6, 3, 4)),
+    "PReLU": (lambda: nn.PReLU(6), (2, 6, 3, 4)),
+}
+
+
+def with_sharded_parameters(partition: str, algorithm: str) -> dict[str, float]:
+    """{layer: error} with parameters held as DTensors in the layout that ``parameter_placements`` gives them."""
+    mesh, found = distconv.init(partition, device_type="cpu", channel_algorithm=algorithm), {}
+    for name, (build, shape) in LAYERS.items():
+        torch.manual_seed(3)
+        plain = build().double()
+        for parameter in plain.parameters():
+            nn.init.normal_(parameter)
+        layouts = parameter_placements(plain, algorithm, Partition.parse(partition))
+        held = copy.deepcopy(plain)
+        for key, parameter in plain.named_parameters():
+            local = local_as(parameter.detach(), mesh, layouts[key]).clone()
+            held._parameters[key] = nn.Parameter(wrap(local, mesh, layouts[key], parameter.shape))
+        x = torch.randn(shape, dtype=torch.float64)
+        alone, here = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected = plain(alone)
+        y = held.forward(distconv.shard(here, mesh))
+        weight = torch.randn_like(expected)
+        (expected * weight).sum().backward()
+        (distconv.gather(y) * weight).sum().backward()
+        worst = float((distconv.gather(y) - expected).abs().max())
+        worst = max(worst, float((here.grad - alone.grad).abs().max()))
+        for key, parameter in held.named_parameters():
+            assert isinstance(parameter.grad, DTensor)
+            whole = parameter.grad.redistribute(mesh, [Replicate()] * mesh.ndim).to_local()
+            worst = max(worst, float((whole - plain.get_parameter(key).grad).abs().max()))
+        found[name] = worst
+    return found
+
+
+@pytest.mark.parametrize(
+    "size, partition, algorithm",
+    [
+        (2, "channel=2", "x"),
+        (2, "channel=2", "y"),
+        (4, "channel=4", "auto"),
+        (4, "channel=2,filter=2", "w"),
+        (4, "sample=2,channel=2", "y"),
+    ],
+)
+def test_layers_work_on_the_parameters_that_the_layouts_describe(
+    ranks: Callable[[int], Ranks], size: int, partition: str, algorithm: str
+) -> None:
+    for found in ranks(size).run(with_sharded_parameters, partition, algorithm):
+        assert not {name: worst for name, worst in found.items() if not worst < 1e-9}
+
+
+def best() -> list[bool]:
+    """Whether the best k along dims that are sharded, unevenly, or not are those of one process."""
+    mesh = distconv.init(f"channel={dist.get_world_size()}", device_type="cpu")
+    x = torch.randn(4, 7, 5, dtype=torch.float64)
+    result = []
+    for dim, k, largest in ((1, 3, True), (1, 7, False), (-2, 1, True), (2, 2, True), (0, 0, True)):
+        values, places = distconv.shard(x, mesh).topk(k, dim, largest)
+        expected = x.topk(k, dim, largest)
+        result += [torch.equal(distconv.gather(values), expected[0]), torch.equal(distconv.gather(places), expected[1])]
+    return result
+
+
+def test_the_best_of_split_channels(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(3).run(best) == [[True] * 10] * 3
+
+
+def bytes_of_a_step(partition: str, algorithm: str, channels: int, filters: int) -> list[int]:
+    """Bytes that this rank hands to the transport in forward, and in backward, of a 3x3 convolution of (2, C, 6, 5)."""
+    mesh = distconv.init(partition, device_type="cpu", channel_algorithm=algorithm)
+    conv = nn.Conv2d(channels, filters, 3, padding=1, bias=False)
+    weight = wrap(conv.weight.detach(), mesh, [Replicate()] * mesh.ndim, conv.weight.shape).requires_grad_()
+    x = distconv.shard(torch.randn(2, channels, 6, 5), mesh).detach().requires_grad_()
+    moved: list[int] = []
+    transport = dist.all_to_all_single
+
+    def counting(output: Tensor, input: Tensor, received: list[int], sent: list[int], **options: Any) -> Any:
+        moved.append(sum(sent) * input.element_size())
+        return transport(output, input, received, sent, **options)
+
+    dist.all_to_all_single = counting
+    try:
+        y = F.conv2d(x, weight, padding=1)
+        forward = sum(moved)
+        moved.clear()
+        torch.autograd.grad(y, (x, weight), y.detach())
+    finally:
+        dist.all_to_all_single = transport
+    return [forward, sum(moved)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_moves_equals_the_formulas(ranks: Callable[[int], Ranks], size: int) -> None:
+    c, f, unit = 8, 16, 2 * 6 * 5 * 4
+    partition, share = f"channel={size}", (size - 1) / size
+    for sent in ranks(size).run(bytes_of_a_step, partition, "x", c, f):
+        assert sent == [share * f * unit, share * f * unit]
+    for sent in ranks(size).run(bytes_of_a_step, partition, "y", c, f):
+        assert sent == [share * c * unit, 2 * share * c * unit]
+    assert weight_dims(Layer(c, f), "auto", {"channel": size}) == (0,)
+    assert ranks(size).run(bytes_of_a_step, partition, "auto", c, f) == ranks(size).run(
+        bytes_of_a_step, partition, "y", c, f
+    )
+
+
+def test_the_algorithm_w_moves_channels_over_one_axis_and_filters_over_the_other(ranks: Callable[[int], Ranks]) -> None:
+    c, f, unit = 8, 16, 2 * 6 * 5 * 4
+    for rank, sent in enumerate(ranks(4).run(bytes_of_a_step, "channel=2,filter=2", "w", c, f)):
+        # Of its F/2 filters a rank keeps those that it owns: F/4 on the diagonal of the grid, none elsewhere.
+        partial, own = f / 2 - (f / 4 if rank in (0, 3) else 0), f / 4
+        fetched = own * (1 if rank in (0, 3) else 2)
+        assert sent == [(c / 4 + partial) * unit, (2 * c / 4 + fetched) * unit], rank
+
+
+def refusals() -> list[str]:
+    mesh = distconv.init("channel=2", device_type="cpu")
+    messages = []
+    transports = {name: getattr(dist, name) for name in ("all_to_all_single", "all_reduce", "all_gather_into_tensor")}
+
+    def silent(*_: Any, **__: Any) -> None:
+        raise AssertionError("communicated")
+
+    x = distconv.shard(torch.randn(2, 4, 8, 8), mesh)
+    whole = torch.randn(4, 2, 3, 3)
+    sharded = [wrap(local_as(whole, mesh, [Shard(dim)]), mesh, [Shard(dim)], whole.shape) for dim in (1, 2)]
+    for name in transports:
+        setattr(dist, name, silent)
+    try:
+        for attempt in (
+            lambda: F.conv2d(x, sharded[0], groups=2),
+            lambda: F.conv2d(x, sharded[1], groups=2),
+            lambda: F.linear(x[:, :, 0, 0], torch.randn(3, 5)),
+            lambda: distconv.init("channel=2", channel_algorithm="w"),
+        ):
+            try:
+                attempt()
+                messages.append("no error")
+            except (RuntimeError, NotImplementedError, ValueError) as error:
+                messages.append(f"{type(error).__name__}: {error}")
+    finally:
+        for name, transport in transports.items():
+            setattr(dist, name, transport)
+    return messages
+
+
+def test_refusals_are_one_line_alike_and_before_communication(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(refusals)
+    assert first == second
+    for message, words in zip(
+        first,
+        [
+            "part (0, 1) of the 2 weights of each group; accepted: all of them",
+            "its weight is laid out as (Shard(dim=2),); accepted: replicated, or its first two dims",
+            "linear layer of an input (2, 4) with a weight (3, 5)",
+            "channel algorithm 'w' on partition 'channel=2': accepted with axes channel and filter",
+        ],
+        strict=True,
+    ):
+        assert words in message and "\n" not in message, first

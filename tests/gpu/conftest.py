@@ -1,0 +1,69 @@
+"""Fixtures of the tests that need a GPU; where there is none they are skipped, with the reason.
+
+GPU_TESTS_DEVICE=cpu tries the tests themselves on the host: the same code against the host's algorithms, without what
+is CUDA's own (streams, graphs, memory).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import mucudnn
+from mucudnn import benchmark
+from mucudnn.measurement import Measurement
+from mucudnn.providers.stock import Stock
+
+
+def _missing() -> str | None:
+    if os.environ.get("GPU_TESTS_DEVICE") == "cpu":
+        return None
+    if not torch.backends.cuda.is_built():
+        return f"no GPU: torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "no GPU: torch finds no CUDA device"
+    if not torch.backends.cudnn.is_available():
+        return f"no cuDNN in torch {torch.__version__}"
+    return None
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the tests compute."""
+    if reason := _missing():
+        pytest.skip(reason)
+    return torch.device(os.environ.get("GPU_TESTS_DEVICE", "cuda:0"))
+
+
+@pytest.fixture(scope="session")
+def cuda(device: torch.device) -> torch.device:
+    """As `device`, for what a host has nothing like."""
+    if device.type != "cuda":
+        pytest.skip("no GPU: tried on the host")
+    return device
+
+
+@pytest.fixture(autouse=True)
+def unpatched(device: torch.device) -> Iterator[None]:
+    """Every test leaves torch as it was, and starts at strict float32."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+    mucudnn.unpatch()
+
+
+@pytest.fixture
+def slow_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch's own kernel look slow: the best division within the limit is taken, whatever it takes."""
+
+    def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+        work()
+        return 0.1
+
+    monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
+    monkeypatch.setattr(benchmark, "ratio", ratio)
+    monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())

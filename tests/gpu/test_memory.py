@@ -1,0 +1,106 @@
+"""Workspaces on a GPU: the peak stays within the limit, and where memory runs out the step completes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mucudnn
+from mucudnn.measurement import Measurement
+from mucudnn.problem import Direction
+from optimizer import Option
+
+MIB = 2**20
+
+SLACK = 64 * 1024
+"""Bytes by which torch's allocator rounds up the few blocks of a call."""
+
+Call = Callable[[], torch.Tensor]
+
+
+def call_of(direction: Direction, device: torch.device) -> Call:
+    """AlexNet's second convolution, whose engines need workspaces of very different sizes."""
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 64, 27, 27, device=device), torch.randn(192, 64, 5, 5, device=device)
+    y = torch.randn(64, 192, 27, 27, device=device)
+    geometry = ((1, 1), (2, 2), (1, 1), False, (0, 0), 1)
+    mask = [direction is Direction.BACKWARD_DATA, direction is Direction.BACKWARD_FILTER, False]
+
+    def call() -> torch.Tensor:
+        if direction is Direction.FORWARD:
+            return torch.ops.aten.convolution(x, w, None, *geometry)
+        gradients = torch.ops.aten.convolution_backward(y, x, w, None, *geometry, mask)
+        return next(gradient for gradient in gradients if gradient is not None)
+
+    return call
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return ((found - expected).double().norm() / expected.double().norm()).item() < 1e-5
+
+
+@pytest.mark.usefixtures("slow_stock")
+@pytest.mark.parametrize("limit", [1 * MIB, 16 * MIB, 64 * MIB, 512 * MIB])
+@pytest.mark.parametrize("direction", Direction)
+def test_peak_stays_within_the_limit(direction: Direction, limit: int, cuda: torch.device) -> None:
+    call = call_of(direction, cuda)
+    expected = call()
+    with mucudnn.patched(workspace_limit=limit, database=":memory:", progress="off"):
+        call()
+        (record,) = mucudnn.report()
+        assert record.workspace <= limit
+        assert record.division != "stock(64)", "nothing fits"
+        torch.cuda.synchronize(cuda)
+        before = torch.cuda.memory_allocated(cuda)
+        torch.cuda.reset_peak_memory_stats(cuda)
+        result = call()
+        torch.cuda.synchronize(cuda)
+        peak = torch.cuda.max_memory_allocated(cuda) - before - result.nbytes
+    assert peak <= record.workspace + SLACK
+    assert close(result, expected)
+
+
+@pytest.mark.usefixtures("slow_stock")
+@pytest.mark.parametrize("direction", Direction)
+def test_where_memory_runs_out_the_next_plan_serves(direction: Direction, cuda: torch.device, greedy: None) -> None:
+    call = call_of(direction, cuda)
+    expected = call()
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    with mucudnn.patched(workspace_limit="4GiB", database=":memory:", progress="off"):
+        call()
+        (record,) = mucudnn.report()
+        if record.workspace < 32 * MIB:
+            pytest.skip(f"no engine of this cuDNN takes much workspace here: {record.division}, {record.workspace} B")
+        torch.cuda.synchronize(cuda)
+        torch.cuda.empty_cache()
+        room = torch.cuda.memory_reserved(cuda) + expected.nbytes + 4 * MIB + record.workspace // 2
+        torch.cuda.set_per_process_memory_fraction(room / total, cuda)
+        try:
+            with pytest.warns(RuntimeWarning, match="goes on with the next best plan") as told:
+                result = call()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                again = call()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, cuda)
+        (after,) = mucudnn.report()
+    assert len(told) == 1
+    assert after.workspace <= record.workspace // 2 + 4 * MIB
+    assert close(result, expected) and close(again, expected)
+
+
+@pytest.fixture
+def greedy(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes launches look the faster the more workspace they take."""
+    measured = Measurement.option
+
+    def option(self: Measurement, *arguments: Any) -> Option | None:
+        found = measured(self, *arguments)
+        return None if found is None else replace(found, seconds=found.extent / (1 + found.workspace))
+
+    monkeypatch.setattr(Measurement, "option", option)

@@ -1,0 +1,1 @@
+"""Found only if the script's folder is on the path."""

@@ -1,0 +1,349 @@
+"""A cuDNN that is not there: its functions on host memory, computed by stock torch in float64, failing on command.
+
+It reads descriptors, attributes and addresses as the real one gets them. So what reaches cuDNN is tested without a GPU,
+except for what only cuDNN knows: which engines serve, and what they need.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_char, c_void_p
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from mucudnn.problem import Role
+from mucudnn.providers.cudnn.backend import DATA_TYPES, Kind, Name, Note
+from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.legacy import ALGORITHMS
+from mucudnn.providers.cudnn.library import Library
+from mucudnn.providers.stock import stock_kernel
+
+BAD_PARAM, NOT_SUPPORTED, EXECUTION_FAILED = 2000, 3000, 5000
+DTYPES = {number: getattr(torch, name) for name, number in DATA_TYPES.items()}
+
+NOTES = {
+    0: [],
+    1: [],
+    2: [Note.NONDETERMINISTIC],
+    3: [Note.TENSOR_CORE],
+    4: [Note.DOWN_CONVERT_INPUTS, Note.TENSOR_CORE],
+    5: [],
+}
+"""Numerical notes by engine. Engine 1 needs memory per sample; engine 5 serves nothing."""
+
+_TENSORS = {
+    Kind.OPERATION_CONVOLUTION_FORWARD: (Role.Y, 700),
+    Kind.OPERATION_CONVOLUTION_BACKWARD_DATA: (Role.X, 706),
+    Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER: (Role.W, 712),
+}
+_LEGACY = {"Forward": Role.Y, "BackwardData": Role.X, "BackwardFilter": Role.W}
+_ORDER = {Role.Y: (Role.X, Role.W, Role.Y), Role.X: (Role.W, Role.Y, Role.X), Role.W: (Role.X, Role.Y, Role.W)}
+
+
+class SimulatedCudnn(Library):
+    """
+    Attributes:
+        failing: names that fail when they run: "eng1", "legacy_fft".
+        executed: the names of what ran, in order.
+        live: how many descriptors there are.
+    """
+
+    def __init__(self) -> None:
+        self.path, self.version = "simulated", 92800
+        self.failing: set[str] = set()
+        self.executed: list[str] = []
+        self.streams: list[int] = []
+        self._objects: dict[int, dict[int, Any]] = {}
+        self._next = 4096
+        self._said = b""
+        for operation, target in _LEGACY.items():
+            setattr(self, f"cudnnConvolution{operation}", self._legacy(target))
+            setattr(self, f"cudnnGetConvolution{operation}WorkspaceSize", self._legacy_workspace(target))
+
+    @property
+    def live(self) -> int:
+        return len(self._objects)
+
+    def _last_error(self, text: Any, size: int) -> None:
+        text.value = self._said[: size - 1]
+
+    def _fail(self, status: int, said: str) -> int:
+        self._said = said.encode()
+        return status
+
+    def _make(self, out: Any, **attributes: Any) -> int:
+        self._next += 16
+        out._obj.value = self._next
+        self._objects[self._next] = {"finalized": False, **attributes}  # type: ignore[dict-item]
+        return 0
+
+    def cudnnCreate(self, out: Any) -> int:
+        return self._make(out)
+
+    def cudnnSetStream(self, handle: c_void_p, stream: int) -> int:
+        self.streams.append(stream)
+        return 0
+
+    # The backend API.
+
+    def cudnnBackendCreateDescriptor(self, kind: int, out: Any) -> int:
+        return self._make(out, kind=Kind(kind))
+
+    def cudnnBackendDestroyDescriptor(self, descriptor: c_void_p) -> int:
+        del self._objects[descriptor.value]  # type: ignore[arg-type]
+        return 0
+
+    def cudnnBackendSetAttribute(self, descriptor: c_void_p, name: int, kind: int, count: int, values: Any) -> int:
+        object_ = self._objects[descriptor.value]  # type: ignore[index]
+        if object_["finalized"] or len(values) != count:
+            return self._fail(BAD_PARAM, "set after finalize, or a wrong count")
+        object_[Name(name)] = list(values)
+        return 0
+
+    def cudnnBackendFinalize(self, descriptor: c_void_p) -> int:
+        object_ = self._objects[descriptor.value]  # type: ignore[index]
+        if object_["finalized"]:
+            return self._fail(BAD_PARAM, "finalized twice")
+        if object_["kind"] is Kind.EXECUTION_PLAN and self._engine(object_) == 5:
+            return self._fail(NOT_SUPPORTED, "engine 5 serves nothing")
+        object_["finalized"] = True
+        return 0
+
+    def cudnnBackendGetAttribute(
+        self, descriptor: c_void_p, name: int, kind: int, most: int, count: Any, values: Any
+    ) -> int:
+        object_ = self._objects[descriptor.value]  # type: ignore[index]
+        found: list[Any]
+        if name == Name.ENGINEHEUR_RESULTS:
+            return self._propose(object_, most, count, values)
+        if name == Name.ENGINECFG_ENGINE:
+            (engine,) = object_[Name.ENGINECFG_ENGINE]
+            self._objects[values[0]].update(self._objects[engine])
+            count._obj.value = 1
+            return 0
+        if name == Name.ENGINECFG_KNOB_CHOICES:
+            found = []
+        elif name == Name.OPERATIONGRAPH_ENGINE_GLOBAL_COUNT:
+            found = [len(NOTES)]
+        elif name == Name.ENGINE_NUMERICAL_NOTE:
+            found = NOTES[object_[Name.ENGINE_GLOBAL_INDEX][0]]
+        elif name == Name.ENGINE_BEHAVIOR_NOTE:
+            found = []
+        elif name == Name.EXECUTION_PLAN_WORKSPACE_SIZE:
+            found = [self._workspace(object_)]
+        else:
+            found = object_[Name(name)]
+        count._obj.value = len(found)
+        for place, value in enumerate(found[:most]):
+            values[place] = value
+        return 0
+
+    def _propose(self, heuristic: dict[Any, Any], most: int, count: Any, values: Any) -> int:
+        """Heuristic A proposes all engines but the last of those that serve, which the fallback list has."""
+        is_a = heuristic[Name.ENGINEHEUR_MODE] == [3]
+        engines = [1, 2, 3, 4] if is_a else [0]
+        count._obj.value = len(engines)
+        for place, engine in zip(range(most), engines, strict=False):
+            made = c_void_p()
+            self._make(ctypes.byref(made), kind=Kind.ENGINE)
+            self._objects[made.value].update({Name.ENGINE_GLOBAL_INDEX: [engine]})  # type: ignore[index]
+            self._objects[values[place]][Name.ENGINECFG_ENGINE] = [made.value]
+        return 0
+
+    def _engine(self, plan: dict[Any, Any]) -> int:
+        (configuration,) = plan[Name.EXECUTION_PLAN_ENGINE_CONFIG]
+        (engine,) = self._objects[configuration][Name.ENGINECFG_ENGINE]
+        number: int = self._objects[engine][Name.ENGINE_GLOBAL_INDEX][0]
+        return number
+
+    def _operation(self, plan: dict[Any, Any]) -> dict[Any, Any]:
+        (configuration,) = plan[Name.EXECUTION_PLAN_ENGINE_CONFIG]
+        (engine,) = self._objects[configuration][Name.ENGINECFG_ENGINE]
+        (graph,) = self._objects[engine][Name.ENGINE_OPERATION_GRAPH]
+        (operation,) = self._objects[graph][Name.OPERATIONGRAPH_OPS]
+        return self._objects[operation]
+
+    def _parts(self, operation: dict[Any, Any]) -> tuple[Role, float, dict[Any, Any], list[dict[Any, Any]]]:
+        target, first = _TENSORS[operation["kind"]]
+        convolution = self._objects[operation[first + 2][0]]
+        tensors = [self._objects[operation[first + place][0]] for place in (4, 3, 5)]  # x, w, y of each
+        return target, operation[first + 1][0], convolution, tensors
+
+    def _workspace(self, plan: dict[Any, Any]) -> int:
+        _, _, _, (x, _, _) = self._parts(self._operation(plan))
+        samples: int = x[Name.TENSOR_DIMENSIONS][0]
+        return 1024 * samples if self._engine(plan) == 1 else 0
+
+    def cudnnBackendExecute(self, handle: c_void_p, plan: c_void_p, pack: c_void_p) -> int:
+        described = self._objects[plan.value]  # type: ignore[index]
+        given = self._objects[pack.value]  # type: ignore[index]
+        name = f"eng{self._engine(described)}"
+        if name in self.failing:
+            return self._fail(EXECUTION_FAILED, f"{name} was told to fail")
+        target, beta, convolution, tensors = self._parts(self._operation(described))
+        addresses = dict(zip(given[Name.VARIANT_PACK_UNIQUE_IDS], given[Name.VARIANT_PACK_DATA_POINTERS], strict=True))
+        held = []
+        for tensor in tensors:
+            address = addresses[tensor[Name.TENSOR_UNIQUE_ID][0]]
+            if address % tensor[Name.TENSOR_BYTE_ALIGNMENT][0]:
+                return self._fail(EXECUTION_FAILED, "an address is not aligned as the plan was told")
+            dtype = DTYPES[tensor[Name.TENSOR_DATA_TYPE][0]]
+            held.append(_at(address, dtype, tensor[Name.TENSOR_DIMENSIONS], tensor[Name.TENSOR_STRIDES]))
+        _spoil(given[Name.VARIANT_PACK_WORKSPACE][0], self._workspace(described))
+        names = (Name.CONVOLUTION_PRE_PADDINGS, Name.CONVOLUTION_POST_PADDINGS)
+        geometry = (Name.CONVOLUTION_FILTER_STRIDES, Name.CONVOLUTION_DILATIONS)
+        _compute(target, held, *(convolution[n] for n in (*names, *geometry)), beta)
+        self.executed.append(name)
+        return 0
+
+    # The older functions.
+
+    def cudnnCreateTensorDescriptor(self, out: Any) -> int:
+        return self._make(out)
+
+    cudnnCreateFilterDescriptor = cudnnCreateConvolutionDescriptor = cudnnCreateTensorDescriptor
+
+    def cudnnDestroyTensorDescriptor(self, descriptor: c_void_p) -> int:
+        return self.cudnnBackendDestroyDescriptor(descriptor)
+
+    cudnnDestroyFilterDescriptor = cudnnDestroyConvolutionDescriptor = cudnnDestroyTensorDescriptor
+
+    def cudnnSetTensorNdDescriptor(self, descriptor: c_void_p, dtype: int, dims: int, shape: Any, steps: Any) -> int:
+        assert len(shape) == len(steps) == dims
+        self._objects[descriptor.value].update(dtype=dtype, shape=list(shape), steps=list(steps))  # type: ignore
+        return 0
+
+    def cudnnSetFilterNdDescriptor(self, descriptor: c_void_p, dtype: int, layout: int, dims: int, shape: Any) -> int:
+        formats = {0: torch.contiguous_format, 1: {4: torch.channels_last, 5: torch.channels_last_3d}[dims]}
+        steps = torch.empty(list(shape), device="meta").contiguous(memory_format=formats[layout]).stride()
+        return self.cudnnSetTensorNdDescriptor(descriptor, dtype, dims, shape, steps)
+
+    def cudnnSetConvolutionNdDescriptor(self, descriptor: c_void_p, dims: int, *arguments: Any) -> int:
+        padding, stride, dilation, mode, compute = arguments
+        assert len(padding) == len(stride) == len(dilation) == dims and mode == 1 and compute in (0, 1)
+        self._objects[descriptor.value].update(  # type: ignore[call-overload]
+            padding=list(padding), stride=list(stride), dilation=list(dilation)
+        )
+        return 0
+
+    def cudnnSetConvolutionGroupCount(self, descriptor: c_void_p, groups: int) -> int:
+        self._objects[descriptor.value]["groups"] = groups  # type: ignore[index]
+        return 0
+
+    def cudnnSetConvolutionMathType(self, descriptor: c_void_p, math_type: int) -> int:
+        self._objects[descriptor.value]["math"] = math_type  # type: ignore[index]
+        return 0
+
+    def _legacy_workspace(self, target: Role) -> Any:
+        def workspace_size(handle: Any, a: Any, b: Any, convolution: Any, c: Any, number: int, out: Any) -> int:
+            if number == ALGORITHMS[target].get("winograd"):
+                return self._fail(NOT_SUPPORTED, "not on this card")
+            out._obj.value = self._legacy_bytes(target, (a, b, c), number)
+            return 0
+
+        return workspace_size
+
+    def _legacy_bytes(self, target: Role, descriptors: tuple[c_void_p, ...], number: int) -> int:
+        x = dict(zip(_ORDER[target], descriptors, strict=True))[Role.X]
+        samples: int = self._objects[x.value]["shape"][0]  # type: ignore[index]
+        return 512 * samples if number == ALGORITHMS[target]["fft"] else 0
+
+    def _legacy(self, target: Role) -> Any:
+        def run(handle: Any, alpha: Any, *arguments: Any) -> int:
+            a, a_at, b, b_at, convolution, number, workspace, size, beta, c, c_at = arguments
+            (name,) = (f"legacy_{name}" for name, known in ALGORITHMS[target].items() if known == number)
+            if name in self.failing:
+                return self._fail(EXECUTION_FAILED, f"{name} was told to fail")
+            needed = self._legacy_bytes(target, (a, b, c), number)
+            if size < needed or alpha._obj.value != 1.0:
+                return self._fail(BAD_PARAM, "too little workspace, or an alpha")
+            held: dict[Role, torch.Tensor] = {}
+            for role, descriptor, address in zip(_ORDER[target], (a, b, c), (a_at, b_at, c_at), strict=True):
+                known = self._objects[descriptor.value]
+                held[role] = _at(address, DTYPES[known["dtype"]], known["shape"], known["steps"])
+            _spoil(workspace, needed)
+            geometry = self._objects[convolution.value]
+            assert geometry["groups"] == held[Role.X].shape[1] // held[Role.W].shape[1]
+            padding = geometry["padding"]
+            tensors = [held[role] for role in Role]
+            _compute(target, tensors, padding, padding, geometry["stride"], geometry["dilation"], beta._obj.value)
+            self.executed.append(name)
+            return 0
+
+        return run
+
+
+class SimulatedCard:
+    """Stands in for `mucudnn.providers.cudnn.card.Card`.
+
+    Attributes:
+        scratches: bytes of the workspaces that were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.simulated = SimulatedCudnn()
+        self.library: Library = self.simulated
+        self.scratches: list[int] = []
+        self.device = Device(handle=self.handle())
+
+    def handle(self) -> c_void_p:
+        self.library.cudnnSetStream(c_void_p(16), 7)
+        return c_void_p(16)
+
+    def scratch(self, size: int) -> torch.Tensor:
+        self.scratches.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+def _at(address: int, dtype: torch.dtype, shape: list[int], steps: list[int]) -> torch.Tensor:
+    """The memory at an address."""
+    last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    buffer = (c_char * ((last + 1) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, steps)
+
+
+def _spoil(address: int, size: int) -> None:
+    """Overwrites a workspace, all of which an engine may."""
+    if size:
+        ctypes.memset(address, 0xFF, size)
+
+
+def _compute(
+    target: Role,
+    tensors: list[torch.Tensor],
+    before: list[int],
+    after: list[int],
+    stride: list[int],
+    dilation: list[int],
+    beta: float,
+) -> None:
+    x, w, y = (tensor.double() for tensor in tensors)
+    ends = [end for pair in reversed(list(zip(before, after, strict=True))) for end in pair]
+    groups = x.shape[1] // w.shape[1]
+
+    padded = functional.pad(x.nan_to_num() if target is Role.X else x, ends)
+    none = [0] * len(stride)
+    # Beneath the shim, which may be what asks.
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    if target is Role.Y:
+        kernel = stock_kernel("convolution", "cpu")
+        result = kernel.call_boxed(keys, padded, w, None, stride, none, dilation, False, none, groups)
+    else:
+        kernel = stock_kernel("convolution_backward", "cpu")
+        mask = [target is Role.X, target is Role.W, False]
+        read = w.nan_to_num() if mask[1] else w
+        geometry = stride, none, dilation, False, none, groups
+        result = kernel.call_boxed(keys, y, padded, read, None, *geometry, mask)[mask.index(True)]
+        if target is Role.X:
+            result = functional.pad(result, [-end for end in ends])
+    written = tensors[list(Role).index(target)]
+    if beta:
+        result = result + beta * written.double()
+    assert result.shape == written.shape
+    written.copy_(result)

@@ -1,0 +1,38 @@
+"""Peak memory of tensors while some code runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+
+class TensorMemory:
+    """Counts bytes of tensors by torch's memory profiler.
+
+    Attributes:
+        peak: the most that was alive at once beyond what was at the start, in bytes; set at the end.
+    """
+
+    peak: int
+
+    def __enter__(self) -> TensorMemory:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile.__enter__()
+        torch.empty(1, dtype=torch.uint8)  # its event tells what the profiler already counted as alive
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._profile.__exit__(None, None, None)
+        # The running total of each event, and not its time: times of neighbouring events may be equal or exchanged.
+        events = list(_allocations(self._profile.profiler.kineto_results.experimental_event_tree()))
+        start = next(event.total_allocated - 1 for event in events if event.alloc_size == 1)
+        self.peak = max(event.total_allocated for event in events) - start
+
+
+def _allocations(events: Iterable[Any]) -> Iterator[Any]:
+    for event in events:
+        if event.tag.name == "Allocation":
+            yield event.extra_fields
+        yield from _allocations(event.children)

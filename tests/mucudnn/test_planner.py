@@ -1,0 +1,277 @@
+"""What the planner measures, keeps and decides, on a made-up machine; and what happens when an algorithm fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch.nn import functional
+
+import mucudnn
+from mucudnn import benchmark
+from mucudnn.environment import Environment
+from mucudnn.planner import LEAST_SECONDS, MARGIN, Plan, Planner
+from mucudnn.problem import ConvProblem, Dim, Direction
+from mucudnn.providers import HOST_PROVIDERS, Part
+from mucudnn.providers.fft import Fft
+from mucudnn.providers.gemm import Gemm
+from mucudnn.providers.stock import Stock
+from mucudnn.settings import Settings
+from mucudnn.store import Store
+from optimizer import Division, Option
+
+ENVIRONMENT = Environment("test", threads=2, deterministic=False, precision="", libraries="")
+STOCK_SECONDS = 1.0
+ROWS = 8
+
+
+def problem(extent: int) -> ConvProblem:
+    return ConvProblem.of_convolution(
+        Direction.FORWARD, (extent, 2, ROWS, ROWS), (3, 2, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
+    )
+
+
+class Machine:
+    """A provider whose launches take the seconds and the workspace it was given, on a clock of its own.
+
+    It serves no micro-tiles.
+
+    Attributes:
+        launches: algorithm and extents of every launch so far.
+        ratio: what a division takes in units of torch's own kernel.
+        failing: algorithm and least extent that fail.
+    """
+
+    def __init__(self, seconds: dict[str, Callable[[int], float]], workspace: Callable[[int], int]) -> None:
+        self.seconds, self.bytes = seconds, workspace
+        self.launches: list[tuple[str, tuple[int, ...]]] = []
+        self.ratio = 0.5
+        self.failing: dict[str, int] = {}
+        self.now = 0.0
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        return list(self.seconds) if problem.y_shape[2] == ROWS else []
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        return algorithm in self.algorithms(problem)
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        return self.bytes(problem.extent)
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        extents = [part.problem.extent for part in parts]
+        self.launches.append((algorithm, tuple(extents)))
+        if max(extents) >= self.failing.get(algorithm, math.inf):
+            raise RuntimeError("no memory\nand a long explanation")
+        self.now += sum(self.seconds[algorithm](extent) for extent in extents)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def elapsed(work: benchmark.Work, clock: object = None) -> float:
+            start = self.now
+            work()
+            return (self.now - start) or STOCK_SECONDS  # only torch's own kernel does not move this clock
+
+        def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+            work()
+            return self.ratio
+
+        monkeypatch.setattr(benchmark, "first_seconds", elapsed)
+        monkeypatch.setattr(benchmark, "seconds", elapsed)
+        monkeypatch.setattr(benchmark, "ratio", ratio)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """An algorithm "fast" of 1 ms and 10 ms and 100 bytes per sample, beside torch's own kernel of a second."""
+    machine = Machine({"fast": lambda extent: 0.001 + 0.01 * extent}, lambda extent: 100 * extent)
+    machine.install(monkeypatch)
+    return machine
+
+
+def plan(machine: Machine, extent: int, limit: float, policy: str = "powerOfTwo", store: Store | None = None) -> Plan:
+    settings = Settings.from_environment({}, workspace_limit=limit, policy=policy, database=":memory:")
+    return Planner(settings, store or Store(":memory:"), (machine,)).plan(problem(extent), ENVIRONMENT)
+
+
+@pytest.mark.parametrize(
+    ("extent", "limit", "policy", "parts"),
+    [
+        (16, math.inf, "undivided", [16]),
+        (16, 1600, "undivided", [16]),
+        (16, 1599, "powerOfTwo", [8, 8]),
+        (16, 400, "powerOfTwo", [4, 4, 4, 4]),
+        (12, 1199, "powerOfTwo", [8, 4]),
+        (12, 1199, "all", [11, 1]),
+        (7, 300, "all", [3, 3, 1]),
+    ],
+)
+def test_the_fastest_that_fits(machine: Machine, extent: int, limit: float, policy: str, parts: list[int]) -> None:
+    chosen = plan(machine, extent, limit, policy)
+    assert sum(option.extent for option in chosen.division.options) == extent
+    assert len(chosen.division.options) == len(parts)
+    assert chosen.division.workspace <= limit
+    assert {option.algorithm for option in chosen.division.options} == {"fast"}
+
+
+@pytest.mark.parametrize(("limit", "policy"), [(0, "all"), (99, "all"), (1599, "undivided")])
+def test_what_does_not_fit_stays_with_torch(machine: Machine, limit: float, policy: str) -> None:
+    assert plan(machine, 16, limit, policy).is_stock
+
+
+def test_limit_zero_measures_no_algorithm(machine: Machine) -> None:
+    machine.bytes = lambda extent: 0
+    assert plan(machine, 16, 0).is_stock
+    assert machine.launches == []
+
+
+@pytest.mark.parametrize(("ratio", "taken"), [(1 - MARGIN - 0.01, True), (1 - MARGIN + 0.01, False), (2.0, False)])
+def test_only_what_is_measurably_faster_is_taken(machine: Machine, ratio: float, taken: bool) -> None:
+    machine.ratio = ratio
+    chosen = plan(machine, 16, math.inf)
+    assert chosen.is_stock != taken
+    assert chosen.seconds == (ratio * STOCK_SECONDS if taken else STOCK_SECONDS)
+
+
+def test_a_division_that_disappoints_gives_way_to_the_next(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.seconds = {"lucky": lambda extent: 0.003 * extent, "fast": lambda extent: 0.01 * extent}
+
+    def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+        work()
+        return 1.5 if machine.launches[-1][0] == "lucky" else 0.3
+
+    monkeypatch.setattr(benchmark, "ratio", ratio)
+    assert plan(machine, 16, math.inf).division.runs() == (("fast", (16,)),)
+
+
+def test_short_convolutions_are_left_to_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "seconds", lambda work, clock=None: LEAST_SECONDS / 2)
+    assert plan(machine, 16, math.inf).is_stock
+    assert machine.launches == []
+
+
+def test_a_hopeless_algorithm_is_not_measured_at_every_size(machine: Machine) -> None:
+    machine.seconds["fast"] = lambda extent: 10.0 * extent
+    assert plan(machine, 16, math.inf, "all").is_stock
+    assert sorted(machine.launches) == [("fast", (1,)), ("fast", (4,))]
+
+
+def test_the_database_answers_other_limits_and_batches(machine: Machine) -> None:
+    store = Store(":memory:")
+    plan(machine, 16, 400, store=store)
+    measured = len(machine.launches)
+    again = plan(machine, 16, 400, store=store)
+    assert again.division.runs() == (("fast", (4, 4, 4, 4)),)
+    assert len(machine.launches) == measured  # all of it came from the database
+    plan(machine, 32, 400, store=store)
+    assert machine.launches[measured:] == [("fast", (4,) * 8)]  # only the new division as a whole
+    plan(machine, 16, 800, store=store)
+    assert machine.launches[measured + 1 :] == [("fast", (8,)), ("fast", (8,)), ("fast", (8, 8))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: ConvProblem.of_convolution(
+            p.direction, p.x_shape, p.w_shape, stride=(1, 1), padding=(1, 1), dilation=(2, 1)
+        ),
+        lambda p: ConvProblem.of_convolution(
+            p.direction, p.x_shape, (4, 1, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=2
+        ),
+        lambda p: ConvProblem.of_convolution(
+            p.direction, p.x_shape, p.w_shape, stride=(1, 1), padding=(1, 1), dilation=(1, 1), dtype="float64"
+        ),
+        lambda p: ConvProblem.of_convolution(
+            Direction.BACKWARD_DATA, p.x_shape, p.w_shape, stride=(1, 1), padding=(1, 1), dilation=(1, 1)
+        ),
+        lambda p: ConvProblem.of_convolution(
+            p.direction,
+            p.x_shape,
+            (2, 3, 3, 3),
+            stride=(1, 1),
+            padding=(1, 1),
+            dilation=(1, 1),
+            transposed=True,
+        ),
+        lambda p: ConvProblem.of_convolution(
+            p.direction,
+            p.x_shape,
+            p.w_shape,
+            stride=(1, 1),
+            padding=(1, 1),
+            dilation=(1, 1),
+            formats=("channels_last",) * 3,
+        ),
+    ],
+    ids=["dilation", "groups", "dtype", "direction", "transposed", "formats"],
+)
+def test_other_problems_do_not_share_times(change: Callable[[ConvProblem], ConvProblem]) -> None:
+    assert change(problem(4)).launch_key() != problem(4).launch_key()
+
+
+def test_a_failing_algorithm_is_no_option(machine: Machine) -> None:
+    machine.failing["fast"] = 8
+    assert plan(machine, 16, math.inf).division.runs() == (("fast", (4, 4, 4, 4)),)
+
+
+class Fault:
+    """Makes a provider's launches fail from an extent on."""
+
+    def __init__(self, provider: type, least: int, error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+        launch = provider.launch
+
+        def failing(self, algorithm, parts, accumulate):  # type: ignore[no-untyped-def]
+            for part in parts:
+                part.target.fill_(math.nan)
+            if max(part.problem.extent for part in parts) >= least:
+                raise error
+            launch(self, algorithm, parts, accumulate)
+
+        monkeypatch.setattr(provider, "launch", failing)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("algorithm failed"), MemoryError(), torch.OutOfMemoryError("full")])
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ({Fft: 8}, [(4, "fft"), (4, "fft")]),
+        ({Fft: 1}, [(8, "gemm")]),
+        ({Fft: 1, Gemm: 1}, [(4, "stock"), (4, "stock")]),
+        ({Fft: 1, Gemm: 1, Stock: 1}, [(8, "stock")]),
+    ],
+    ids=["smaller parts", "another algorithm", "parts of torch's kernel", "torch's kernel"],
+)
+def test_a_failing_plan_falls_to_the_next_best(
+    faults: dict[type, int], expected: list[tuple[int, str]], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [
+        Option(8, "fft", 0.1, 80),
+        Option(4, "fft", 0.1, 40),
+        Option(8, "gemm", 0.3, 80),
+        Option(4, "stock", 0.4, 4),
+    ]
+
+    def forced(self: Planner, problem: ConvProblem, environment: object, *measured_with: object) -> Plan:
+        return Plan(problem, math.inf, Dim.BATCH, Division((options[0],)), {Dim.BATCH: options}, 0.1, 0.1, 1.0)
+
+    monkeypatch.setattr(Planner, "plan", forced)
+    x, w = torch.randn(8, 3, 9, 9, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    expected_result = functional.conv2d(x, w)
+    with mucudnn.patched(database=":memory:"):
+        functional.conv2d(x, w)
+        for provider, least in faults.items():
+            Fault(provider, least, error, monkeypatch)
+        with pytest.warns(RuntimeWarning, match="goes on with the next best plan") as warned:
+            actual = functional.conv2d(x, w)
+        torch.testing.assert_close(actual, expected_result, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(functional.conv2d(x, w), expected_result, rtol=1e-12, atol=1e-12)
+        (record,) = mucudnn.report()
+    assert list(record.parts) == expected
+    assert len([w for w in warned if issubclass(w.category, RuntimeWarning)]) == 1
+    assert "\n" not in str(warned[0].message)
+
+
+def test_providers_name_each_algorithm_once() -> None:
+    names = [name for provider in HOST_PROVIDERS for name in provider.algorithms(problem(1))]
+    assert sorted(names) == ["fft", "gemm", "onednn", "stock"]

@@ -1,0 +1,100 @@
+"""Declared workspaces against the memory that launches really hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from problems import operands, problems
+from tensor_memory import TensorMemory
+
+import mucudnn
+from mucudnn import benchmark
+from mucudnn.measurement import Measurement
+from mucudnn.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.providers import Operands
+from mucudnn.providers.fft import FFT, Fft
+from mucudnn.providers.gemm import GEMM, Gemm
+from mucudnn.providers.onednn import ONEDNN, OneDnn
+from mucudnn.providers.stock import Stock
+from mucudnn.tile import tiles
+
+PROVIDERS = {FFT: Fft(), GEMM: Gemm(), ONEDNN: OneDnn()}
+
+
+def widened(problem: ConvProblem, given: Operands) -> Operands:
+    """The operands as algorithms get them: sums of weight gradients in half types are float32."""
+    return replace(given, w=given.w.float()) if problem.is_half and problem.target is Role.W else given
+
+
+@pytest.mark.parametrize("algorithm", PROVIDERS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(data=st.data())
+def test_peak_stays_within_what_is_declared(algorithm: str, data: st.DataObject) -> None:
+    if algorithm == ONEDNN:
+        problem = data.draw(problems(dtypes=("float32",), max_extent=6, ordinary=True))
+    else:
+        problem = data.draw(problems(dtypes=("float32", "float64", "bfloat16"), max_extent=6))
+    tensors = widened(problem, operands(problem))
+    size = data.draw(st.integers(1, problem.extent))
+    extents = [size] * (problem.extent // size) + [problem.extent % size] * bool(problem.extent % size)
+    provider = PROVIDERS[algorithm]
+    parts = [tile.part(tensors) for tile in tiles(problem, Dim.BATCH, extents)]
+    assume(all(algorithm in provider.algorithms(part.problem) for part in parts))
+    declared = max(provider.workspace(part.problem, algorithm) for part in parts)
+    with TensorMemory() as memory:
+        provider.launch(algorithm, parts, accumulate=False)
+    assert memory.peak <= declared
+
+
+@pytest.mark.parametrize("algorithm", [FFT, GEMM])
+@pytest.mark.parametrize("direction", Direction)
+def test_declared_workspace_is_not_much_too_large(algorithm: str, direction: Direction) -> None:
+    problem = ConvProblem.of_convolution(
+        direction, (8, 16, 32, 32), (16, 16, 7, 7), stride=(1, 1), padding=(3, 3), dilation=(1, 1)
+    )
+    tensors = operands(problem)
+    with TensorMemory() as memory:
+        PROVIDERS[algorithm].launch(algorithm, [tile.part(tensors) for tile in tiles(problem, Dim.BATCH, [8])], False)
+    declared = PROVIDERS[algorithm].workspace(problem, algorithm)
+    assert 0.75 * declared <= memory.peak <= declared
+
+
+@pytest.mark.parametrize("limit", [2**18, 2**20, 2**22])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_patched_call_stays_within_the_limit(
+    limit: int, direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's own kernel made to look slow, the division within the limit is taken, and its memory is measured."""
+
+    def slow_stock(self: Measurement) -> float:
+        return 1e3
+
+    monkeypatch.setattr(Measurement, "stock_seconds", slow_stock)
+    monkeypatch.setattr(benchmark, "ratio", lambda work, baseline, clock=None: 0.1)
+    monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 4, 24, 24), torch.randn(8, 4, 9, 9)
+    y = torch.ops.aten.convolution(x, w, None, (1, 1), (4, 4), (1, 1), False, (0, 0), 1)
+    geometry = ((1, 1), (4, 4), (1, 1), False, (0, 0), 1)
+    mask = [direction is Direction.BACKWARD_DATA, direction is Direction.BACKWARD_FILTER, False]
+
+    def call() -> torch.Tensor:
+        if direction is Direction.FORWARD:
+            return torch.ops.aten.convolution(x, w, None, *geometry)
+        gradients = torch.ops.aten.convolution_backward(y, x, w, None, *geometry, mask)
+        return next(gradient for gradient in gradients if gradient is not None)
+
+    with mucudnn.patched(workspace_limit=limit, database=":memory:"):
+        call()
+        (record,) = mucudnn.report()
+        with TensorMemory() as memory:
+            result = call()
+    assert record.workspace <= limit
+    if limit > 2**18:  # as little as that fits no algorithm here
+        assert {algorithm for _, algorithm in record.parts} <= PROVIDERS.keys()
+        assert memory.peak <= limit + math.prod(result.shape) * 4
