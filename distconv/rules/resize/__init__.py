@@ -80,6 +80,8 @@ class Plan:
     in_local: tuple[int, ...]
     options: list[Any]
     """Of the stock operator: whether corners align, for the linear ones, and the scales of the dims held whole."""
+    stock: bool
+    """Whether the stock operator has work even where it keeps the shape."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,6 +103,12 @@ def make_plan(
     out_shape = tuple(operator(torch.empty(shape, dtype=dtype, device="meta"), size, *options).shape)
     align, given = (options[:1], options[1:]) if name in LINEAR else ((), options)
     scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
+    for dim in _kept(name, shape, out_shape, scales):
+        if mesh.device_type != "cpu" or ("cubic" in name and shape[2:] == out_shape[2:]):
+            what = f"a scale of {scales[dim - 2]} that keeps dim {dim} at {shape[dim]}"
+            raise refuse(operator, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
+        if "cubic" not in name:
+            scales[dim - 2] = None  # ATen's host kernels copy such a dim, whatever the scale.
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[Side], list[Side]] = ([], [])
     for dim, axis in sorted(axes.items()):
@@ -110,7 +118,14 @@ def make_plan(
             sides[backward].append(_side(mesh, axis, along, elements, results, scales[along.at], backward))
         scales[along.at] = None
     in_local, out_local = local_shape(mesh, placements, shape), local_shape(mesh, placements, out_shape)
-    return Plan(tuple(sides[0]), tuple(sides[1]), out_shape, out_local, in_local, [*align, *scales])
+    stock = not axes or any(scale not in (None, 1) for scale in scales)
+    return Plan(tuple(sides[0]), tuple(sides[1]), out_shape, out_local, in_local, [*align, *scales], stock)
+
+
+def _kept(name: str, shape: Sequence[int], out_shape: Sequence[int], scales: Sequence[float | None]) -> list[int]:
+    """Dims that interpolation with a scale other than 1 leaves at their extent (a scale of 1.25, from 2 to 2)."""
+    dims = range(2, len(shape)) if name in LINEAR else ()
+    return [dim for dim in dims if scales[dim - 2] not in (None, 1) and shape[dim] == out_shape[dim]]
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,7 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
         local = side.apply(local)
     if 0 in plan.out_local:
         local = local.new_empty(plan.out_local)
-    elif local.shape != plan.out_local or not plan.forward:
+    elif local.shape != plan.out_local or plan.stock:
         local = func(local, plan.out_local[2:], *plan.options)
     elif local is x._local_tensor:
         local = local.clone()
@@ -202,7 +217,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
         local = side.apply(local)
     if 0 in plan.in_local or 0 in local.shape:
         local = local.new_zeros(plan.in_local)
-    elif local.shape != plan.in_local or not plan.backward:
+    elif local.shape != plan.in_local or plan.stock:
         local = func(local, local.shape[2:], plan.in_local, *plan.options)
     elif local is start:
         local = local.clone()
