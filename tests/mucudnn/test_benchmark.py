@@ -33,6 +33,15 @@ def test_long_work_is_called_once(clock: list[float]) -> None:
     assert benchmark.seconds(takes(clock, [2.0, 1.0])) == pytest.approx(2.0)
 
 
+def test_a_slow_baseline_is_called_once_where_the_work_is_far_faster(clock: list[float]) -> None:
+    calls: list[float] = []
+    slow = takes(clock, [20.0])
+    assert benchmark.ratio(takes(clock, [0.2, 0.1]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.005)
+    assert len(calls) == 1
+    assert benchmark.ratio(takes(clock, [19.0]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.95)
+    assert len(calls) == 1 + 4
+
+
 def test_ratio_does_not_trust_a_lucky_half(clock: list[float]) -> None:
     work = takes(clock, [1e-3, *[1e-3, 3e-3] * 6])
     assert benchmark.ratio(work, takes(clock, [2e-3])) == pytest.approx(1.5)
