@@ -1,6 +1,6 @@
 """How much faster single convolutions are, divided within a workspace limit: forward and both backward passes.
 
-    python benchmarks/layers.py                      # everything, about ten minutes on two cores
+    python benchmarks/layers.py                      # everything, about an hour on two cores
     python benchmarks/layers.py --only large         # the layers with large kernels
     python benchmarks/layers.py --only volume        # one volume with a large kernel, cut along depth
     python benchmarks/layers.py --only resnet18
@@ -42,10 +42,13 @@ MIB = 2**20
 BATCHES = {"alexnet": 32, "vgg16": 4, "resnet18": 16, "resnet50": 8, "unet3d": 2, "cosmoflow": 2}
 """Mini-batch sizes of the networks here: what two cores do in about a second per layer."""
 
-ROUND_SECONDS = 1.5
+ROUND_SECONDS = 5.0
 """A layer's rounds, of one call per arm each, end after this time."""
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 40
+
+WARM_SECONDS = 0.15
+"""A call that takes longer has no other before it to warm it up."""
 
 SLOW_SECONDS, SLOW_ROUNDS = 5.0, 3
 """Where torch takes so long for a call, so many rounds must do."""
@@ -149,7 +152,7 @@ def measure(case: Case, database: str) -> Row:
         """Seconds of the second of two calls: the first finds the caches of the arm before."""
         shim.install(arms[name])
         seconds = benchmark.first_seconds(work)
-        if seconds < ROUND_SECONDS / 10:
+        if seconds < WARM_SECONDS:
             seconds = benchmark.first_seconds(work)
         shim.install(None)
         return seconds
