@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.networks import NETWORKS, Layer, convolutions
 from mucudnn import benchmark, shim
 from mucudnn.problem import ConvProblem, Direction
+from mucudnn.providers import STOCK
 from mucudnn.providers.fft import FFT, Fft
 from mucudnn.session import Session
 from mucudnn.settings import Settings, format_bytes
@@ -45,7 +46,7 @@ BATCHES = {"alexnet": 32, "vgg16": 4, "resnet18": 16, "resnet50": 8, "unet3d": 2
 ROUND_SECONDS = 5.0
 """A layer's rounds, of one call per arm each, end after this time."""
 
-LEAST_ROUNDS, MOST_ROUNDS = 5, 40
+LEAST_ROUNDS, MOST_ROUNDS = 7, 40
 
 WARM_SECONDS = 0.15
 """A call that takes longer has no other before it to warm it up."""
@@ -171,7 +172,8 @@ def measure(case: Case, database: str) -> Row:
 
     divided = arms["divided"]
     assert divided is not None
-    chosen = [f"{record.division}" for record in divided.records()]
+    records = divided.records()
+    chosen = [record.division for record in records]
     return Row(
         case.group,
         case.layer.name,
@@ -182,7 +184,7 @@ def measure(case: Case, database: str) -> Row:
         median(lambda r: r["divided"]),
         median(lambda r: r["stock"] / r["undivided"]),
         median(lambda r: r["stock"] / r["divided"]),
-        " | ".join(chosen) if set(chosen) != {"stock"} else "stock",
+        STOCK if all(record.parts == ((record.parts[0][0], STOCK),) for record in records) else " | ".join(chosen),
     )
 
 
@@ -209,28 +211,34 @@ def table(rows: list[Row]) -> Table:
 
 
 def summary(rows: list[Row]) -> Table:
-    """Per group: the geometric mean and the least of the divided arm's speed-ups, and the whole's time."""
+    """Per group: the geometric mean and the least of the divided arm's speed-ups, and the whole's time.
+
+    Where every direction is left to torch's own kernel, both arms run the same code: what differs is noise.
+    """
     shown = Table(title="speed-up of the divided arm over stock")
-    for heading in ("network", "layers", "geometric mean", "least", "all layers' time"):
+    headings = "layers", "left to stock", "geometric mean", "least", "least left to stock (noise)", "all layers' time"
+    for heading in ("network", *headings):
         shown.add_column(heading, justify="left" if heading == "network" else "right")
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        speedups = [row.divided_speedup for row in members]
+        left = [row.divided_speedup for row in members if row.division == STOCK]
+        taken = [row.divided_speedup for row in members if row.division != STOCK]
         whole = sum(row.stock * row.count for row in members) / sum(row.divided * row.count for row in members)
-        numbers = (f"{statistics.geometric_mean(speedups):.3f}", f"{min(speedups):.3f}", f"{whole:.3f}")
-        shown.add_row(group, str(len(members)), *numbers)
+        numbers = statistics.geometric_mean([*left, *taken]), min(taken, default=None), min(left, default=None), whole
+        texts = ("" if number is None else f"{number:.3f}" for number in numbers)
+        shown.add_row(group, str(len(members)), str(len(left)), *texts)
     return shown
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc, where it is the allocator, to reuse blocks of up to 32 MiB rather than to return them.
+    """Tells glibc, where it is the allocator, to reuse freed blocks of any size rather than to return them.
 
     It would do so by itself at times: a layer then takes two or three times as long, whichever arm it is.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # as in malloc.h
-        mallopt(mmap_threshold, 32 * MIB)
+        trim_threshold, mmap_max = -1, -4  # as in malloc.h
+        mallopt(mmap_max, 0)
         mallopt(trim_threshold, 2**31 - 1)
 
 
