@@ -55,7 +55,7 @@ def shifted(box: Box, outer: Box) -> Box:
     return tuple((start + first, stop + first) for (start, stop), (first, _) in zip(box, outer, strict=True))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(grids())
 def test_transfers_agree_and_bring_each_missing_element_once(case: tuple[list[Box], list[Box]]) -> None:
     before, after = case

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import Ranks
 from reference import Case, errors, wrong
@@ -202,7 +202,6 @@ def test_formats_modes_and_refusals(ranks: Callable[[int], Ranks]) -> None:
         assert not [name for name, right in answer.items() if not right]
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["nearest", "nearest-exact", "linear", "linear aligned", "cubic", "cubic aligned"]),
     st.integers(1, 60),

@@ -68,7 +68,7 @@ def test_weight_gradients_are_added_on_request(geometry: str, arm: str, device: 
     assert ran
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_any_convolution(device: torch.device, data: st.DataObject) -> None:
     problem = data.draw(problems(dtypes=("float64", "float32")))

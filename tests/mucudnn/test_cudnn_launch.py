@@ -56,7 +56,7 @@ def run(
     Schedule(problem, dim, division, {algorithm: provider}).run(given)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(formatted(), st.integers(1, 3), st.booleans(), st.booleans(), st.sampled_from(["eng0", "eng1", "legacy_fft"]))
 def test_any_problem_in_any_division(
     problem: ConvProblem, parts: int, is_spatial: bool, with_bias: bool, algorithm: str

@@ -138,7 +138,7 @@ def test_an_unknown_device_is_refused(cudnn: Library) -> None:
         Device.known(cudnn, {"deviceName": "abacus"})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems(dtypes=("float64", "float32", "float16", "bfloat16")))
 def test_any_problem_is_a_graph_with_an_engine(problem: ConvProblem, cudnn: Library, h200: Device) -> None:
     put = form(problem)
@@ -148,7 +148,7 @@ def test_any_problem_is_a_graph_with_an_engine(problem: ConvProblem, cudnn: Libr
     assert graph.plan(graph.engine(0)).workspace >= 0  # engine 0 serves everything
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problem=problems(dtypes=("float32", "float16")))
 def test_legacy_descriptors_agree_on_the_output_shape(problem: ConvProblem, cudnn: Library) -> None:
     put = form(problem)

@@ -9,7 +9,7 @@ from problems import apply, operands, problems
 from mucudnn.problem import ConvProblem, Direction, Role
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_output_shape_is_torchs(problem: ConvProblem) -> None:
     tensors = operands(problem)
@@ -17,7 +17,7 @@ def test_output_shape_is_torchs(problem: ConvProblem) -> None:
     assert apply(problem, source, tensors.w, None).shape == problem.output_shape
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(problems())
 def test_extent_is_the_only_thing_a_launch_key_forgets(problem: ConvProblem) -> None:
     larger = problem.with_extent(problem.extent + 3)

@@ -36,7 +36,7 @@ def launch(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_algorithm_equals_float64_reference(algorithm: str, data: st.DataObject) -> None:
     problem = data.draw(problems(dtypes(algorithm, "float64", "float32", "bfloat16", "float16")))
@@ -49,7 +49,7 @@ def test_algorithm_equals_float64_reference(algorithm: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_weight_gradients_accumulate_on_request(algorithm: str, data: st.DataObject) -> None:
     dtype, tolerance = ("float32", 1e-5) if algorithm == "onednn" else ("float64", 1e-11)

@@ -32,7 +32,7 @@ def widened(problem: ConvProblem, given: Operands) -> Operands:
 
 
 @pytest.mark.parametrize("algorithm", PROVIDERS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(data=st.data())
 def test_peak_stays_within_what_is_declared(algorithm: str, data: st.DataObject) -> None:
     if algorithm == ONEDNN:

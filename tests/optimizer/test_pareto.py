@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from optimizer import Division, Option, best_division, desirable_divisions, desirable_set
@@ -50,7 +50,6 @@ def every_division(options: list[Option], extent: int) -> Iterator[Division]:
                 yield Division((option, *rest.options))
 
 
-@settings(deadline=None)
 @given(st.lists(launch, max_size=6), st.integers(0, 7))
 def test_divisions_are_those_that_no_division_dominates(options: list[Option], extent: int) -> None:
     expected = desirable_set(every_division(options, extent))

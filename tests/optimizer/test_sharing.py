@@ -57,14 +57,14 @@ def check(kernels: list[list[Division]], total: float, method: str | None) -> No
     assert all(chosen in kernel for chosen, kernel in zip(found.divisions, kernels, strict=True))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(networks, st.one_of(st.integers(0, 90), st.just(math.inf)))
 def test_the_fastest_choice_within_the_total(kernels: list[list[Division]], total: float) -> None:
     check(kernels, total, "frontier")
 
 
 @pytest.mark.skipif("CBC" not in programme.installed(), reason="PuLP is not installed")
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(networks, st.integers(0, 60))
 def test_the_integer_programme_agrees(kernels: list[list[Division]], total: int) -> None:
     for solver in programme.installed():
