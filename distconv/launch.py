@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distconv.partition import Partition
 from distconv.strategy import Strategy
+from mucudnn.settings import SETTINGS, SettingError, Settings
 
 BACKENDS = ("gloo", "nccl", "mpi")
 GRACE_SECONDS = 3.0  # what ranks get to end by themselves, and again between SIGTERM and SIGKILL
@@ -103,6 +104,17 @@ def check(job: Job, size: int | None, backend: str) -> None:
             )
     if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise BadInput("backend 'mpi' needs mpi4py: pip install mpi4py mpich")
+    if divides_locally():
+        try:
+            Settings.from_environment()
+        except SettingError as error:
+            raise BadInput(str(error)) from None
+
+
+def divides_locally() -> bool:
+    """Whether mucudnn is to divide each rank's own convolutions: the environment sets a limit for it."""
+    names = ("workspace_limit", "memory_limit", "total_workspace_size")
+    return any(os.environ.get(SETTINGS[name].variable) for name in names)
 
 
 def choose_backend(job: Job, place: Place | None) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
 
 from distconv.data import loading
-from distconv.launch import BadInput, Job, Place, check, choose_backend
+from distconv.launch import BadInput, Job, Place, check, choose_backend, divides_locally
 from distconv.partition import make_mesh
 
 ALIKE_SECONDS = 2.0  # within which ranks that fail for the same reason all have failed
@@ -80,7 +80,7 @@ def _run_distributed(job: Job, store: Store) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = make_mesh(job.partition, device_type=device_type)
     channel_algorithms[None] = job.channel_algorithm
-    if any(name.startswith("MUCUDNN_WORKSPACE_LIMIT") for name in os.environ):
+    if divides_locally():
         import mucudnn
         from distconv.board import StoreBoard
 

@@ -45,7 +45,8 @@ def _refuse_change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> No
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[index] if index < len(args) else kwargs.get(argument.name)
+            changed = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from changed if isinstance(changed, list | tuple) else (changed,)
 
 
 @functools.cache

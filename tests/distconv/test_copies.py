@@ -42,6 +42,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "rows without gradient": lambda x: x[:, :, 1:].detach().exp_(),
     "a flat view": lambda x: x.flatten(1).sin_(),
     "out=": lambda x: torch.add(x[:, :, 1:] * 1, 1, out=x[:, :, 1:]),
+    "one of many": lambda x: torch._foreach_add_([x[:, :1], x[:, :, 1:]], 2),
 }
 
 CHANGED: dict[str, Callable[[Tensor], Any]] = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distconv import __main__ as command_line
-from distconv.launch import Place, find_place, mpiexec
+from distconv.launch import Place, divides_locally, find_place, mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -188,6 +188,18 @@ def test_bad_input_is_one_line(arguments, message, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["WORKSPACE_LIMIT", "MEMORY_LIMIT", "TOTAL_WORKSPACE_SIZE"])
+def test_any_limit_lets_mucudnn_divide_what_is_local(name, monkeypatch, capsys):
+    assert not divides_locally()
+    monkeypatch.setenv(f"MUCUDNN_{name}", "64MiB")
+    assert divides_locally()
+    monkeypatch.setenv(f"MUCUDNN_{name}", "lots")
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", "--partition", "height=2", HELLO])
+    assert command_line.main() == 2
+    printed = capsys.readouterr().err
+    assert f"MUCUDNN_{name}='lots': accepted is" in printed and printed.count("\n") == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -288,14 +288,18 @@ def best() -> list[bool]:
     x = torch.randn(4, 7, 5, dtype=torch.float64)
     result = []
     for dim, k, largest in ((1, 3, True), (1, 7, False), (-2, 1, True), (2, 2, True), (0, 0, True)):
-        values, places = distconv.shard(x, mesh).topk(k, dim, largest)
-        expected = x.topk(k, dim, largest)
+        alone, here = (x.clone().requires_grad_() for _ in range(2))
+        values, places = distconv.shard(here, mesh).topk(k, dim, largest)
+        expected = alone.topk(k, dim, largest)
         result += [torch.equal(distconv.gather(values), expected[0]), torch.equal(distconv.gather(places), expected[1])]
+        expected[0].square().sum().backward()
+        values.square().sum().backward()
+        result.append(torch.equal(here.grad, alone.grad))
     return result
 
 
 def test_the_best_of_split_channels(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(3).run(best) == [[True] * 10] * 3
+    assert ranks(3).run(best) == [[True] * 15] * 3
 
 
 def bytes_of_a_step(partition: str, algorithm: str, channels: int, filters: int) -> list[int]:
