@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mucudnn import bench, benchmark, shim
 from mucudnn.bench import Layer
-from mucudnn.plan import plan
+from mucudnn.network_plan import plan
 from mucudnn.recorded import Times, times
 from mucudnn.session import Session
 from mucudnn.settings import Settings, format_bytes

@@ -130,7 +130,8 @@ def patched(
             benchmark_devices,
             progress,
             log,
-        )
+        ),
+        board,
     )
     before = shim.install(session)
     try:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from mucudnn import shim
+from mucudnn.call import Call
 from mucudnn.environment import switches
 from mucudnn.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
 from mucudnn.providers import stock_result
-from mucudnn.session import Call, Session
+from mucudnn.session import Session
 from mucudnn.settings import Settings
 
 Array = TypeVar("Array")

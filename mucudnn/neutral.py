@@ -6,20 +6,19 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
+from mucudnn.call import Call
 from mucudnn.memory import held, recorder
 from mucudnn.outcome import Moment
+from mucudnn.planned import Planned
 from mucudnn.problem import ConvProblem, Direction
 from mucudnn.report import Record
 from mucudnn.settings import PEAK, Settings
 from mucudnn.steps import Steps
 from optimizer import Timeline
-
-if TYPE_CHECKING:
-    from mucudnn.session import Call, Planned
 
 
 class Allowance:

@@ -1,193 +1,117 @@
-"""Plan: how the convolutions of a network would be computed within limits, by times on record alone."""
+"""Plan: how one problem is computed, and what else it could be computed by."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from mucudnn.bench import Layer
-from mucudnn.planner import MARGIN
-from mucudnn.recorded import Choice, Choices, Times
+from mucudnn.execute import LaunchError
+from mucudnn.problem import ConvProblem, Dim
+from mucudnn.providers import STOCK
 from mucudnn.report import Record
-from mucudnn.settings import Settings, format_bytes
-from optimizer import Sharing, share
+from mucudnn.tile import dims, extent
+from optimizer import Division, Option, best_division, desirable_divisions, desirable_set
+
+MARGIN = 0.05
+"""A division replaces torch's own kernel only if, both run in turn, it takes less than 1 - MARGIN of its time."""
+
+Options = Mapping[Dim, Sequence[Option]]
 
 
 @dataclass(frozen=True)
-class Row:
-    """Kernels of one layer and direction that are computed alike.
+class Plan:
+    """How a problem is computed.
 
     Attributes:
-        layer: the layer; its count is that of all its kernels, whether computed alike or not.
-        count: kernels that are computed this way.
-        choice: how.
-        choices: what there was to choose from.
-        record: the same for tables.
+        problem: the convolution.
+        limit: bytes of workspace that were allowed.
+        dim: along which it is divided.
+        division: the launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
+        options: all launches that are known beside that one, from which another division can be made.
+        seconds: of the division, as it compares with torch's own kernel when both run in turn.
+        undivided_seconds: of the best algorithm that fits and takes the whole at once, compared alike.
+        stock_seconds: of torch's own kernel on the whole.
+        whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
     """
 
-    layer: Layer
-    count: int
-    choice: Choice
-    choices: Choices
-    record: Record
-
-    @property
-    def direction(self) -> str:
-        """In words."""
-        return self.record.direction.replace("_", " ")
-
-    @property
-    def fastest(self) -> Choice:
-        """With all the workspace there may be."""
-        return self.choices.desirable[-1]
-
-
-@dataclass(frozen=True)
-class NetworkPlan:
-    """The plan of a network.
-
-    Attributes:
-        rows: in the order of the network's layers.
-        missing: the layers of which no times are on record.
-        sharing: how the total was divided; `None` where one workspace is reused.
-        limit: bytes that one convolution may use.
-        total: bytes that all may use together; `None` where they reuse one workspace.
-    """
-
-    rows: Sequence[Row]
-    missing: Sequence[Layer]
-    sharing: Sharing[Choice] | None
+    problem: ConvProblem
     limit: float
-    total: float | None
+    dim: Dim
+    division: Division
+    options: Options
+    seconds: float
+    undivided_seconds: float
+    stock_seconds: float
+    whole_workspace: int = 0
 
     @property
-    def seconds(self) -> float:
-        """Of all kernels of one training step."""
-        return sum(row.count * row.choice.seconds for row in self.rows)
+    def is_stock(self) -> bool:
+        """Whether torch's own kernel serves the problem undivided."""
+        return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
 
     @property
-    def stock_seconds(self) -> float:
-        """Of the same by torch's own kernels."""
-        return sum(row.count * row.record.stock_seconds for row in self.rows)
-
-    @property
-    def workspace(self) -> int:
-        """Bytes that must be there: the largest where they are reused, the sum where each kernel has its own."""
-        return self._together([(row, row.choice.workspace) for row in self.rows])
-
-    def sentences(self) -> list[str]:
-        """What the plan gains, what workspace it saves, and what limits it."""
-        if not self.rows:
-            return []
-        return [*self._gain(), *self._saved(), *self._limits()]
-
-    def _gain(self) -> list[str]:
-        kernels = sum(row.count for row in self.rows)
-        text = (
-            f"{kernels} kernels of one step: {_ms(self.seconds)} predicted, "
-            f"{_times(self.stock_seconds, self.seconds)} the speed of torch's own kernels ({_ms(self.stock_seconds)})."
+    def record(self) -> Record:
+        """The plan for people."""
+        return Record(
+            problem=self.problem,
+            direction=str(self.problem.direction),
+            limit=self.limit,
+            parts=tuple((option.extent, option.algorithm) for option in self.division.options),
+            seconds=self.seconds,
+            undivided_seconds=self.undivided_seconds,
+            stock_seconds=self.stock_seconds,
+            workspace=self.division.workspace,
+            dim=str(self.dim),
+            whole_workspace=self.whole_workspace,
         )
-        if self.sharing is not None and self.sharing.gap > 0:
-            text += f" No sharing of this total is faster by more than {self.sharing.gap:.2%}."
-        return [text]
 
-    def _saved(self) -> list[str]:
-        used = f"Workspace: {format_bytes(self.workspace)} "
-        used += "at most, reused by all." if self.total is None else f"in all, of {format_bytes(self.total)}."
-        divided = [row for row in self.rows if row.record.is_divided]
-        matched = [(row, size) for row in divided if (size := _undivided_bytes(row)) is not None]
-        if matched:
-            used += (
-                f" As fast undivided, {len(matched)} divided ones would need "
-                f"{format_bytes(self._together([(row, size) for row, size in matched]))} instead of "
-                f"{format_bytes(self._together([(row, row.choice.workspace) for row, _ in matched]))}."
-            )
-        if len(matched) < len(divided):
-            used += f" {len(divided) - len(matched)} are faster divided than any undivided algorithm on record."
-        return [used]
+    def records(self) -> list[Record]:
+        """The record alone, as others have several."""
+        return [self.record]
 
-    def _together(self, sizes: Sequence[tuple[Row, int]]) -> int:
-        if self.total is None:
-            return max((size for _, size in sizes), default=0)
-        return sum(row.count * size for row, size in sizes)
+    def without(self, failed: LaunchError) -> Plan:
+        """The next best plan once an algorithm has failed: without it at the failed extent and above."""
+        options = {**self.options, self.dim: surviving(self.options.get(self.dim, ()), failed)}
+        dim, division = best(self.problem, options, self.stock_seconds, self.limit)
+        return replace(self, dim=dim, division=division, options=options, seconds=division.seconds)
 
-    def _limits(self) -> list[str]:
-        sentences = []
-        best = sum(row.count * row.fastest.seconds for row in self.rows)
-        if best < self.seconds * (1 - 1e-9):
-            helped = max(self.rows, key=lambda row: row.count * (row.choice.seconds - row.fastest.seconds))
-            gain = helped.count * (helped.choice.seconds - helped.fastest.seconds)
-            sentences.append(
-                f"The {'limit' if self.total is None else 'total'} costs {_times(self.seconds, best)}: without it "
-                f"{_ms(best)}. Most would be gained in {helped.layer.name}, {helped.direction}: "
-                f"{_ms(gain)} with {format_bytes(helped.fastest.workspace)} instead of "
-                f"{format_bytes(helped.choice.workspace)}{' each' if helped.count > 1 else ''}."
-            )
-        else:
-            sentences.append("More workspace would not make it faster: every kernel has its best division on record.")
-        idle = [row for row in self.rows if len(row.choices.desirable) == 1]
-        if idle:
-            part = sum(row.count * row.choice.seconds for row in idle) / self.seconds
-            sentences.append(
-                f"{part:.0%} of the time is in {sum(row.count for row in idle)} kernels where nothing on record beats "
-                "torch's own."
-            )
-        return sentences
+    def desirable(self) -> list[Division]:
+        """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
+        worthwhile = (1 - MARGIN) * self.stock_seconds
+        fast = [
+            division
+            for dim in dims(self.problem)
+            for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim))
+            if division.seconds <= worthwhile and division.workspace <= self.limit
+        ]
+        return [Division((self._stock(Dim.BATCH),)), *desirable_set(fast)]
+
+    def taking(self, division: Division, limit: float) -> Plan:
+        """The plan with one of the desirable divisions, which a limit allows."""
+        known = {dim: {*self.options.get(dim, ()), self._stock(dim)} for dim in dims(self.problem)}
+        dim = next(
+            dim for dim in known if division.extent == self._extent(dim) and known[dim].issuperset(division.options)
+        )
+        return replace(self, dim=dim, division=division, seconds=division.seconds, limit=limit)
+
+    def _stock(self, dim: Dim) -> Option:
+        return Option(self._extent(dim), STOCK, self.stock_seconds, 0)
+
+    def _extent(self, dim: Dim) -> int:
+        return extent(self.problem, dim)
 
 
-def plan(layers: Sequence[Layer], known: Times, settings: Settings) -> NetworkPlan:
-    """The fastest plan of a network within the settings' limit and total.
-
-    Args:
-        layers: of which those that are not known are left out.
-        known: times of one environment.
-    """
-    missing = [layer for layer in layers if not known.knows(layer.problem)]
-    met = [layer for layer in layers if known.knows(layer.problem)]
-    found = [known.choices(layer.problem, settings.policy) for layer in met]
-    within = [[c for c in choices.desirable if c.workspace <= settings.workspace_limit] for choices in found]
-    total, sharing = settings.total_workspace_size, None
-    if total is None:
-        chosen = [[choices[-1]] * layer.count for layer, choices in zip(met, within, strict=True)]
-    else:
-        sharing = share([c for layer, c in zip(met, within, strict=True) for _ in range(layer.count)], total)
-        left = iter(sharing.divisions)
-        chosen = [[next(left) for _ in range(layer.count)] for layer in met]
-    rows = []
-    for layer, choices, kernels in zip(met, found, chosen, strict=True):
-        for choice in dict.fromkeys(kernels):
-            limit = settings.workspace_limit if total is None else choice.workspace
-            record = _record(layer, choice, choices, limit)
-            rows.append(Row(layer, kernels.count(choice), choice, choices, record))
-    return NetworkPlan(rows, missing, sharing, settings.workspace_limit, total)
+def best(problem: ConvProblem, options: Options, stock_seconds: float, limit: float) -> tuple[Dim, Division]:
+    """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the choices."""
+    found: list[tuple[Dim, Division]] = []
+    for dim in dims(problem):
+        whole = extent(problem, dim)
+        division = best_division((*options.get(dim, ()), Option(whole, STOCK, stock_seconds, 0)), whole, limit)
+        assert division is not None, "torch's own kernel fits any limit"
+        found.append((dim, division))
+    return min(found, key=lambda choice: choice[1].seconds)
 
 
-def _record(layer: Layer, choice: Choice, choices: Choices, limit: float) -> Record:
-    undivided = [other.seconds for other in choices.undivided if other.workspace <= limit]
-    if len(choice.options) == 1:
-        undivided.append(choice.seconds)
-    return Record(
-        problem=layer.problem,
-        direction=str(layer.problem.direction),
-        limit=limit,
-        parts=tuple((option.extent, option.algorithm) for option in choice.options),
-        seconds=choice.seconds,
-        undivided_seconds=min(undivided),
-        stock_seconds=choices.stock.seconds,
-        workspace=choice.workspace,
-        dim=choice.dim,
-    )
-
-
-def _undivided_bytes(row: Row) -> int | None:
-    """Workspace of the lightest undivided algorithm on record that is about as fast as the row's division."""
-    fast = [c.workspace for c in row.choices.undivided if c.seconds <= row.choice.seconds * (1 + MARGIN)]
-    return min(fast, default=None)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def _times(slower: float, faster: float) -> str:
-    return f"{slower / faster:.2f}x" if faster > 0 else "-"
+def surviving(options: Iterable[Option], failed: LaunchError) -> list[Option]:
+    """The options left when an algorithm has failed: those of others, and its own on smaller parts."""
+    return [option for option in options if option.algorithm != failed.algorithm or option.extent < failed.extent]

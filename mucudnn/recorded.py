@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mucudnn.planner import MARGIN
+from mucudnn.plan import MARGIN
 from mucudnn.problem import ConvProblem
 from mucudnn.providers import STOCK
 from optimizer import Division, Option, desirable_divisions, desirable_set, micro_batch_sizes

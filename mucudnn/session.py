@@ -2,157 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import warnings
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import torch
 
 from mucudnn.board import Board
+from mucudnn.call import Call
 from mucudnn.environment import Environment
-from mucudnn.execute import LaunchError, Schedule
 from mucudnn.neutral import Allowance, Neutral
 from mucudnn.outcome import Moment
-from mucudnn.planner import Plan, Planner
-from mucudnn.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
-from mucudnn.providers import Operands, stock_result
+from mucudnn.plan import Plan
+from mucudnn.planned import Planned
+from mucudnn.planner import Planner
+from mucudnn.problem import ConvProblem, Shape
+from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.report import Record
 from mucudnn.settings import Settings
 from mucudnn.shared import Shared, Workspace
 from mucudnn.store import Store
-
-_log = logging.getLogger("mucudnn")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`.
-
-    Attributes:
-        grad_output: None in the forward direction.
-        bias: None in the backward directions.
-    """
-
-    direction: Direction
-    input: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    grad_output: torch.Tensor | None
-    stride: Shape
-    padding: Shape
-    dilation: Shape
-    transposed: bool
-    output_padding: Shape
-    groups: int
-
-    def operands(self, target: torch.Tensor | None = None) -> Operands:
-        """The tensors by their roles, the direction's target among them if there is one yet."""
-        tensors: dict[Direction, torch.Tensor | None] = {
-            Direction.FORWARD: self.grad_output,
-            Direction.BACKWARD_DATA: self.input,
-            Direction.BACKWARD_FILTER: self.weight,
-        }
-        if target is not None:
-            tensors[self.direction] = target
-        output, source, w = tensors.values()
-        x, y = (output, source) if self.transposed else (source, output)
-        return Operands(x, w, y, self.bias)  # type: ignore[arg-type]
-
-    def problem(self, result: torch.Tensor | None = None) -> ConvProblem | None:
-        """The problem that is solved, None for one that mucudnn does not divide.
-
-        Args:
-            result: what torch's own kernel returns, for its memory format.
-        """
-        operands = self.operands(result)
-        tensors = [tensor for tensor in (operands.x, operands.w, operands.y) if tensor is not None]
-        dtype = str(self.input.dtype).removeprefix("torch.")
-        uniform = len({(t.dtype, t.device, t.layout, t.dim()) for t in tensors}) == 1
-        if not uniform or dtype not in DTYPE_BYTES or self.input.layout != torch.strided or self.input.dim() > 5:
-            return None
-        try:
-            problem = ConvProblem.of_convolution(
-                self.direction,
-                tuple(self.input.shape),
-                tuple(self.weight.shape),
-                stride=self.stride,
-                padding=self.padding,
-                dilation=self.dilation,
-                groups=self.groups,
-                transposed=self.transposed,
-                output_padding=self.output_padding,
-                dtype=dtype,
-                formats=tuple("" if t is None else _memory_format(t) for t in (operands.x, operands.w, operands.y)),  # type: ignore[arg-type]
-            )
-        except ValueError:
-            return None
-        if self.grad_output is not None and tuple(self.grad_output.shape) != problem.output_shape:
-            return None
-        return problem
-
-    def is_for_cudnn(self) -> bool:
-        """Whether torch would give the call to cuDNN; what it gives to kernels of its own stays with them."""
-        backend = torch._C._select_conv_backend(
-            self.input,
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-        )
-        return backend.name in ("Cudnn", "CudnnTranspose")
-
-
-class Planned:
-    """A convolution that the program has met, and how it is computed now."""
-
-    def __init__(self, plan: Plan, planner: Planner, strides: Shape) -> None:
-        """
-        Args:
-            strides: of what torch's own kernel returns, and so of the results.
-        """
-        self._providers = planner.providers(plan.problem)
-        self._strides = strides
-        self._warned = False
-        self._adopt(plan)
-
-    def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
-        self._schedule = None if plan.is_stock else Schedule(plan.problem, plan.dim, plan.division, self._providers)
-
-    def run(self, call: Call) -> torch.Tensor:
-        """The call's result; of an algorithm that fails the plan is rid for good, with one warning."""
-        problem = self.plan.problem
-        while (schedule := self._schedule) is not None:
-            target = call.input.new_empty_strided(problem.target_shape, self._strides)
-            try:
-                schedule.run(call.operands(target))
-                return target
-            except LaunchError as error:
-                del target
-                self._warn(error)
-                self._adopt(self.plan.without(error))
-        return stock_result(problem, call.operands())
-
-    def records(self) -> list[Record]:
-        """The plan for people."""
-        return self.plan.records()
-
-    def _warn(self, error: LaunchError) -> None:
-        if not self._warned:
-            self._warned = True
-            problem = self.plan.problem
-            warnings.warn(
-                f"mucudnn: {problem.direction} of {problem} goes on with the next best plan: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 class Session:
@@ -303,12 +173,3 @@ class Session:
 
 def _warn(what: str) -> None:
     warnings.warn(" ".join(f"mucudnn: {what}".split()), RuntimeWarning, stacklevel=2)
-
-
-def _memory_format(tensor: torch.Tensor) -> str:
-    if tensor.is_contiguous():
-        return "contiguous"
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if channels_last is not None and tensor.is_contiguous(memory_format=channels_last):
-        return "channels_last"
-    return "strided"

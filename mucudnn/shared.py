@@ -5,18 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
+from mucudnn.call import Call
 from mucudnn.ledger import Ledger
-from mucudnn.planner import Plan
+from mucudnn.plan import Plan
+from mucudnn.planned import Planned
 from mucudnn.report import Record
 from mucudnn.shares import Menu, Shares
 from optimizer import Division
-
-if TYPE_CHECKING:
-    from mucudnn.session import Call, Planned
 
 
 class Workspace:

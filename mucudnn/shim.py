@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from mucudnn.call import Call
 from mucudnn.environment import switches
 from mucudnn.neutral import Neutral
+from mucudnn.planned import Planned
 from mucudnn.problem import Direction
 from mucudnn.providers import stock_kernel
-from mucudnn.session import Call, Planned, Session
+from mucudnn.session import Session
 from mucudnn.shared import Shared
 
 DEVICE_TYPES = {"CPU": "cpu"} | ({"CUDA": "cuda"} if torch.version.cuda is not None else {})

@@ -13,7 +13,7 @@ from mucudnn.commands.arguments import Commands, Parser, add_json, add_settings,
 from mucudnn.commands.network import NAMES, add_network, layers
 from mucudnn.commands.output import print_json, show
 from mucudnn.environment import Environment
-from mucudnn.plan import NetworkPlan, plan
+from mucudnn.network_plan import NetworkPlan, plan
 from mucudnn.recorded import Times, times
 from mucudnn.report import table, to_json
 from mucudnn.run import NotFound

@@ -11,7 +11,7 @@ from mucudnn.commands.arguments import Commands, add_settings, settings, usage
 from mucudnn.commands.network import NAMES, add_network, layers
 from mucudnn.commands.plan import add_recorded, missing, recorded
 from mucudnn.commands.report import read
-from mucudnn.plan import plan
+from mucudnn.network_plan import plan
 from mucudnn.run import NotFound
 
 FORMATS = ("png", "svg")

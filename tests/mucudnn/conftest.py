@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import mucudnn
-from mucudnn.planner import Plan, Planner
+from mucudnn.plan import Plan
+from mucudnn.planner import Planner
 from mucudnn.problem import ConvProblem, Dim
 from mucudnn.providers import STOCK
 from mucudnn.tile import dims, extent

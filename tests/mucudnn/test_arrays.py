@@ -52,7 +52,7 @@ def private_database(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays._session_of.cache_clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(drawn=problems(("float64",)).filter(lambda problem: not problem.transposed))
 def test_numpy_equals_the_float64_reference(drawn: ConvProblem) -> None:
     problem = replace(drawn, direction=Direction.FORWARD)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from mucudnn.board import Board
 from mucudnn.environment import Environment
 from mucudnn.measurement import Measurement
-from mucudnn.planner import Plan, Planner
+from mucudnn.plan import Plan
+from mucudnn.planner import Planner
 from mucudnn.problem import ConvProblem, Dim, Direction
 from mucudnn.settings import Settings
 from mucudnn.store import Store

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn import benchmark
+from mucudnn.call import Call
 from mucudnn.measurement import Candidate, Measurement, workspace_of
 from mucudnn.problem import Dim, Direction
 from mucudnn.providers import STOCK
@@ -20,7 +21,6 @@ from mucudnn.providers.cudnn.launch import Place
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable
 from mucudnn.providers.stock import Stock
-from mucudnn.session import Call
 from optimizer import Option
 
 SECONDS = {"eng1": 0.1, "eng0": 0.2, "legacy_fft": 0.3, "legacy_fft_tiling": 0.4, STOCK: 0.5}

@@ -107,7 +107,7 @@ def test_a_program_that_only_goes_forward_has_no_steps() -> None:
     assert script.starts == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.sampled_from(["ABba", "Aa", "ABCcba", "ABb"]), max_size=40))
 def test_budgets_are_those_of_what_was_recorded(program: list[str]) -> None:
     class Recording(Script):

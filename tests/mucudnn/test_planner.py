@@ -12,7 +12,8 @@ from torch.nn import functional
 import mucudnn
 from mucudnn import benchmark
 from mucudnn.environment import Environment
-from mucudnn.planner import LEAST_SECONDS, MARGIN, Plan, Planner
+from mucudnn.plan import MARGIN, Plan
+from mucudnn.planner import LEAST_SECONDS, Planner
 from mucudnn.problem import ConvProblem, Dim, Direction
 from mucudnn.providers import HOST_PROVIDERS, Part
 from mucudnn.providers.fft import Fft

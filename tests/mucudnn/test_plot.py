@@ -16,8 +16,8 @@ from test_plan import HERE, MIB, NETWORK, known, problem, rows, settings
 from mucudnn import bench, pictures
 from mucudnn.__main__ import main
 from mucudnn.bench import Layer
+from mucudnn.network_plan import NetworkPlan, plan
 from mucudnn.outcome import Moment, Outcome
-from mucudnn.plan import NetworkPlan, plan
 from mucudnn.store import Store
 
 TIMELINE = [Moment("a", 10 * MIB, 2 * MIB, 5 * MIB), Moment("b", 15 * MIB, 0, math.inf), Moment("c", 4 * MIB, MIB, 9e6)]

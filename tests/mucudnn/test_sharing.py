@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -45,7 +45,6 @@ def held(shares: Shares) -> int:
     return sum(kernel.share for kernel in shares.kernels.values())
 
 
-@settings(deadline=None)
 @given(st.lists(menus, min_size=1, max_size=5), st.lists(st.integers(0, 14), max_size=80), st.integers(0, 30))
 def test_shares_never_add_up_to_more_than_the_total(kinds: list[Menu], names: list[int], total: int) -> None:
     shared = Shares(total)
@@ -55,7 +54,6 @@ def test_shares_never_add_up_to_more_than_the_total(kinds: list[Menu], names: li
         assert held(shared) <= total
 
 
-@settings(deadline=None)
 @given(st.lists(menus, min_size=1, max_size=6), st.integers(0, 30))
 def test_a_second_round_has_the_best_division(kinds: list[Menu], total: int) -> None:
     shared = Shares(total)

@@ -41,7 +41,7 @@ def sizes(draw: st.DrawFn, problem: ConvProblem) -> list[int]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_tiles_cover_the_target_and_read_what_it_needs(data: st.DataObject) -> None:
     problem = data.draw(problems().filter(tiled))
@@ -65,7 +65,7 @@ def test_tiles_cover_the_target_and_read_what_it_needs(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_algorithm_on_tiles_equals_float64_reference(algorithm: str, data: st.DataObject) -> None:
     types = dtypes(algorithm, "float64", "float32", "bfloat16")
@@ -80,7 +80,7 @@ def test_algorithm_on_tiles_equals_float64_reference(algorithm: str, data: st.Da
 
 
 @pytest.mark.parametrize("algorithm", (STOCK, *PROVIDERS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_peak_of_a_tile_stays_within_what_is_declared(algorithm: str, data: st.DataObject) -> None:
     types = dtypes(algorithm, "float32", "float64", "bfloat16")

@@ -13,7 +13,7 @@ from mucudnn.__main__ import main
 from mucudnn.bench import Layer
 from mucudnn.commands.plan import missing
 from mucudnn.environment import Environment
-from mucudnn.plan import plan
+from mucudnn.network_plan import plan
 from mucudnn.problem import ConvProblem, Direction
 from mucudnn.recorded import Times, times
 from mucudnn.settings import Settings
