@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,8 +29,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,8 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import distributed_wide
 from benchmarks.distributed_cases import CASES, Case
 from benchmarks.distributed_processes import JaxProcess, RankProcesses
-from benchmarks.distributed_report import RESULTS, save, tables
+from benchmarks.distributed_report import RESULTS, keep, tables
 from benchmarks.process import Failed, Process
+from benchmarks.table import conditions, show
 
 Record = dict[str, Any]
 
@@ -237,7 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jax-python", metavar="PATH", default=sys.executable, help="a python that has jax")
     parser.add_argument("--no-jax", action="store_true", help="leave JAX out")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
-    parser.add_argument("--save", action="store_true", help=f"write the tables and figures to {RESULTS}.md and .json")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULTS}.*")
     return parser.parse_args()
 
 
@@ -255,26 +253,18 @@ def main() -> int:
     missing = None if options.no_jax else jax_missing(options.jax_python)
     if missing:
         print(f"distributed.py: {missing}", file=sys.stderr)
-    load = os.getloadavg()[0]
+    before = conditions()
     try:
         record = measure(options, jax=not options.no_jax and missing is None)
     except Failed as error:
         print(f"distributed.py: {error}", file=sys.stderr)
         return 1
-    record |= {
-        "command": command(options),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "cores": os.cpu_count(),
-        "load_before": round(load, 2),
-    }
+    record |= {"command": command(options), "conditions": before}
     if options.json is not None:
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     if options.save:
-        save(record)
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    for table in tables(record):
-        console.print(table.rich())
+        keep(record)
+    show(tables(record))
     return 0
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from benchmarks.distributed_cases import CASES
 from benchmarks.distributed_channels import BATCH, FIXED
 from benchmarks.distributed_wide import TITLE
-from benchmarks.table import Table
+from benchmarks.table import Table, save
 
-RESULTS = "benchmarks/results/distributed-cpu"
+RESULTS = "distributed-cpu"
 
 TARGET_FIXED_MS, TARGET_MEMORY, TARGET_TRAFFIC = 2.0, 0.32, 196_608
 TARGET_HELD, TARGET_REDUCED = 0.27, 0.5
@@ -149,15 +147,8 @@ def _channels(record: dict[str, Any]) -> tuple[Table, Table]:
     )
 
 
-def save(record: dict[str, Any]) -> None:
-    """Write the figures beside the benchmarks, as Markdown and JSON."""
-    path = Path(__file__).resolve().parent.parent / RESULTS
-    path.parent.mkdir(exist_ok=True)
-    about = f"torch {record['torch']}" + (f", JAX {record['jax']}" if record.get("jax") else "")
-    head = (
-        f"`{record['command']}`\n\n{about}, Python {record['python']}, {record['cores']} CPU cores, one thread per"
-        f" rank; load of the machine before: {record['load_before']}."
-    )
-    body = "\n\n".join(table.markdown() for table in tables(record))
-    path.with_suffix(".md").write_text(f"# What distributing costs on a CPU\n\n{head}\n\n{body}\n")
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+def keep(record: dict[str, Any]) -> None:
+    """Writes the figures to benchmarks/results."""
+    jax = f"JAX {record['jax']}, " if record.get("jax") else ""
+    about = f"`{record['command']}`\n\n{jax}one thread per rank, {record['conditions']}"
+    save(RESULTS, "What distributing costs on a CPU", about, record, tables(record))

@@ -26,12 +26,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.networks import NETWORKS, Layer, convolutions
+from benchmarks.table import RESULTS, Table, conditions, save, show
 from mucudnn import benchmark, shim
 from mucudnn.problem import ConvProblem, Direction
 from mucudnn.providers import STOCK
@@ -40,6 +39,7 @@ from mucudnn.session import Session
 from mucudnn.settings import Settings, format_bytes
 
 MIB = 2**20
+RESULT = "layers-cpu"
 BATCHES = {"alexnet": 32, "vgg16": 4, "resnet18": 16, "resnet50": 8, "unet3d": 2, "cosmoflow": 2}
 """Mini-batch sizes of the networks here: what two cores do in about a second per layer."""
 
@@ -184,30 +184,21 @@ def measure(case: Case, database: str) -> Row:
         median(lambda r: r["divided"]),
         median(lambda r: r["stock"] / r["undivided"]),
         median(lambda r: r["stock"] / r["divided"]),
-        STOCK if all(record.parts == ((record.parts[0][0], STOCK),) for record in records) else " | ".join(chosen),
+        STOCK if all(record.parts == ((record.parts[0][0], STOCK),) for record in records) else "; ".join(chosen),
     )
 
 
-def table(rows: list[Row]) -> Table:
+def details(rows: list[Row]) -> Table:
     """The rows for people."""
-    shown = Table(title=f"forward + backward, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    for heading, justify in (
-        ("network", "left"),
-        ("layer", "left"),
-        ("limit", "right"),
-        ("stock ms", "right"),
-        ("undivided ms", "right"),
-        ("divided ms", "right"),
-        ("undivided x", "right"),
-        ("divided x", "right"),
-        ("forward | backward data | backward filter", "left"),
-    ):
-        shown.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    arms = "stock ms", "undivided ms", "divided ms", "undivided x", "divided x"
+    cells = []
     for row in rows:
         milliseconds = (f"{1e3 * seconds:.2f}" for seconds in (row.stock, row.undivided, row.divided))
         speedups = (f"{row.undivided_speedup:.2f}", f"{row.divided_speedup:.2f}")
-        shown.add_row(row.group, row.name, format_bytes(row.limit), *milliseconds, *speedups, row.division)
-    return shown
+        limit = format_bytes(row.limit)
+        cells.append((f"{row.group} {row.name}", limit, *milliseconds, *speedups, row.division))
+    title = f"forward + backward, {torch.get_num_threads()} threads"
+    return Table(title, ("layer", "limit", *arms, "forward; backward data; backward filter"), cells)
 
 
 def summary(rows: list[Row]) -> Table:
@@ -215,19 +206,17 @@ def summary(rows: list[Row]) -> Table:
 
     Where every direction is left to torch's own kernel, both arms run the same code: what differs is noise.
     """
-    shown = Table(title="speed-up of the divided arm over stock")
-    headings = "layers", "left to stock", "geometric mean", "least", "least left to stock (noise)", "all layers' time"
-    for heading in ("network", *headings):
-        shown.add_column(heading, justify="left" if heading == "network" else "right")
+    cells = []
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         left = [row.divided_speedup for row in members if row.division == STOCK]
         taken = [row.divided_speedup for row in members if row.division != STOCK]
         whole = sum(row.stock * row.count for row in members) / sum(row.divided * row.count for row in members)
         numbers = statistics.geometric_mean([*left, *taken]), min(taken, default=None), min(left, default=None), whole
-        texts = ("" if number is None else f"{number:.3f}" for number in numbers)
-        shown.add_row(group, str(len(members)), str(len(left)), *texts)
-    return shown
+        texts = ("-" if number is None else f"{number:.3f}" for number in numbers)
+        cells.append((group, str(len(members)), str(len(left)), *texts))
+    headings = "layers", "left to stock", "geometric mean", "least", "least left to stock (noise)", "all layers' time"
+    return Table("speed-up of the divided arm over stock", ("network", *headings), cells)
 
 
 def keep_freed_memory() -> None:
@@ -249,21 +238,31 @@ def main() -> None:
     parser.add_argument(
         "--limit", default="64MiB", help="workspace limit of the networks' layers (default %(default)s)"
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     options = parser.parse_args()
     limit = Settings.from_environment({}, workspace_limit=options.limit).workspace_limit
+    before = conditions()
     keep_freed_memory()
     rows = []
-    console = Console(width=None if sys.stdout.isatty() else 160)
     with tempfile.TemporaryDirectory() as folder:
         for group in options.only or groups:
             for case in SPECIAL[group]() if group in SPECIAL else network_layers(group, limit):
                 rows.append(measure(case, str(Path(folder) / "times.sqlite")))
                 print(f"{rows[-1].group} {rows[-1].name}: {rows[-1].divided_speedup:.2f}x", file=sys.stderr)
-    console.print(table(rows))
-    console.print(summary(rows))
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    show([summary(rows), details(rows)])
+    if options.save:
+        keep(rows, before)
+
+
+def keep(rows: list[Row], before: str) -> None:
+    """Adds the rows to what is kept, in place of earlier ones of the same groups."""
+    path = RESULTS / f"{RESULT}.json"
+    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    groups = {row.group for row in rows}
+    rows = [*(row for row in known if row.group not in groups), *rows]
+    about = f"`python benchmarks/layers.py --save`: {before}"
+    tables = summary(rows), details(rows)
+    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, [asdict(row) for row in rows], tables)
 
 
 if __name__ == "__main__":

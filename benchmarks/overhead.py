@@ -16,13 +16,12 @@ from ctypes import c_void_p
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.engines import NoCard
+from benchmarks.table import Table, conditions, save, show
 from mucudnn import shim
 from mucudnn.execute import Schedule
 from mucudnn.measurement import synthetic_operands
@@ -34,6 +33,7 @@ from mucudnn.session import Session
 from mucudnn.settings import Settings
 from optimizer import Division, Option, best_division, micro_batch_sizes
 
+RESULT = "overhead-cpu"
 CALLS, ROUNDS = 2000, 15
 MANY = 64
 
@@ -103,9 +103,8 @@ def part_microseconds(library: Library, parts: int) -> float:
     return statistics.median(found)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    torch.set_num_threads(1)
+def detours() -> Table:
+    """Of a convolution that stays with torch's kernel."""
     image, kernel = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 1, 1)
     parameter = kernel.clone().requires_grad_()
 
@@ -116,25 +115,43 @@ def main() -> None:
     def training() -> None:
         functional.conv2d(image, parameter).sum().backward()
 
-    table = Table("a 1x1 kernel on a 4x4 image", "stock µs", "shim µs", "detour µs", title="detour")
+    cells = []
     for name, work in (("forward, no grad", forward), ("forward + backward filter", training)):
         stock, shimmed = detour(work)
-        table.add_row(name, f"{stock:.1f}", f"{shimmed:.1f}", f"{shimmed - stock:.1f}")
-    plans = Table("mini-batch, policy all", "algorithms", "seconds", title="workspace reuse")
-    for batch in (256, 1024):
-        plans.add_row(str(batch), "8", f"{planning_seconds(batch, 8):.4f}")
-    console = Console()
-    console.print(table)
+        cells.append((name, f"{stock:.1f}", f"{shimmed:.1f}", f"{shimmed - stock:.1f}"))
+    return Table("detour of a 1x1 kernel on a 4x4 image", ("call", "stock µs", "shim µs", "detour µs"), cells)
+
+
+def parts(library: Library) -> Table:
+    """Of a planned convolution of cuDNN's."""
+    cells = [(str(parts), f"{part_microseconds(library, parts):.1f}") for parts in (1, 2, 4, 16, MANY)]
+    return Table("cuDNN, the call that runs a plan stubbed", ("parts", "µs per part"), cells)
+
+
+def plans() -> Table:
+    """Of making plans."""
+    cells = [
+        (f"policy all, mini-batch {batch}, 8 algorithms", f"{planning_seconds(batch, 8):.4f}") for batch in (256, 1024)
+    ]
+    return Table("workspace reuse", ("plan", "seconds"), cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
+    options = parser.parse_args()
+    before = conditions()
+    torch.set_num_threads(1)
+    tables = [detours(), plans()]
     with tempfile.TemporaryDirectory() as folder:
         try:
-            library = wheel_library(Path(folder))
-            launches = Table("parts", "µs per part", title="cuDNN, the call that runs a plan stubbed")
-            for parts in (1, 2, 4, 16, MANY):
-                launches.add_row(str(parts), f"{part_microseconds(library, parts):.1f}")
-            console.print(launches)
+            tables.append(parts(wheel_library(Path(folder))))
         except Unavailable as error:
-            console.print(f"A part of a cuDNN convolution: not measured, {error}")
-    console.print(plans)
+            print(f"overhead.py: a part of a cuDNN convolution is not measured: {error}", file=sys.stderr)
+    show(tables)
+    if options.save:
+        figures = {table.title: [dict(zip(table.headings, row, strict=True)) for row in table.rows] for table in tables}
+        save(RESULT, "What mucudnn itself costs", f"`python benchmarks/overhead.py`: {before}", figures, tables)
 
 
 if __name__ == "__main__":

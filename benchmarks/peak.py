@@ -21,10 +21,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.table import Table, conditions, save, show
+
+RESULT = "peak-cpu"
 SCRIPT = "benchmarks/brain_slices.py"
 ARMS = {"stock": "0", "unlimited": "unlimited", "peak": "peak"}
 """Workspace limits: 0 leaves every convolution to torch."""
@@ -95,13 +97,9 @@ def peak_bytes(output: str) -> int:
 
 def table(seconds: dict[str, float], peaks: dict[str, int], workspaces: dict[str, int]) -> Table:
     """A row per arm."""
-    shown = Table(title=f"{SCRIPT}: what a workspace gains, and what it costs")
-    for heading in ("workspace limit", "ms per step", "over stock", "share of the gain", "peak, MiB", "rise, bytes"):
-        shown.add_column(heading, justify="left" if heading == "workspace limit" else "right")
-    shown.add_column("largest workspace, MiB", justify="right")
     gain = seconds["stock"] - seconds["unlimited"]
-    for arm in ARMS:
-        shown.add_row(
+    cells = [
+        (
             arm,
             f"{1e3 * seconds[arm]:.1f}",
             f"{seconds['stock'] / seconds[arm]:.2f}x",
@@ -110,16 +108,21 @@ def table(seconds: dict[str, float], peaks: dict[str, int], workspaces: dict[str
             f"{peaks[arm] - peaks['stock']:+d}",
             f"{workspaces[arm] / 2**20:.2f}",
         )
-    return shown
+        for arm in ARMS
+    ]
+    memory = "peak, MiB", "rise, bytes", "largest workspace, MiB"
+    headings = "workspace limit", "ms per step", "over stock", "share of the gain", *memory
+    return Table(f"{SCRIPT}: what a workspace gains, and what it costs", headings, cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each arm (default %(default)s)")
     parser.add_argument("--database", type=Path, help="of times, to be kept (default: a temporary one)")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     parser.add_argument("own", nargs="*", help="arguments of the script, after --")
     options = parser.parse_args()
+    before = conditions()
     own = options.own or ["--steps", str(SETTLED + 12)]
     with tempfile.TemporaryDirectory() as folder:
         database, record = options.database or Path(folder) / "times.sqlite", Path(folder) / "record.json"
@@ -134,10 +137,12 @@ def main() -> None:
                 run(arm, database, record, own)
                 steps[arm].append(statistics.median(json.loads(record.read_text())["seconds"][SETTLED:]))
         seconds = {arm: statistics.median(found) for arm, found in steps.items()}
-    Console(width=None if sys.stdout.isatty() else 140).print(table(seconds, peaks, workspaces))
-    if options.json is not None:
+    shown = table(seconds, peaks, workspaces)
+    show([shown])
+    if options.save:
         rows = {arm: {"seconds": steps[arm], "peak": peaks[arm], "workspace": workspaces[arm]} for arm in ARMS}
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        about = f"`python benchmarks/peak.py --rounds {options.rounds} -- {' '.join(own)}`: {before}"
+        save(RESULT, "Workspace that does not raise the peak, on a CPU", about, rows, [shown])
 
 
 if __name__ == "__main__":

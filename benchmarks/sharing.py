@@ -12,7 +12,6 @@ of a program under each setting, in turn, and shows medians; the third times the
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -24,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.table import Table, conditions, save, show
 from mucudnn import bench, benchmark, shim
 from mucudnn.bench import Layer
 from mucudnn.network_plan import plan
@@ -44,6 +42,7 @@ FRACTIONS = (1 / 16, 1 / 4, 1)
 """Totals, in units of what all kernels' fastest divisions take together."""
 
 WAYS = ("equal", "WD", "reused")
+RESULT = "sharing-cpu"
 ROUNDS = 5
 LARGE = (8, 1, 48, 48)
 """The mini-batch of the network of large kernels."""
@@ -236,37 +235,27 @@ def solved() -> Iterator[Solved]:
 def tables(plans: list[Planned], runs: list[Trained], solves: list[Solved]) -> Iterator[Table]:
     """The results for people."""
     if plans:
-        shown = _table(
-            "all convolutions of a step by the times on record, ms",
-            ("network", "kernels", "total", "stock", *WAYS, "WD over equal", "WD over reused", "planned in"),
-        )
+        cells = []
         for row in plans:
             numbers = (f"{1e3 * seconds:.2f}" for seconds in (row.stock, row.equal, row.wd, row.reused))
             ratios = (f"{row.equal / row.wd:.3f}", f"{row.reused / row.wd:.3f}")
             total = format_bytes(row.total)
-            shown.add_row(row.network, str(row.kernels), total, *numbers, *ratios, f"{row.solved_in:.3f} s")
-        yield shown
+            cells.append((row.network, str(row.kernels), total, *numbers, *ratios, f"{row.solved_in:.3f} s"))
+        headings = "network", "kernels", "total", "stock", *WAYS, "WD over equal", "WD over reused", "planned in"
+        yield Table("all convolutions of a step by the times on record, ms", headings, cells)
     if runs:
-        shown = _table(
-            f"training steps, {torch.get_num_threads()} threads: ms, and times as fast as stock",
-            ("network", "total", "WD holds", "stock", *WAYS, "WD over equal", "WD over reused"),
-        )
+        cells = []
         for run in runs:
             numbers = (f"{1e3 * run.seconds[arm]:.1f} ({run.speedups[arm]:.2f}x)" for arm in run.seconds)
             ratios = (f"{run.wd_over_equal:.3f}", f"{run.wd_over_reused:.3f}")
-            shown.add_row(run.network, format_bytes(run.total), format_bytes(run.workspace), *numbers, *ratios)
-        yield shown
-    shown = _table("decisions", ("decision", "method", "seconds", "target", "gap"))
-    for solve in solves:
-        shown.add_row(solve.decision, solve.method, f"{solve.seconds:.3f}", f"{solve.target:g}", f"{solve.gap:.1e}")
-    yield shown
-
-
-def _table(title: str, headings: tuple[str, ...]) -> Table:
-    shown = Table(title=title)
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in ("network", "decision", "method") else "right")
-    return shown
+            cells.append((run.network, format_bytes(run.total), format_bytes(run.workspace), *numbers, *ratios))
+        title = f"training steps, {torch.get_num_threads()} threads: ms, and times as fast as stock"
+        yield Table(title, ("network", "total", "WD holds", "stock", *WAYS, "WD over equal", "WD over reused"), cells)
+    cells = [
+        (f"{solve.decision}, {solve.method}", f"{solve.seconds:.3f}", f"{solve.target:g}", f"{solve.gap:.1e}")
+        for solve in solves
+    ]
+    yield Table("decisions", ("decision", "seconds", "target", "gap"), cells)
 
 
 def main() -> None:
@@ -275,8 +264,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="its samples")
     parser.add_argument("--database", help="times on record, of this or another machine")
     parser.add_argument("--machine", default="", help="take the times whose environment contains this text")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     options = parser.parse_args()
+    before = conditions()
 
     plans: list[Planned] = []
     runs: list[Trained] = []
@@ -305,13 +295,14 @@ def main() -> None:
                 print(f"training within {format_bytes(row.total)}", file=sys.stderr)
                 runs.append(trained(row.network, large_kernels, LARGE, row.total, row.kernels, database))
     solves = list(solved())
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    for table in tables(plans, runs, solves):
-        console.print(table)
-    if options.json is not None:
+    made = list(tables(plans, runs, solves))
+    show(made)
+    if options.save:
         content = {"planned": plans, "trained": runs, "solved": solves}
         plain = {name: [asdict(row) for row in rows] for name, rows in content.items()}
-        options.json.write_text(json.dumps(plain, indent=1) + "\n")
+        save(
+            RESULT, "Workspace for a whole network, on a CPU", f"`python benchmarks/sharing.py`: {before}", plain, made
+        )
 
 
 if __name__ == "__main__":

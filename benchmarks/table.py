@@ -1,10 +1,20 @@
-"""Table: figures for people, on the terminal and in Markdown."""
+"""Table: figures for people, on the terminal and in Markdown, and kept in benchmarks/results."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
 from rich import table as rich_table
+from rich.console import Console
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 
 @dataclass(frozen=True)
@@ -13,7 +23,7 @@ class Table:
 
     title: str
     headings: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
     def rich(self) -> rich_table.Table:
         shown = rich_table.Table(title=self.title)
@@ -26,3 +36,25 @@ class Table:
     def markdown(self) -> str:
         lines = [self.headings, tuple("--:" if index else ":--" for index in range(len(self.headings))), *self.rows]
         return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def show(tables: Iterable[Table]) -> None:
+    """Prints tables, wide enough to be read also where there is no terminal."""
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for table in tables:
+        console.print(table.rich())
+
+
+def save(name: str, title: str, about: str, figures: Any, tables: Iterable[Table]) -> None:
+    """Writes NAME.md, with the tables, and NAME.json, with the figures, to `RESULTS`."""
+    RESULTS.mkdir(exist_ok=True)
+    body = "\n\n".join([f"# {title}", about, *(table.markdown() for table in tables)])
+    (RESULTS / f"{name}.md").write_text(f"{body}\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def conditions() -> str:
+    """Under which something is measured from here on, in a sentence."""
+    load = f"; load of the machine before: {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    python = sys.version.split()[0]
+    return f"torch {torch.__version__}, Python {python}, {os.cpu_count()} CPU cores{load}."
