@@ -220,7 +220,7 @@ def summary(rows: list[Row]) -> Table:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc, where it is the allocator, to reuse freed blocks of any size rather than to return them.
+    """Tells glibc, where it is the allocator, to keep all freed memory and to reuse it.
 
     It would do so by itself at times: a layer then takes two or three times as long, whichever arm it is.
     """
@@ -228,7 +228,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         trim_threshold, mmap_max = -1, -4  # as in malloc.h
         mallopt(mmap_max, 0)
-        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(trim_threshold, -1)
 
 
 def main() -> None:
