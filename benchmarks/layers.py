@@ -222,7 +222,8 @@ def summary(rows: list[Row]) -> Table:
 def keep_freed_memory() -> None:
     """Tells glibc, where it is the allocator, to keep all freed memory and to reuse it.
 
-    It would do so by itself at times: a layer then takes two or three times as long, whichever arm it is.
+    Left to itself it gives large blocks back now and then: a call that gets new ones takes two or three times as long,
+    whichever arm it is.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
