@@ -103,7 +103,7 @@ def make_plan(
     out_shape = tuple(operator(torch.empty(shape, dtype=dtype, device="meta"), size, *options).shape)
     align, given = (options[:1], options[1:]) if name in LINEAR else ((), options)
     scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
-    for dim in _kept(name, shape, out_shape, scales):
+    for dim in () if any(align) else _kept(name, shape, out_shape, scales):
         if mesh.device_type != "cpu" or ("cubic" in name and shape[2:] == out_shape[2:]):
             what = f"a scale of {scales[dim - 2]} that keeps dim {dim} at {shape[dim]}"
             raise refuse(operator, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
