@@ -16,6 +16,7 @@ import functools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -175,6 +176,16 @@ class Exchange:
         self.plan, self.dim, self.group, self.ranks = plan, dim, group, ranks
         self.sent = _per_peer(plan.sends, ranks)
         self.received = _per_peer(plan.receives, ranks)
+        readers = Counter(part.block for part in plan.parts)
+        self._read_once = {
+            part.block
+            for part in plan.parts
+            if readers[part.block] == 1
+            and part.step
+            and part.block != FILL
+            and part.length == _extent(plan, part.block)
+        }
+        """The blocks that are needed once, and all of each: what comes back for one is no sum."""
         whole = Part(OWN, 0, plan.own, 1)
         self.is_identity = plan.silent and (plan.parts == (whole,) or (not plan.parts and not plan.own))
 
@@ -208,8 +219,7 @@ class Exchange:
         if self.is_identity:
             return grad
         shape = list(grad.shape)
-        blocks = [grad.new_zeros(_with(shape, dim, stop - start)) for _, (start, stop) in plan.receives]
-        own: Tensor | None = None
+        sums: dict[int, Tensor] = {}
         position = 0
         for part in plan.parts:
             piece = grad.narrow(dim, position, part.length)
@@ -220,23 +230,25 @@ class Exchange:
                 piece = piece.sum(dim, keepdim=True)
             elif part.step < 0:
                 piece = piece.flip(dim)
+            if part.block in self._read_once:
+                sums[part.block] = piece
+                continue
+            if part.block not in sums:
+                sums[part.block] = grad.new_zeros(_with(shape, dim, _extent(plan, part.block)))
             run = piece.shape[dim]
             start = part.start - run + 1 if part.step < 0 else part.start
-            if part.block == OWN:
-                if own is None and run == plan.own:
-                    own = piece.clone(memory_format=torch.contiguous_format)
-                    continue
-                own = grad.new_zeros(_with(shape, dim, plan.own)) if own is None else own
-                own.narrow(dim, start, run).add_(piece)
-            else:
-                blocks[part.block].narrow(dim, start, run).add_(piece)
-        own = grad.new_zeros(_with(shape, dim, plan.own)) if own is None else own
+            sums[part.block].narrow(dim, start, run).add_(piece)
+        own = sums.pop(OWN) if OWN in sums else grad.new_zeros(_with(shape, dim, plan.own))
         rest = _rest(shape, dim)
         if plan.silent or not rest:
-            return own
+            return own.clone(memory_format=torch.contiguous_format) if OWN in self._read_once else own
         returned = grad.new_empty(sum(self.sent) * rest)
         back, forth = [count * rest for count in self.sent], [count * rest for count in self.received]
-        all_to_all(returned, _flat(blocks, grad), back, forth, self.group)
+        all_to_all(returned, _flat([sums[block] for block in sorted(sums)], grad), back, forth, self.group)
+        if OWN in self._read_once:
+            if len(plan.sends) == 1 and sum(self.sent) == plan.own:
+                return returned.view(own.shape).add_(own)
+            own = own.clone(memory_format=torch.contiguous_format)
         offset = 0
         for _, (start, stop) in plan.sends:
             count = (stop - start) * rest
@@ -295,6 +307,11 @@ def _per_peer(moves: Iterable[tuple[int, Interval]], ranks: int) -> tuple[int, .
     for peer, interval in moves:
         counts[peer] += length(interval)
     return tuple(counts)
+
+
+def _extent(plan: Plan, block: int) -> int:
+    """Elements along the dim of what is owned or of a received block."""
+    return plan.own if block == OWN else length(plan.receives[block][1])
 
 
 def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:

@@ -67,7 +67,7 @@ def _register() -> torch.library.Library:
 
 def _convolution(stock: Any, device_type: str) -> Any:
     """The kernel of `aten::convolution` above torch's own."""
-    forward = Direction.FORWARD
+    forward, on_host = Direction.FORWARD, device_type == "cpu"
 
     def convolution(
         keyset: Any,
@@ -93,6 +93,13 @@ def _convolution(stock: Any, device_type: str) -> Any:
                 served = planned.run(call) if isinstance(planned, Planned | Shared | Neutral) else None
                 if served is not None:
                     return served
+        if on_host:
+            # What torch's own kernel does, with no boxing of arguments, which takes longer; the flags are cuDNN's.
+            with torch._C.DisableTorchFunction():
+                return torch._convolution(
+                    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
+                    False, False, False, False,
+                )  # fmt: skip
         result: torch.Tensor = stock.call_boxed(
             keyset, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import Ranks
 
@@ -43,7 +44,7 @@ def planned(prefix: str, policy: str, late: int) -> tuple[list[Plan], list[str]]
     ]
     if dist.get_rank() == late:
         dist.barrier()
-    plans = [planner.plan(problem, Environment.current()) for problem in problems]
+    plans = [planner.plan(problem, Environment.current(torch.device("cpu"))) for problem in problems]
     if dist.get_rank() != late:
         dist.barrier()
     return plans, board.posted

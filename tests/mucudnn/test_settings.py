@@ -143,7 +143,7 @@ def test_the_environment_sets_and_an_argument_wins(name: str, variable: str, tex
         ("MUCUDNN_WORKSPACE_LIMIT", "lots", "64MiB"),
         ("MUCUDNN_BATCH_SIZE_POLICY", "powersOfTwo", "undivided, powerOfTwo, all"),
         ("MUCUDNN_DATABASE", "/", "path of a file"),
-        ("MUCUDNN_TOTAL_WORKSPACE_SIZE", "-1", "64MiB"),
+        ("MUCUDNN_TOTAL_WORKSPACE_SIZE", "-1", "512MiB"),
         ("MUCUDNN_MEMORY_LIMIT", "peak", "10GiB"),
         ("MUCUDNN_ENGINES", "some", "heuristic or all"),
         ("MUCUDNN_BENCHMARK_DEVICES", "0,-1", "all, or numbers of GPUs"),
