@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from test_plan import HERE, MIB, NETWORK, known, problem, rows, settings
+from test_network_plan import HERE, MIB, NETWORK, known, problem, rows, settings
 
 from mucudnn import bench, pictures
 from mucudnn.__main__ import main
