@@ -17,8 +17,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,144 +25,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.group import joint_group, joint_order
-from mucudnn.geometry import EMPTY, Interval, intersect, length
-
-
-@dataclass(frozen=True)
-class Piece:
-    """``length`` needed elements: those at ``start``, ``start + step``, ... of the whole dim; fill where start is None.
-
-    step is 1, -1 (reflected) or 0 (one element repeated).
-    """
-
-    length: int
-    start: int | None = None
-    step: int = 1
-
-    @property
-    def source(self) -> Interval:
-        """The interval of the dim that the piece reads."""
-        if self.start is None or not self.length:
-            return EMPTY
-        last = self.start + self.step * (self.length - 1)
-        return min(self.start, last), max(self.start, last) + 1
-
-
-Need = tuple[Piece, ...]
-"""What one rank needs along the dim, in order: an index map. ``()`` is nothing."""
-
-
-def window(interval: Interval, extent: int) -> Need:
-    """The need of one interval: positions below 0 and from ``extent`` on are fill."""
-    inside = intersect(interval, (0, extent))
-    if inside == EMPTY:
-        return (Piece(length(interval)),) if length(interval) else ()
-    pieces = (
-        Piece(inside[0] - interval[0]),
-        Piece(inside[1] - inside[0], inside[0]),
-        Piece(interval[1] - inside[1]),
-    )
-    return tuple(piece for piece in pieces if piece.length)
-
-
-OWN, FILL = -1, -2
+from distconv.needs import FILL, OWN, Need, Part, Plan, make_plan
+from mucudnn.geometry import Interval, length
 
 AWAKE_SECONDS = 5e-4
 """How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of the fetched tensor: ``length`` elements from ``start`` by ``step`` of a block.
-
-    ``block`` is ``OWN`` (the local tensor), ``FILL``, or the index of a received block.
-    """
-
-    block: int
-    start: int
-    length: int
-    step: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One rank's share of an exchange. Positions in ``sends`` and ``parts`` count from the start of their block."""
-
-    sends: tuple[tuple[int, Interval], ...]
-    """(peer, interval of the local tensor), by ascending peer and position."""
-    receives: tuple[tuple[int, Interval], ...]
-    """(peer, interval of the whole dim), by ascending peer and position: the received blocks."""
-    parts: tuple[Part, ...]
-    own: int
-    """Elements owned along the dim."""
-    extent: int
-    """Elements needed along the dim."""
-    silent: bool
-    """Nothing moves between any two ranks of the axis."""
-
-
-@functools.lru_cache(maxsize=16384)
-def wanted(need: Need) -> tuple[Interval, ...]:
-    """The sources of a need, disjoint and ascending."""
-    merged: list[Interval] = []
-    for start, stop in sorted(piece.source for piece in need):
-        if start == stop:
-            continue
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def _moves(owned: Interval, need: Need) -> Iterator[Interval]:
-    """The intervals that the owner gives for this need."""
-    for interval in wanted(need):
-        common = intersect(owned, interval)
-        if common != EMPTY:
-            yield common
-
-
-@functools.lru_cache(maxsize=16384)
-def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> Plan:
-    """What ``rank`` sends, receives and assembles. ValueError for a source in none of the disjoint ``owned``."""
-    start, stop = owned[rank]
-    sends = tuple(
-        (peer, (first - start, last - start))
-        for peer, need in enumerate(needs)
-        if peer != rank
-        for first, last in _moves(owned[rank], need)
-    )
-    receives = tuple(
-        (peer, interval)
-        for peer, theirs in enumerate(owned)
-        if peer != rank
-        for interval in _moves(theirs, needs[rank])
-    )
-    blocks = [(OWN, owned[rank]), *((index, interval) for index, (_, interval) in enumerate(receives))]
-    parts = tuple(part for piece in needs[rank] for part in _parts(piece, blocks))
-    silent = not any(
-        peer != owner and any(_moves(theirs, need))
-        for owner, theirs in enumerate(owned)
-        for peer, need in enumerate(needs)
-    )
-    return Plan(sends, receives, parts, stop - start, sum(piece.length for piece in needs[rank]), silent)
-
-
-def _parts(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Part]:
-    if piece.start is None:
-        yield Part(FILL, 0, piece.length, 1)
-        return
-    position, left = piece.start, piece.length
-    while left:
-        at = next((block for block in blocks if block[1][0] <= position < block[1][1]), None)
-        if at is None:
-            raise ValueError(f"position {position} is needed but no rank owns it")
-        block, (start, stop) = at
-        run = left if piece.step == 0 else min(left, stop - position if piece.step > 0 else position - start + 1)
-        yield Part(block, position - start, run, piece.step)
-        position += run * piece.step
-        left -= run
 
 
 class Exchange:
@@ -183,7 +49,7 @@ class Exchange:
             if readers[part.block] == 1
             and part.step
             and part.block != FILL
-            and part.length == _extent(plan, part.block)
+            and part.length == plan.extent_of(part.block)
         }
         """The blocks that are needed once, and all of each: what comes back for one is no sum."""
         whole = Part(OWN, 0, plan.own, 1)
@@ -234,7 +100,7 @@ class Exchange:
                 sums[part.block] = piece
                 continue
             if part.block not in sums:
-                sums[part.block] = grad.new_zeros(_with(shape, dim, _extent(plan, part.block)))
+                sums[part.block] = grad.new_zeros(_with(shape, dim, plan.extent_of(part.block)))
             run = piece.shape[dim]
             start = part.start - run + 1 if part.step < 0 else part.start
             sums[part.block].narrow(dim, start, run).add_(piece)
@@ -307,11 +173,6 @@ def _per_peer(moves: Iterable[tuple[int, Interval]], ranks: int) -> tuple[int, .
     for peer, interval in moves:
         counts[peer] += length(interval)
     return tuple(counts)
-
-
-def _extent(plan: Plan, block: int) -> int:
-    """Elements along the dim of what is owned or of a received block."""
-    return plan.own if block == OWN else length(plan.receives[block][1])
 
 
 def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:

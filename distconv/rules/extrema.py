@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from distconv.exchange import exchange, window
+from distconv.exchange import exchange
+from distconv.needs import window
 from distconv.partition import whole_group
 from distconv.rules import dim_axes, local_box, owners, rule, wrap
 from distconv.rules.reduction import lowest, reduced_axes, reduced_layout, reduced_shape, settled

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.channels import Layer
-from distconv.exchange import Exchange, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import window
 from distconv.partition import CHANNEL, is_ours
 from distconv.rules import coordinate, dim_axes, find_layout, local_as, owners, refuse, rule, wrap
 from distconv.rules.split import Split, channel_layout, split

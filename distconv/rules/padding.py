@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.exchange import Exchange, Need, Piece, exchange
-from distconv.exchange import make_plan as make_exchange_plan
+from distconv.exchange import Exchange, exchange
+from distconv.needs import Need, Piece
+from distconv.needs import make_plan as make_exchange_plan
 from distconv.rules import UnsupportedOperation, dim_axes, find_layout, layout, local_as, owners, rule, wrap
 from mucudnn.geometry import Interval
 

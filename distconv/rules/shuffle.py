@@ -9,7 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.exchange import Exchange, Piece, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import Piece, window
 from distconv.rules import coordinate, dim_axes, local_shape, owners, rule, wrap
 from distconv.rules.reduction import settled
 

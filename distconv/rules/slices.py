@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.exchange import Exchange, Need, Piece, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import Need, Piece, window
 from distconv.rules import (
     UnsupportedOperation,
     dim_axes,

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.channels import Block, Layer, block, boxes, weight_dims
-from distconv.exchange import Exchange, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import window
 from distconv.partition import CHANNEL
 from distconv.rules import channel_algorithm, coordinate, owners, refuse
 from mucudnn.geometry import Interval

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from distconv.exchange import FILL, OWN, Need, Piece, exchange, make_plan, wanted, window
+from distconv.exchange import exchange
+from distconv.needs import FILL, OWN, Need, Piece, make_plan, wanted, window
 from distconv.partition import Partition, make_mesh, ownership
 
 FILLED = -7

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.channels import Layer
-from distconv.exchange import Exchange, Need, Piece, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import Need, Piece, window
 from distconv.partition import ownership
 from distconv.rules import local_shape, shard_axes
 from mucudnn.geometry import EMPTY, Transposed, Window, intersect, length

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from distconv.exchange import Exchange, Piece, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import Piece, window
 from distconv.partition import ownership
 from distconv.rules import local_as, local_box, rule, shard_axes, wrap
 from distconv.rules.pooling.operator import forward_of, layout_of_input, shaped_like, spatial_dims

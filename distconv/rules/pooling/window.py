@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.exchange import Exchange, exchange, window
+from distconv.exchange import Exchange, exchange
+from distconv.needs import window
 from distconv.partition import ownership
 from distconv.rules import Layout, local_as, local_shape, rule, shard_axes, wrap
 from distconv.rules.pooling.adaptive import average as adaptive_average

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.exchange import Exchange, exchange, window
+from distconv.exchange import Exchange, exchange
 from distconv.group import joint_group
 from distconv.memory_format import memory_format
+from distconv.needs import window
 from distconv.partition import is_ours, ownership
 from distconv.partition import placements as partition_placements
 from distconv.rules import layout, local_as, local_shape, refuse, rule, shard_axes, wrap
