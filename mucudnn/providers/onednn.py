@@ -84,11 +84,13 @@ def _is_ordinary(problem: ConvProblem) -> bool:
     """Whether oneDNN may be asked: what it allocates is bounded, and what it does is right.
 
     Its kernels for weight gradients write beyond their memory where a kernel reaches across the whole image (seen with
-    torch 2.13), and those for transposed, dilated and strided convolutions take scratch memory of their own.
+    torch 2.13), and those for transposed, dilated and strided convolutions take scratch memory of their own. Gradients
+    of data may be padded up to the kernel's reach, as those of a slab between others are.
     """
+    most = 1 if problem.target is Role.X else 2
     spatial = zip(problem.windows, problem.padding, problem.x_shape[2:], strict=True)
     return not problem.transposed and all(
-        window.stride == window.dilation == 1 and 2 * padding < window.reach <= extent
+        window.stride == window.dilation == 1 and most * padding < window.reach <= extent
         for window, padding, extent in spatial
     )
 

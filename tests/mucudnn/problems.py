@@ -23,7 +23,7 @@ def problems(
     """Any small convolution: 1 to 3 dims, strides, dilations, paddings, groups, transposed, three directions.
 
     Args:
-        ordinary: not transposed, without strides and dilations, less padding than half the kernel.
+        ordinary: not transposed, without strides and dilations, less padding than the kernel.
     """
     dims = draw(st.integers(1, 3))
 
@@ -34,7 +34,7 @@ def problems(
     kernel, stride, dilation, padding = per_dim(1, 4), per_dim(1, 3), per_dim(1, 3), per_dim(0, 4)
     if ordinary:
         stride = dilation = (1,) * dims
-        padding = tuple((k - 1) // 2 for k in kernel)
+        padding = tuple(draw(st.integers(0, k - 1)) for k in kernel)
     transposed = not ordinary and draw(st.booleans())
     channels = (groups * draw(st.integers(1, 3)), draw(st.integers(1, 3)))
     spatial = per_dim(1, 9 if dims < 3 else 5)

@@ -83,3 +83,18 @@ def test_onednn_serves_what_torch_does_not_give_it(dims: str) -> None:
         )
         assert OneDnn().algorithms(problem) == (("onednn",) if served else ())
         assert OneDnn().algorithms(replace(problem, dtype="float64")) == ()
+
+
+def test_onednn_serves_the_data_gradient_of_a_slab_between_others() -> None:
+    """Its padding reaches as far as the kernel; oneDNN's weight gradients are not to be trusted with that."""
+    ones = (1, 1, 1)
+    data, filter = (
+        ConvProblem.of_convolution(
+            direction, (1, 8, 10, 12, 20), (16, 8, 3, 3, 3), stride=ones, padding=(2, 2, 1), dilation=ones
+        )
+        for direction in (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
+    )
+    assert OneDnn().algorithms(filter) == ()
+    tensors = operands(data)
+    assert launch(data, "onednn", tensors, [1])
+    assert relative_error(tensors.x, reference(data, tensors)) < 1e-5
