@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import distributed_wide
 from benchmarks.distributed_cases import CASES, Case
 from benchmarks.distributed_processes import JaxProcess, RankProcesses
-from benchmarks.distributed_report import RESULTS, keep, tables
+from benchmarks.distributed_report import RESULT, keep, tables
 from benchmarks.process import Failed, Process
 from benchmarks.table import conditions, show
 
@@ -235,7 +235,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jax-python", metavar="PATH", default=sys.executable, help="a python that has jax")
     parser.add_argument("--no-jax", action="store_true", help="leave JAX out")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULTS}.*")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     return parser.parse_args()
 
 

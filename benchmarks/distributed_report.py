@@ -9,7 +9,7 @@ from benchmarks.distributed_channels import BATCH, FIXED
 from benchmarks.distributed_wide import TITLE
 from benchmarks.table import Table, save
 
-RESULTS = "distributed-cpu"
+RESULT = "distributed-cpu"
 
 TARGET_FIXED_MS, TARGET_MEMORY, TARGET_TRAFFIC = 2.0, 0.32, 196_608
 TARGET_HELD, TARGET_REDUCED = 0.27, 0.5
@@ -151,4 +151,4 @@ def keep(record: dict[str, Any]) -> None:
     """Writes the figures to benchmarks/results."""
     jax = f"JAX {record['jax']}, " if record.get("jax") else ""
     about = f"`{record['command']}`\n\n{jax}one thread per rank, {record['conditions']}"
-    save(RESULTS, "What distributing costs on a CPU", about, record, tables(record))
+    save(RESULT, "What distributing costs on a CPU", about, record, tables(record))

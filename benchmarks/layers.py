@@ -184,7 +184,7 @@ def measure(case: Case, database: str) -> Row:
         median(lambda r: r["divided"]),
         median(lambda r: r["stock"] / r["undivided"]),
         median(lambda r: r["stock"] / r["divided"]),
-        STOCK if all(record.parts == ((record.parts[0][0], STOCK),) for record in records) else "; ".join(chosen),
+        STOCK if all([name for _, name in record.parts] == [STOCK] for record in records) else "; ".join(chosen),
     )
 
 
@@ -232,6 +232,17 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, -1)
 
 
+def keep(rows: list[Row], before: str) -> None:
+    """Adds the rows to what is kept, in place of earlier ones of the same groups."""
+    path = RESULTS / f"{RESULT}.json"
+    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    groups = {row.group for row in rows}
+    rows = [*(row for row in known if row.group not in groups), *rows]
+    about = f"`python benchmarks/layers.py --save`, a group or several at a time; the last run: {before}"
+    tables = summary(rows), details(rows)
+    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, [asdict(row) for row in rows], tables)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     groups = [*SPECIAL, *BATCHES]
@@ -253,17 +264,6 @@ def main() -> None:
     show([summary(rows), details(rows)])
     if options.save:
         keep(rows, before)
-
-
-def keep(rows: list[Row], before: str) -> None:
-    """Adds the rows to what is kept, in place of earlier ones of the same groups."""
-    path = RESULTS / f"{RESULT}.json"
-    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
-    groups = {row.group for row in rows}
-    rows = [*(row for row in known if row.group not in groups), *rows]
-    about = f"`python benchmarks/layers.py --save`: {before}"
-    tables = summary(rows), details(rows)
-    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, [asdict(row) for row in rows], tables)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ one decides. What moves between layers is redistributed. For example:
 environment:
   DISTCONV_PARTITION, DISTCONV_BACKEND   defaults of --partition and --backend
   DISTCONV_CHANNEL_ALGORITHM             default of --channel-algorithm
-  MUCUDNN_WORKSPACE_LIMIT                where set, mucudnn runs the local convolutions within it; its
-                                         other limits likewise
+  MUCUDNN_WORKSPACE_LIMIT                where set (or MUCUDNN_MEMORY_LIMIT, MUCUDNN_TOTAL_WORKSPACE_SIZE),
+                                         mucudnn runs the local convolutions within it
   OMP_NUM_THREADS                        threads per rank; the cores shared out where not set
 
 exit codes: the script's own; 2 for a job that cannot run as given; 128 + n where signal n ended a rank.

@@ -389,3 +389,23 @@ def test_a_wrong_setting_raises_and_patches_nothing() -> None:
     with pytest.raises(ValueError, match="workspace_limit='much'"):
         mucudnn.patch(workspace_limit="much")
     assert not mucudnn.is_patched()
+
+
+def test_functions_that_a_tensor_subclass_sees_are_those_of_torch() -> None:
+    seen: list[str] = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def calls() -> list[str]:
+        seen.clear()
+        torch.ops.aten.convolution(x, w, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+        return list(seen)
+
+    x, w = torch.randn(1, 1, 4, 4).as_subclass(Watched), torch.randn(1, 1, 1, 1)
+    expected = calls()
+    with mucudnn.patched(database=":memory:"):
+        assert calls() == calls() == expected

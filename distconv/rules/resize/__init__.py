@@ -108,8 +108,6 @@ def make_plan(
         if mesh.device_type != "cpu" or ("cubic" in name and shape[2:] == out_shape[2:]):
             what = f"a scale of {scales[dim - 2]} that keeps dim {dim} at {shape[dim]}"
             raise refuse(operator, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
-        if "cubic" not in name:
-            scales[dim - 2] = None  # ATen's host kernels copy such a dim, whatever the scale.
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[Side], list[Side]] = ([], [])
     for dim, axis in sorted(axes.items()):

@@ -63,6 +63,8 @@ def linear_taps(
 ) -> Taps:
     """As ATen computes them (area_pixel_compute_source_index): in float64 for float64, else in float32."""
     real: Any = np.float64 if dtype == torch.float64 else np.float32
+    if extent == outputs and not cubic:
+        scale = None  # ATen's host kernels copy such a dim, whatever the scale.
     if align_corners:
         step = real(extent - 1) / real(outputs - 1) if outputs > 1 else real(0)
     else:
