@@ -391,7 +391,7 @@ def test_a_wrong_setting_raises_and_patches_nothing() -> None:
     assert not mucudnn.is_patched()
 
 
-def test_functions_that_a_tensor_subclass_sees_are_those_of_torch() -> None:
+def test_a_tensor_subclass_is_not_asked_to_convolve_by_the_shim() -> None:
     seen: list[str] = []
 
     class Watched(torch.Tensor):
@@ -400,12 +400,17 @@ def test_functions_that_a_tensor_subclass_sees_are_those_of_torch() -> None:
             seen.append(func.__name__)
             return super().__torch_function__(func, types, args, kwargs or {})
 
+    x, w = torch.randn(1, 1, 4, 4).as_subclass(Watched), torch.randn(1, 1, 1, 1, requires_grad=True)
+
     def calls() -> list[str]:
+        """In a double backward pass, whose convolutions torch itself calls on the tensors that it has saved."""
+        y = functional.conv2d(x, w)
+        (gradient,) = torch.autograd.grad(y, w, torch.ones_like(y).requires_grad_(), create_graph=True)
+        plain = gradient.as_subclass(torch.Tensor).sum()
         seen.clear()
-        torch.ops.aten.convolution(x, w, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+        plain.backward()
         return list(seen)
 
-    x, w = torch.randn(1, 1, 4, 4).as_subclass(Watched), torch.randn(1, 1, 1, 1)
-    expected = calls()
     with mucudnn.patched(database=":memory:"):
-        assert calls() == calls() == expected
+        calls()  # makes the plans
+        assert "_convolution" not in calls()
