@@ -14,22 +14,18 @@ from __future__ import annotations
 
 import functools
 import math
-import os
-import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.all_to_all import AllToAll
 from distconv.group import joint_group, joint_order
-from distconv.needs import FILL, OWN, Need, Part, Plan, make_plan
+from distconv.needs import FILL, OWN, Need, Part, Plan, Stretch, make_plan
 from mucudnn.geometry import Interval, length
-
-AWAKE_SECONDS = 5e-4
-"""How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""
 
 
 class Exchange:
@@ -62,55 +58,54 @@ class Exchange:
         """
         if self.is_identity:
             return local
-        plan, dim, shape = self.plan, self.dim, local.shape
-        rest = _rest(shape, dim)
-        blocks: list[Tensor] = []
-        if rest and not plan.silent:
-            buffer = local.new_empty(sum(self.received) * rest)
-            messages = _flat([local.narrow(dim, start, stop - start) for _, (start, stop) in plan.sends], local)
-            sent, received = [count * rest for count in self.sent], [count * rest for count in self.received]
-            all_to_all(buffer, messages, received, sent, self.group)
-            offset = 0
-            for _, (start, stop) in plan.receives:
-                count = (stop - start) * rest
-                blocks.append(buffer.narrow(0, offset, count).view(_with(shape, dim, stop - start)))
-                offset += count
-        else:
-            blocks = [local.new_empty(_with(shape, dim, stop - start)) for _, (start, stop) in plan.receives]
-        return self._assemble(local, blocks, fill)
+        blocks = self._blocks(self._send(local), local)
+        return _joined(self._pieces(local, blocks, self.plan.parts, fill), self.dim, local)
+
+    def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
+        """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
+
+        Those at hand come first: what is done with them is done while the others travel. A stretch may be a view of
+        ``local``. The transfer begins with the first.
+        """
+        if self.is_identity:
+            yield (0, self.plan.own), local
+            return
+        transfer = self._send(local)
+        yield from self._stretches(local, [], self.plan.at_hand)
+        yield from self._stretches(local, self._blocks(transfer, local), self.plan.from_others)
+        if not self.plan.parts:
+            yield (0, 0), local.narrow(self.dim, 0, 0)
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """The transpose of ``fetch`` with fill 0: sends every element back to its owner, who adds. Collective alike."""
-        plan, dim = self.plan, self.dim
         if self.is_identity:
             return grad
-        shape = list(grad.shape)
+        return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)
+
+    def adjoint_in_turn(self, make: Callable[[Interval], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+        """``adjoint`` of a tensor that is made stretch by stretch, ``make(interval)``: those of other ranks come first.
+
+        The others are made while these travel. ``shape`` counts along all dims but the exchange's; dtype and device are
+        those of ``like``.
+        """
+        plan, dim = self.plan, self.dim
+        if self.is_identity:
+            return make((0, plan.own))
         sums: dict[int, Tensor] = {}
-        position = 0
-        for part in plan.parts:
-            piece = grad.narrow(dim, position, part.length)
-            position += part.length
-            if part.block == FILL:
-                continue
-            if part.step == 0:
-                piece = piece.sum(dim, keepdim=True)
-            elif part.step < 0:
-                piece = piece.flip(dim)
-            if part.block in self._read_once:
-                sums[part.block] = piece
-                continue
-            if part.block not in sums:
-                sums[part.block] = grad.new_zeros(_with(shape, dim, plan.extent_of(part.block)))
-            run = piece.shape[dim]
-            start = part.start - run + 1 if part.step < 0 else part.start
-            sums[part.block].narrow(dim, start, run).add_(piece)
-        own = sums.pop(OWN) if OWN in sums else grad.new_zeros(_with(shape, dim, plan.own))
+        for stretch in plan.from_others:
+            self._add_up(sums, stretch, make(stretch.interval))
         rest = _rest(shape, dim)
-        if plan.silent or not rest:
+        transfer = None
+        if rest and not plan.silent:
+            messages = _flat([sums[block] for block in sorted(sums)], like)
+            transfer = self._transfer(messages, self.received, self.sent, rest)
+        sums.clear()
+        for stretch in plan.at_hand:
+            self._add_up(sums, stretch, make(stretch.interval))
+        own = sums[OWN] if OWN in sums else like.new_zeros(_with(shape, dim, plan.own))
+        if transfer is None:
             return own.clone(memory_format=torch.contiguous_format) if OWN in self._read_once else own
-        returned = grad.new_empty(sum(self.sent) * rest)
-        back, forth = [count * rest for count in self.sent], [count * rest for count in self.received]
-        all_to_all(returned, _flat([sums[block] for block in sorted(sums)], grad), back, forth, self.group)
+        returned = transfer.wait()
         if OWN in self._read_once:
             if len(plan.sends) == 1 and sum(self.sent) == plan.own:
                 return returned.view(own.shape).add_(own)
@@ -124,10 +119,40 @@ class Exchange:
             offset += count
         return own
 
-    def _assemble(self, local: Tensor, blocks: Sequence[Tensor], fill: float) -> Tensor:
+    def _transfer(self, messages: Tensor, sent: Sequence[int], received: Sequence[int], rest: int) -> AllToAll:
+        """``messages`` to the other ranks: so many positions of ``rest`` elements to and from each."""
+        buffer = messages.new_empty(sum(received) * rest)
+        back, forth = [count * rest for count in received], [count * rest for count in sent]
+        return AllToAll(buffer, messages, back, forth, self.group)
+
+    def _send(self, local: Tensor) -> AllToAll | None:
+        """What other ranks need of ``local``, on its way to them; None where nothing moves."""
+        rest = _rest(local.shape, self.dim)
+        if not rest or self.plan.silent:
+            return None
+        messages = _flat([local.narrow(self.dim, start, stop - start) for _, (start, stop) in self.plan.sends], local)
+        return self._transfer(messages, self.sent, self.received, rest)
+
+    def _blocks(self, transfer: AllToAll | None, local: Tensor) -> list[Tensor]:
+        """The received blocks."""
+        shapes = [_with(local.shape, self.dim, stop - start) for _, (start, stop) in self.plan.receives]
+        if transfer is None:
+            return [local.new_empty(shape) for shape in shapes]
+        buffer = transfer.wait()
+        parts = buffer.split([math.prod(shape) for shape in shapes]) if shapes else ()
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def _stretches(
+        self, local: Tensor, blocks: Sequence[Tensor], stretches: Sequence[Stretch]
+    ) -> Iterator[tuple[Interval, Tensor]]:
+        for stretch in stretches:
+            pieces = self._pieces(local, blocks, stretch.parts, 0.0)
+            yield stretch.interval, pieces[0] if len(pieces) == 1 else _joined(pieces, self.dim, local)
+
+    def _pieces(self, local: Tensor, blocks: Sequence[Tensor], parts: Sequence[Part], fill: float) -> list[Tensor]:
         dim, shape = self.dim, local.shape
         pieces: list[Tensor] = []
-        for part in self.plan.parts:
+        for part in parts:
             if part.block == FILL:
                 pieces.append(local.new_full(_with(shape, dim, part.length), fill))
                 continue
@@ -138,14 +163,28 @@ class Exchange:
                 pieces.append(block.narrow(dim, part.start - part.length + 1, part.length).flip(dim))
             else:
                 pieces.append(block.narrow(dim, part.start, part.length))
-        if not pieces:
-            return local.new_empty(_with(shape, dim, 0))
-        format = torch.channels_last if local.dim() == 4 else torch.channels_last_3d
-        if local.dim() in (4, 5) and not local.is_contiguous() and local.is_contiguous(memory_format=format):
-            extents = _with(shape, dim, self.plan.extent)
-            wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=format)
-            return torch.cat(pieces, dim, out=wide)
-        return torch.cat(pieces, dim)
+        return pieces
+
+    def _add_up(self, sums: dict[int, Tensor], stretch: Stretch, grad: Tensor) -> None:
+        """Adds a stretch of the fetched tensor to the blocks that its parts read."""
+        dim, position = self.dim, 0
+        for part in stretch.parts:
+            piece = grad.narrow(dim, position, part.length)
+            position += part.length
+            if part.block == FILL:
+                continue
+            if part.step == 0:
+                piece = piece.sum(dim, keepdim=True)
+            elif part.step < 0:
+                piece = piece.flip(dim)
+            if part.block in self._read_once:
+                sums[part.block] = piece
+                continue
+            if part.block not in sums:
+                sums[part.block] = grad.new_zeros(_with(grad.shape, dim, self.plan.extent_of(part.block)))
+            run = piece.shape[dim]
+            start = part.start - run + 1 if part.step < 0 else part.start
+            sums[part.block].narrow(dim, start, run).add_(piece)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -194,15 +233,13 @@ def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def all_to_all(
-    output: Tensor, input: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
-) -> None:
-    """Flat ``input``, cut by ``sent``, to the members of the group; flat ``output`` from them, cut by ``received``."""
-    work = dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
-    assert work is not None  # every caller is a member of the group
-    if output.device.type == "cpu":
-        # A halo on its way arrives sooner than a sleeping thread wakes up.
-        patience = time.perf_counter() + AWAKE_SECONDS
-        while not work.is_completed() and time.perf_counter() < patience:
-            os.sched_yield()
-    work.wait()
+def _joined(pieces: Sequence[Tensor], dim: int, local: Tensor) -> Tensor:
+    """Side by side, in the memory format of ``local``."""
+    if not pieces:
+        return local.new_empty(_with(local.shape, dim, 0))
+    format = torch.channels_last if local.dim() == 4 else torch.channels_last_3d
+    if local.dim() in (4, 5) and not local.is_contiguous() and local.is_contiguous(memory_format=format):
+        extents = _with(local.shape, dim, sum(piece.shape[dim] for piece in pieces))
+        wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=format)
+        return torch.cat(list(pieces), dim, out=wide)
+    return torch.cat(list(pieces), dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Successive parts, and their interval of the fetched tensor."""
+
+    interval: Interval
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
     """One rank's share of an exchange. Positions in ``sends`` and ``parts`` count from the start of their block."""
 
@@ -77,6 +86,10 @@ class Plan:
     """Elements needed along the dim."""
     silent: bool
     """Nothing moves between any two ranks of the axis."""
+    at_hand: tuple[Stretch, ...]
+    """The parts that read no received block, as few stretches as they make."""
+    from_others: tuple[Stretch, ...]
+    """The parts that read one."""
 
     def extent_of(self, block: int) -> int:
         """Elements along the dim of what is owned (``OWN``) or of a received block."""
@@ -128,7 +141,19 @@ def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -
         for owner, theirs in enumerate(owned)
         for peer, need in enumerate(needs)
     )
-    return Plan(sends, receives, parts, stop - start, sum(piece.length for piece in needs[rank]), silent)
+    extent = sum(piece.length for piece in needs[rank])
+    at_hand, from_others = ([each for here, each in _stretches(parts) if here == wanted] for wanted in (True, False))
+    return Plan(sends, receives, parts, stop - start, extent, silent, tuple(at_hand), tuple(from_others))
+
+
+def _stretches(parts: Sequence[Part]) -> Iterator[tuple[bool, Stretch]]:
+    """Stretches as long as can be, and whether each is at hand."""
+    start = 0
+    for here, successive in itertools.groupby(parts, lambda part: part.block in (OWN, FILL)):
+        group = tuple(successive)
+        stop = start + sum(part.length for part in group)
+        yield here, Stretch((start, stop), group)
+        start = stop
 
 
 def _parts(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Part]:

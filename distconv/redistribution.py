@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.exchange import all_to_all
+from distconv.all_to_all import AllToAll
 from distconv.partition import (
     Partition,
     is_ours,
@@ -132,9 +132,8 @@ class Redistribution:
             return result
         messages = [_part(local, box).reshape(-1) for _, box in plan.sends]
         buffer = local.new_empty(sum(self.received))
-        all_to_all(
-            buffer, torch.cat(messages) if messages else local.new_empty(0), self.received, self.sent, self.group
-        )
+        sent = torch.cat(messages) if messages else local.new_empty(0)
+        AllToAll(buffer, sent, self.received, self.sent, self.group).wait()
         offset = 0
         for _, box in plan.receives:
             part = _part(result, box)

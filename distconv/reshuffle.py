@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from distconv.exchange import all_to_all
+from distconv.all_to_all import AllToAll
 from distconv.partition import sharded_dims, whole_group
 from distconv.rules import local_box
 
@@ -37,7 +37,7 @@ class Reshuffle:
     def __call__(self, local: Tensor) -> Tensor:
         """The elements this rank owns afterwards, flat. Collective over the mesh."""
         buffer = local.new_empty(len(self.placing))
-        all_to_all(buffer, local.reshape(-1)[self.sending], self.received, self.sent, self.group)
+        AllToAll(buffer, local.reshape(-1)[self.sending], self.received, self.sent, self.group).wait()
         result = torch.empty_like(buffer)
         result[self.placing] = buffer
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -93,14 +94,28 @@ CASES: dict[str, tuple[int, Callable[[int, tuple[int, int]], Need]]] = {
 }
 
 
-def fetch_everywhere(names: list[str]) -> dict[str, tuple[list[int], float, int, int]]:
-    """For each case: this rank's fetched indices, <Fx, y> - <x, F*y> over all ranks, and elements sent by both."""
+class Answer(NamedTuple):
+    fetched: list[int]
+    gap: float
+    """<Fx, y> - <x, F*y> over all ranks."""
+    calls: int
+    """Of the transport, in one fetch."""
+    moved: int
+    """Elements received by three fetches and two adjoints."""
+    order: list[str]
+    """What the adjoint in turn did: the stretches it asked for, and when it called the transport."""
+
+
+def fetch_everywhere(names: list[str]) -> dict[str, Answer]:
+    """What each case does on this rank; in turn it gives the same."""
     mesh = make_mesh(Partition((("height", dist.get_world_size()),)))
     moved: list[int] = []
+    order: list[str] = []
     transport = dist.all_to_all_single
 
     def counting(output: torch.Tensor, input: torch.Tensor, *rest: object, **options: object) -> object:
         moved.append(output.numel())
+        order.append("sent")
         return transport(output, input, *rest, **options)  # type: ignore[arg-type]
 
     results = {}
@@ -120,9 +135,21 @@ def fetch_everywhere(names: list[str]) -> dict[str, tuple[list[int], float, int,
             x = torch.randn(2, 3, stop - start, 2, generator=generator, dtype=torch.float64)
             wide = which.fetch(x)
             y = torch.randn(wide.shape, generator=generator, dtype=torch.float64)
-            sides = torch.stack([(wide * y).sum(), (x * which.adjoint(y)).sum()])
+            adjoint = which.adjoint(y)
+            pieces = dict(which.fetch_in_turn(x))
+            assert sum(b - a for a, b in pieces) == wide.shape[2]
+            assert torch.equal(torch.cat([pieces[interval] for interval in sorted(pieces)], 2), wide)
+            order.clear()
+
+            def make(interval: tuple[int, int], y: torch.Tensor = y) -> torch.Tensor:
+                order.append(f"{interval[0]}:{interval[1]}")
+                return y[:, :, slice(*interval)]
+
+            assert torch.equal(which.adjoint_in_turn(make, y.shape, y), adjoint)
+            sides = torch.stack([(wide * y).sum(), (x * adjoint).sum()])
             dist.all_reduce(sides)
-            results[name] = (fetched[0, 0, :, 0].int().tolist(), float(sides[0] - sides[1]), calls, sum(moved))
+            gap = float(sides[0] - sides[1])
+            results[name] = Answer(fetched[0, 0, :, 0].int().tolist(), gap, calls, sum(moved), [*order])
     finally:
         dist.all_to_all_single = transport
     return results
@@ -133,17 +160,25 @@ def test_fetch_and_adjoint(ranks: Callable[[int], Ranks], size: int) -> None:
     answers = ranks(size).run(fetch_everywhere, list(CASES))
     for name, (extent, need) in CASES.items():
         owned = ownership(extent, size)
-        for rank, (indices, gap, calls, moved) in enumerate(answer[name] for answer in answers):
+        for rank, answer in enumerate(each[name] for each in answers):
             wanted_here = index_map(need(extent, owned[rank]))
-            assert indices == wanted_here, name
-            assert abs(gap) < 1e-12, name
+            assert answer.fetched == wanted_here, name
+            assert abs(answer.gap) < 1e-12, name
             needs = [set(index_map(need(extent, mine))) - {FILLED} for mine in owned]
             received = needs[rank] - set(range(*owned[rank]))
             given = [i for peer, theirs in enumerate(needs) if peer != rank for i in theirs & set(range(*owned[rank]))]
-            # Twelve elements per position; two fetches receive what is missing, the adjoint receives what was given.
-            assert moved == 12 * (2 * len(received) + len(given)), name
+            # Twelve elements per position; fetches receive what is missing, adjoints receive what was given.
+            assert answer.moved == 12 * (3 * len(received) + 2 * len(given)), name
             silent = not any(theirs - set(range(*mine)) for theirs, mine in zip(needs, owned, strict=True))
-            assert calls == (0 if silent else 1), name
+            assert answer.calls == (0 if silent else 1), name
+            made = [at for at in answer.order if at != "sent"]
+            assert sorted(i for at in made for i in range(*map(int, at.split(":")))) == list(range(len(wanted_here)))
+            if not silent:
+                sent = answer.order.index("sent")
+                before = {wanted_here[i] for at in made[:sent] for i in range(*map(int, at.split(":")))}
+                after = {wanted_here[i] for at in made[sent:] for i in range(*map(int, at.split(":")))}
+                own = {FILLED, *range(*owned[rank])}
+                assert not before & own and after <= own, name
 
 
 def test_pieces_are_disjoint_and_ascending() -> None:

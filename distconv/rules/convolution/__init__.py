@@ -7,12 +7,14 @@ a step moves the input's halo once and the gradient's halo once, and saves neith
 
 Where channels are sharded a rank convolves with its block of the weight (distconv.channels): before all that it fetches
 the channels that the block reads, and afterwards the partial results are added up at the owners of the filters. Fetched
-channels are not kept for backward: dL/dweight fetches them again.
+channels are not kept for backward: dL/dweight fetches them again. While channels travel the rank computes: what others
+wait for before what is its own, and with what is its own before what arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.channels import Block
+from distconv.exchange import Exchange
 from distconv.rules import find_layout, local_as, refuse, rule, wrap
-from distconv.rules.convolution.plan import Margins, Plan, make_plan
-from distconv.rules.split import channel_layout, split
+from distconv.rules.convolution.local import Local
+from distconv.rules.convolution.plan import Plan, make_plan
+from distconv.rules.split import Split, channel_layout, split
 from mucudnn.geometry import Interval, length
 
 
@@ -69,47 +72,26 @@ def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest
     mesh, placements = _input_layout(func, x, weight, bias)
     plan = _plan_of(x, weight, bias, mesh, placements, rest)
     parts = split(func, mesh, placements, plan.layer, weight)
-    own_weight = local_as(weight, mesh, parts.weight)
+    own_x = local_as(x, mesh, placements)
     own_bias = None if bias is None else local_as(bias, mesh, parts.vector)
-    local = parts.channels.fetch(local_as(x, mesh, placements))
-    for side in plan.sides:
-        local = side.inputs.fetch(local)
-    stride, _, dilation, transposed, *_ = rest
-    shape = [*plan.out_local]
-    shape[1] = length(parts.block.filters)
-    if 0 in shape or not parts.block.runs:
-        y = local.new_zeros(shape)
+    local = Local(local_as(weight, mesh, parts.weight), plan, parts.block, rest)
+    halos = [side.inputs for side in plan.sides]
+    if parts.is_local:
+        pieces = _arriving(parts.channels, own_x, plan, halos)
+        channels, piece = next(pieces)
+        y = local.forward(piece, own_bias, channels, local.filters)
+        for channels, piece in pieces:
+            y += local.forward(piece, None, channels, local.filters)
     else:
-        options = stride, plan.padding, dilation, transposed, plan.output_padding
-        y = _convolve(local, own_weight, own_bias if parts.is_local else None, options, parts.block)
-        for side in plan.sides:
-            if y.shape[side.dim] != side.own:
-                y = y.narrow(side.dim, side.skip, side.own)
-    if not parts.is_local:
-        y = parts.filters.adjoint(y)
+        wide = _whole(parts.channels, own_x, halos)
+
+        def partial(filters: Interval) -> Tensor:
+            return local.forward(wide, None, local.channels, filters)
+
+        y = _leaving(parts.filters, partial, plan, plan.out_local, own_x)
         if own_bias is not None:
             y += own_bias.view(-1, *[1] * (y.dim() - 2))
     return wrap(y, mesh, placements, plan.out_shape)
-
-
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, options: Sequence[Any], block: Block) -> Tensor:
-    """The block's filters of a local x; the bias has one number for each."""
-    made = [
-        torch.ops.aten.convolution.default(
-            _part(x, 1, run.channels),
-            _part(weight, 0, run.weight),
-            None if bias is None else _part(bias, 0, run.filters),
-            *options,
-            run.groups,
-        )
-        for run in block.runs
-    ]
-    return made[0] if len(made) == 1 else torch.cat(made, 1)
-
-
-def _part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
-    start, stop = interval
-    return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
 
 
 @rule("aten::convolution_backward")
@@ -121,26 +103,13 @@ def convolution_backward(
     mesh, placements = _input_layout(func, x, grad, weight)
     plan = _plan_of(x, weight, None, mesh, placements, arguments)
     parts = split(func, mesh, placements, plan.layer, weight)
-    own_weight = local_as(weight, mesh, parts.weight)
     own_grad = local_as(grad, mesh, placements)
+    local = Local(local_as(weight, mesh, parts.weight), plan, parts.block, arguments)
     dx: Tensor | None = None
     dw: Tensor | None = None
     if mask[0] or mask[1]:
-        wide = parts.filters.fetch(own_grad)
-        for side in plan.sides:
-            wide = side.grads.fetch(wide)
-        local = local_as(x, mesh, placements)
-        if mask[1]:
-            local = parts.channels.fetch(local)
-        elif not parts.channels.is_identity:
-            local = local.new_empty(local.shape[0], length(parts.block.channels), *local.shape[2:])  # only its shape
-        if not local.numel() or not wide.numel() or not parts.block.runs:
-            dx = local.new_zeros(local.shape) if mask[0] else None
-            dw = own_weight.new_zeros(own_weight.shape) if mask[1] else None
-        else:
-            dx, dw = _block_backward(wide, local, own_weight, arguments, plan, parts.block, mask)
-        if dx is not None:
-            dx = parts.channels.adjoint(dx)
+        make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
+        dx, dw = make(local, parts, own_grad, local_as(x, mesh, placements), mask)
     db = own_grad.sum([0, *range(2, own_grad.dim())]) if mask[2] else None
     return (
         wrap(dx, mesh, placements, x.shape) if dx is not None else None,
@@ -149,68 +118,70 @@ def convolution_backward(
     )
 
 
-def _block_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, arguments: Sequence[Any], plan: Plan, block: Block, mask: list[bool]
+def _from_arriving_gradients(
+    local: Local, parts: Split, grad: Tensor, x: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dL/dx of the block's channels and dL/dweight of the block, those asked for."""
-    data = [(side.dim, side.data) for side in plan.sides]
-    filter = [(side.dim, side.filter) for side in plan.sides]
-    dxs: list[Tensor] = []
-    dws: list[Tensor] = []
-    for run in block.runs:
-        operands = _part(grad, 1, run.filters), _part(x, 1, run.channels), _part(weight, 0, run.weight)
-        options = [*arguments[:-1], run.groups]
-        if data == filter:
-            dx, dw = _local_backward(*operands, options, plan.output_padding, data, plan.data_padding, *mask[:2])
-        else:
-            dx = dw = None
-            if mask[1]:
-                _, dw = _local_backward(
-                    *operands, options, plan.output_padding, filter, plan.filter_padding, False, True
-                )
-            if mask[0]:
-                dx, _ = _local_backward(*operands, options, plan.output_padding, data, plan.data_padding, True, False)
-        dxs += [] if dx is None else [dx]
-        dws += [] if dw is None else [dw]
-    return _joined(dxs, 1), _joined(dws, 0)
+    """dL/dx and dL/dweight where a rank reads its own channels only."""
+    dx: Tensor | None = None
+    dws: dict[Interval, Tensor] = {}
+    for filters, piece in _arriving(parts.filters, grad, local.plan, [side.grads for side in local.plan.sides]):
+        more, dw = local.backward(piece, x, local.channels, filters, *mask[:2])
+        dx = more if dx is None or more is None else dx.add_(more)
+        if dw is not None:
+            dws[filters] = dw
+    return dx, _in_order(dws, local.plan.layer.filter_dim)
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor | None:
-    return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _local_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    arguments: Sequence[Any],
-    output_padding: list[int],
-    margins: list[tuple[int, Margins]],
-    padding: list[int],
-    for_data: bool,
-    for_filter: bool,
+def _from_arriving_inputs(
+    local: Local, parts: Split, grad: Tensor, x: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dL/dx of this rank's inputs and its share of dL/dweight, those asked for."""
-    zeros = [0] * (2 * (x.dim() - 2))
-    for dim, margin in margins:
-        at = 2 * (x.dim() - 1 - dim)
-        zeros[at : at + 2] = margin.before, margin.after
-    padded = torch.ops.aten.constant_pad_nd.default(x, zeros) if any(zeros) else x
-    stride, _, dilation, transposed, _, groups = arguments
-    dx, dw, _ = torch.ops.aten.convolution_backward.default(
-        grad,
-        padded,
-        weight,
-        None,
-        stride,
-        padding,
-        dilation,
-        transposed,
-        output_padding,
-        groups,
-        [for_data, for_filter, False],
-    )
-    if for_data and any(zeros):
-        for dim, margin in margins:
-            dx = dx.narrow(dim, margin.before, x.shape[dim])
-    return dx if for_data else None, dw if for_filter else None
+    """dL/dx and dL/dweight where a rank reads others' channels: these arrive once more while dL/dx is made."""
+    plan = local.plan
+    wide = _whole(parts.filters, grad, [side.grads for side in plan.sides])
+    pieces = _arriving(parts.channels, x, plan, [])
+    begun = [next(pieces)] if mask[1] else []
+
+    def data_gradient(channels: Interval) -> Tensor:
+        shape_only = x.new_empty(x.shape[0], length(channels), *x.shape[2:])
+        dx, _ = local.backward(wide, shape_only, channels, local.filters, True, False)
+        assert dx is not None
+        return dx
+
+    dx = _leaving(parts.channels, data_gradient, plan, x.shape, x) if mask[0] else None
+    dws: dict[Interval, Tensor] = {}
+    for channels, piece in itertools.chain(begun, pieces if mask[1] else ()):
+        _, dw = local.backward(wide, piece, channels, local.filters, False, True)
+        assert dw is not None
+        dws[channels] = dw
+    return dx, _in_order(dws, plan.layer.channel_dim)
+
+
+def _arriving(which: Exchange, own: Tensor, plan: Plan, halos: Sequence[Exchange]) -> Iterator[tuple[Interval, Tensor]]:
+    """What ``which`` brings the block, halos included, with its intervals: piece by piece if the layer can be divided.
+
+    With halos it comes at once: each piece would need messages of its own.
+    """
+    if plan.layer.groups == 1 and not halos:
+        return which.fetch_in_turn(own)
+    return iter([((0, which.plan.extent), _whole(which, own, halos))])
+
+
+def _whole(which: Exchange, own: Tensor, halos: Sequence[Exchange]) -> Tensor:
+    wide = which.fetch(own)
+    for halo in halos:
+        wide = halo.fetch(wide)
+    return wide
+
+
+def _leaving(
+    which: Exchange, make: Callable[[Interval], Tensor], plan: Plan, shape: Sequence[int], like: Tensor
+) -> Tensor:
+    """What the block makes, added up at its owners: what others wait for comes first if the layer can be divided."""
+    if plan.layer.groups == 1:
+        return which.adjoint_in_turn(make, shape, like)
+    return which.adjoint(make((0, which.plan.extent)))
+
+
+def _in_order(parts: dict[Interval, Tensor], dim: int) -> Tensor | None:
+    ordered = [parts[interval] for interval in sorted(parts)]
+    return None if not ordered else ordered[0] if len(ordered) == 1 else torch.cat(ordered, dim)

@@ -1,0 +1,141 @@
+"""What one rank multiplies: its block of the weight, all at once or some of the channels or filters only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.channels import Block, Run
+from distconv.rules.convolution.plan import Margins, Plan
+from mucudnn.geometry import Interval, length
+
+
+@dataclass(frozen=True)
+class Local:
+    """The products of a block. Intervals of channels and filters count from those of the block.
+
+    Only a layer without groups can be computed in parts.
+    """
+
+    weight: Tensor
+    """Of the block."""
+    plan: Plan
+    block: Block
+    arguments: Sequence[Any]
+    """Of the layer, as ``aten::convolution`` takes them."""
+
+    @property
+    def channels(self) -> Interval:
+        return 0, length(self.block.channels)
+
+    @property
+    def filters(self) -> Interval:
+        return 0, length(self.block.filters)
+
+    def forward(self, x: Tensor, bias: Tensor | None, channels: Interval, filters: Interval) -> Tensor:
+        """These filters of y, from these channels, ``x``, alone; ``bias`` has a number for each filter of the block."""
+        plan, (stride, _, dilation, transposed, *_) = self.plan, self.arguments
+        shape = [*plan.out_local]
+        shape[1] = length(filters)
+        if 0 in shape or not self.block.runs:
+            return x.new_zeros(shape)
+        weight, runs = self._part(channels, filters)
+        made = [
+            torch.ops.aten.convolution.default(
+                _part(x, 1, run.channels),
+                _part(weight, 0, run.weight),
+                None if bias is None else _part(_part(bias, 0, filters), 0, run.filters),
+                stride,
+                plan.padding,
+                dilation,
+                transposed,
+                plan.output_padding,
+                run.groups,
+            )
+            for run in runs
+        ]
+        y = made[0] if len(made) == 1 else torch.cat(made, 1)
+        for side in plan.sides:
+            y = _part(y, side.dim, (side.skip, side.skip + side.own))
+        return y
+
+    def backward(
+        self, grad: Tensor, x: Tensor, channels: Interval, filters: Interval, for_data: bool, for_filter: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those asked for of dL/dx of these channels, and of dL/dweight, of what these filters' ``grad`` gives."""
+        weight, runs = self._part(channels, filters)
+        if not x.numel() or not grad.numel() or not runs:
+            return x.new_zeros(x.shape) if for_data else None, weight.new_zeros(weight.shape) if for_filter else None
+        data = [(side.dim, side.data) for side in self.plan.sides]
+        filter = [(side.dim, side.filter) for side in self.plan.sides]
+        dxs: list[Tensor] = []
+        dws: list[Tensor] = []
+        for run in runs:
+            operands = _part(grad, 1, run.filters), _part(x, 1, run.channels), _part(weight, 0, run.weight)
+            if data == filter:
+                dx, dw = self._gradients(*operands, run, data, self.plan.data_padding, for_data, for_filter)
+            else:
+                dx = dw = None
+                if for_filter:
+                    _, dw = self._gradients(*operands, run, filter, self.plan.filter_padding, False, True)
+                if for_data:
+                    dx, _ = self._gradients(*operands, run, data, self.plan.data_padding, True, False)
+            dxs += [] if dx is None else [dx]
+            dws += [] if dw is None else [dw]
+        return _joined(dxs, 1), _joined(dws, 0)
+
+    def _part(self, channels: Interval, filters: Interval) -> tuple[Tensor, Sequence[Run]]:
+        """The weight that takes these channels to these filters, and the local calls with it."""
+        layer = self.plan.layer
+        if (channels, filters) == (self.channels, self.filters):
+            return self.weight, self.block.runs
+        weight = _part(_part(self.weight, layer.channel_dim, channels), layer.filter_dim, filters)
+        return weight, (Run((0, length(channels)), (0, length(filters)), (0, weight.shape[0]), layer.groups),)
+
+    def _gradients(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        run: Run,
+        margins: list[tuple[int, Margins]],
+        padding: list[int],
+        for_data: bool,
+        for_filter: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        zeros = [0] * (2 * (x.dim() - 2))
+        for dim, margin in margins:
+            at = 2 * (x.dim() - 1 - dim)
+            zeros[at : at + 2] = margin.before, margin.after
+        padded = torch.ops.aten.constant_pad_nd.default(x, zeros) if any(zeros) else x
+        stride, _, dilation, transposed, *_ = self.arguments
+        dx, dw, _ = torch.ops.aten.convolution_backward.default(
+            grad,
+            padded,
+            weight,
+            None,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            self.plan.output_padding,
+            run.groups,
+            [for_data, for_filter, False],
+        )
+        if for_data and any(zeros):
+            for dim, margin in margins:
+                dx = dx.narrow(dim, margin.before, x.shape[dim])
+        return dx if for_data else None, dw if for_filter else None
+
+
+def _part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
+    start, stop = interval
+    return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor | None:
+    return None if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim)
