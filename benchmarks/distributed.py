@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,17 @@ def take_turns(sides: list[tuple[Process, Record]], seconds: float) -> dict[str,
 
 def medians(found: dict[str, list[float]]) -> dict[str, float]:
     return {arm: statistics.median(values) for arm, values in found.items()}
+
+
+def over(found: dict[str, list[float]], arms: Sequence[str], below: Sequence[str]) -> dict[str, dict[str, float]]:
+    """What each of these arms takes more than each of those below, the median over rounds.
+
+    Within a round, as a core may be slow for seconds: of two medians one may fall in such a time and the other not.
+    """
+    return {
+        arm: {base: statistics.median(a - b for a, b in zip(found[arm], found[base], strict=True)) for base in below}
+        for arm in arms
+    }
 
 
 def measure_speed(name: str, case: Case, ranks: int, gloo: Process, jax: Process | None, seconds: float) -> Record:
@@ -176,13 +188,16 @@ def _over_gloo(
 def _fixed(record: Record, process: Process, transport: str, seconds: float) -> None:
     tqdm.write(f"fixed cost of a convolution, 2 ranks, {transport}", file=sys.stderr)
     found = take_turns([(process, {"do": "fixed", "case": "conv-small"})], seconds)
-    record["fixed"].append({"transport": transport, "ranks": 2, "seconds": medians(found)})
+    more = over(found, ("convolution", "training step"), ("slab", "slabs at once"))
+    record["fixed"].append({"transport": transport, "ranks": 2, "seconds": medians(found), "over": more})
 
 
 def _channels_fixed(record: Record, process: Process, transport: str, ranks: int, seconds: float) -> None:
     if ranks == 2:
         found = take_turns([(process, {"do": "channel_fixed"})], seconds)
-        record["channels_fixed"].append({"transport": transport, "ranks": ranks, "seconds": medians(found)})
+        more = over(found, ("convolution",), ("share", "shares at once"))
+        row = {"transport": transport, "ranks": ranks, "seconds": medians(found), "over": more}
+        record["channels_fixed"].append(row)
 
 
 def _over_mpi(record: Record, mpi: Process, ranks: int, chosen: list[str], options: argparse.Namespace) -> None:

@@ -55,15 +55,19 @@ def _speed(record: dict[str, Any]) -> Table:
 
 
 def _fixed(record: dict[str, Any]) -> Table:
-    rows = []
-    for measured in record["fixed"]:
-        seconds = measured["seconds"]
-        for arm, value in seconds.items():
-            over = arm in ("convolution", "training step")
-            cells = [_ms(value - seconds[slab]) if over else "" for slab in ("slab", "slabs at once")]
-            rows.append((f"{measured['transport']}: {arm}", _ms(value), *cells))
     title = f"{CASES['conv-small'].title}, 2 ranks: fixed cost in milliseconds (target {TARGET_FIXED_MS:g} on Gloo)"
-    return Table(title, ("", "median", "over the slab", "over slabs at once"), rows)
+    return _over(title, record["fixed"], {"the slab": "slab", "slabs at once": "slabs at once"})
+
+
+def _over(title: str, measured: list[dict[str, Any]], below: dict[str, str]) -> Table:
+    """Medians of all arms, and by how much some exceed those ``below``, {what it is called: arm}."""
+    rows = []
+    for row in measured:
+        for arm, seconds in row["seconds"].items():
+            more = row["over"].get(arm, {})
+            cells = (_ms(more[base]) if base in more else "" for base in below.values())
+            rows.append((f"{row['transport']}: {arm}", _ms(seconds), *cells))
+    return Table(title, ("", "median", *(f"over {base}, within a round" for base in below)), rows)
 
 
 def _memory(record: dict[str, Any]) -> Table:
@@ -131,11 +135,6 @@ def _channels(record: dict[str, Any]) -> tuple[Table, Table]:
         channels, filters, size = row["layer"]
         name = f"{channels} to {filters} channels, {size}²: {row['algorithm']}, {row['partition']}"
         moved.append((name, f"{row['sent']:,}", f"{row['formula']:,.0f}", _ratio(row["sent"], row["formula"])))
-    fixed = []
-    for row in record.get("channels_fixed", []):
-        for arm, seconds in row["seconds"].items():
-            over = _ms(seconds - row["seconds"]["share"]) if arm == "convolution" else ""
-            fixed.append((f"{row['transport']}: {arm}", _ms(seconds), over))
     channels, filters, size = FIXED
     title = (
         f"conv2d, {channels} to {filters} channels {size}², batch {BATCH}, channel=2: fixed cost in milliseconds"
@@ -143,7 +142,7 @@ def _channels(record: dict[str, Any]) -> tuple[Table, Table]:
     )
     return (
         Table("Bytes that all ranks send in a step of a 3x3 convolution", ("", "sent", "formula", "ratio"), moved),
-        Table(title, ("", "median", "over the share"), fixed),
+        _over(title, record.get("channels_fixed", []), {"the share": "share", "shares at once": "shares at once"}),
     )
 
 

@@ -138,9 +138,13 @@ class Exchange:
         shapes = [_with(local.shape, self.dim, stop - start) for _, (start, stop) in self.plan.receives]
         if transfer is None:
             return [local.new_empty(shape) for shape in shapes]
-        buffer = transfer.wait()
-        parts = buffer.split([math.prod(shape) for shape in shapes]) if shapes else ()
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        buffer, offset = transfer.wait(), 0
+        blocks = []
+        for shape in shapes:
+            count = math.prod(shape)
+            blocks.append(buffer.narrow(0, offset, count).view(shape))
+            offset += count
+        return blocks
 
     def _stretches(
         self, local: Tensor, blocks: Sequence[Tensor], stretches: Sequence[Stretch]

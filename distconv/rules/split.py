@@ -42,7 +42,8 @@ class Split:
         return self.filters.is_identity
 
 
-def channel_layout(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+@functools.lru_cache(maxsize=4096)
+def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """How x lies on the mesh once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
     names = mesh.mesh_dim_names or ()
     return tuple(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.distributed import over
 from benchmarks.distributed_report import tables
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +46,10 @@ def test_every_arm_is_timed(measured: tuple[dict[str, Any], str]) -> None:
     assert row["error"] < 1e-5
     (fixed,) = measured[0]["fixed"]
     assert {"slab", "convolution", "training step"} < set(fixed["seconds"])
+    assert {arm: set(more) for arm, more in fixed["over"].items()} == {
+        "convolution": {"slab", "slabs at once"},
+        "training step": {"slab", "slabs at once"},
+    }
 
 
 def test_split_channels_move_what_the_formulas_say(measured: tuple[dict[str, Any], str]) -> None:
@@ -53,6 +58,13 @@ def test_split_channels_move_what_the_formulas_say(measured: tuple[dict[str, Any
     assert [row for row in rows if row["sent"] != row["formula"]] == []
     (fixed,) = measured[0]["channels_fixed"]
     assert set(fixed["seconds"]) == {"share", "shares at once", "convolution"}
+    assert set(fixed["over"]["convolution"]) == {"share", "shares at once"}
+
+
+def test_what_an_arm_takes_more_is_told_round_by_round() -> None:
+    """A round in which the machine was slow for both arms does not count as a difference."""
+    found = {"slab": [1.0, 1.0, 5.0, 5.0, 5.0], "convolution": [3.0, 3.0, 7.0, 7.0, 1.0]}
+    assert over(found, ["convolution"], ["slab"]) == {"convolution": {"slab": 2.0}}
 
 
 def test_tables_come_last(measured: tuple[dict[str, Any], str]) -> None:
