@@ -80,12 +80,14 @@ def _run_distributed(job: Job, store: Store) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = make_mesh(job.partition, device_type=device_type)
     channel_algorithms[None] = job.channel_algorithm
-    if divides_locally():
-        import mucudnn
-        from distconv.board import StoreBoard
+    with contextlib.ExitStack() as around:
+        if divides_locally():
+            import mucudnn
+            from distconv.board import StoreBoard
 
-        mucudnn.patch(board=StoreBoard(store))
-    with loading(mesh, shard=job.shard_data), distributed_script(mesh, job.strategy, batch_norm=job.batch_norm):
+            around.enter_context(mucudnn.patched(board=StoreBoard(store)))
+        around.enter_context(loading(mesh, shard=job.shard_data))
+        around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         _execute(job)
 
 

@@ -76,18 +76,17 @@ def patch(
     Raises:
         ValueError: for a value that is not accepted; one line names it and what is.
     """
-    session = Session(
-        _settings(
-            workspace_limit,
-            memory_limit,
-            total_workspace_size,
-            policy,
-            database,
-            engines,
-            benchmark_devices,
-            progress,
-            log,
-        )
+    session = _session(
+        workspace_limit,
+        memory_limit,
+        total_workspace_size,
+        policy,
+        database,
+        engines,
+        benchmark_devices,
+        progress,
+        log,
+        board,
     )
     before = shim.install(session)
     if before is not None:
@@ -119,18 +118,16 @@ def patched(
     Yields:
         The session, whose `records()` are those of `report()`, also after the end.
     """
-    session = Session(
-        _settings(
-            workspace_limit,
-            memory_limit,
-            total_workspace_size,
-            policy,
-            database,
-            engines,
-            benchmark_devices,
-            progress,
-            log,
-        ),
+    session = _session(
+        workspace_limit,
+        memory_limit,
+        total_workspace_size,
+        policy,
+        database,
+        engines,
+        benchmark_devices,
+        progress,
+        log,
         board,
     )
     before = shim.install(session)
@@ -152,7 +149,7 @@ def report() -> list[Record]:
     return session.records() if session is not None else []
 
 
-def _settings(
+def _session(
     workspace_limit: str | float | None,
     memory_limit: str | float | None,
     total_workspace_size: str | float | None,
@@ -162,7 +159,8 @@ def _settings(
     benchmark_devices: str | Sequence[int] | None,
     progress: str | bool | None,
     log: str | None,
-) -> Settings:
+    board: Board | None,
+) -> Session:
     settings = Settings.from_environment(
         workspace_limit=workspace_limit,
         memory_limit=memory_limit,
@@ -175,4 +173,4 @@ def _settings(
         log=log,
     )
     _log.to_stderr(settings.log)
-    return settings
+    return Session(settings, board)

@@ -102,22 +102,30 @@ class Steps:
         done, self._calls = tuple(self._calls), []
         threads, self._threads = self._threads, set()
         self.last = self.known.get(done, self.last)
-        if self._awaited is not None:
-            if done != self._awaited or not self._is_seen(threads):
+        if self._awaited is None:
+            self._record(done, threads)
+        elif done != self._awaited or not self._is_seen(threads):
+            self._awaited = None
+            self._recorder.stop()
+        else:
+            self._passed += 1
+            self._recorder.step()
+            if self._passed > RECORDED:
                 self._awaited = None
-                self._recorder.stop()
-            else:
-                self._passed += 1
-                self._recorder.step()
-                if self._passed > RECORDED:
-                    self._awaited = None
-                    timeline = common(self._recorder.stop())
-                    self.last = self.known[done] = Step(done, timeline, self._budgets(timeline))
+                timeline = common(self._recorder.stop())
+                self.last = self.known[done] = Step(done, timeline, self._budgets(timeline))
+        self._candidates = list(self.known.values())
+
+    def _record(self, done: tuple[Hashable, ...], threads: set[int]) -> None:
+        """Starts the recorder if steps like the one that is done are worth it.
+
+        Never where a recording has just ended: the operators and scopes that are open here began under it, and torch's
+        profiler writes their ends to the memory of the recording it finds then.
+        """
         may_record = self._is_seen(threads) and len(done) < MOST_CALLS and self._tries[done] < MOST_TRIES
-        if self._awaited is None and done not in self.known and may_record and self._recorder.start():
+        if done not in self.known and may_record and self._recorder.start():
             self._tries[done] += 1
             self._awaited, self._passed = done, 0
-        self._candidates = list(self.known.values())
 
     def _is_seen(self, threads: set[int]) -> bool:
         return len(threads) == 1 or not self._recorder.one_thread

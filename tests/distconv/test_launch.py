@@ -17,7 +17,7 @@ from distconv.launch import Place, divides_locally, find_place, mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
-HELLO, TRAIN = str(SCRIPTS / "hello.py"), str(SCRIPTS / "train.py")
+HELLO, TRAIN, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "train.py", "shares.py"))
 RUN = [sys.executable, "-m", "distconv", "run"]
 ENVIRONMENT = {
     **{
@@ -293,3 +293,28 @@ def test_losses_are_those_of_one_process(alone, way, task, partition, options):
     done = launch(way, ranks, "--partition", partition, *options, TRAIN, "--task", task)
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == pytest.approx(alone[task], rel=1e-9)
+
+
+# Beneath it, mucudnn.
+
+LIMITS = ["WORKSPACE_LIMIT=64MiB", "WORKSPACE_LIMIT=peak", "MEMORY_LIMIT=8GiB", "TOTAL_WORKSPACE_SIZE=64MiB"]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_losses_are_the_same_within_any_limit(alone, limit):
+    name, value = limit.split("=")
+    within = {f"MUCUDNN_{name}": value, "MUCUDNN_DATABASE": ":memory:"}
+    done = launch("alone", 2, "--partition", "height=2", TRAIN, "--task", "pixels", **within)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout) == pytest.approx(alone["pixels"], rel=1e-9)
+
+
+@pytest.mark.parametrize("limit", ["WORKSPACE_LIMIT=64MiB", "TOTAL_WORKSPACE_SIZE=64MiB"])
+def test_ranks_share_the_times_that_they_plan_with(limit):
+    name, value = limit.split("=")
+    within = {f"MUCUDNN_{name}": value, "MUCUDNN_DATABASE": ":memory:"}
+    done = launch("alone", 2, "--print-all-ranks", "--partition", "sample=2", SHARES, **within)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    first, second = ([line[4:] for line in lines if line.startswith(f"[{rank}] ")] for rank in (0, 1))
+    assert first == second and len(first) == 2

@@ -101,6 +101,18 @@ def test_what_never_comes_twice_is_not_recorded_for_ever() -> None:
     assert script.starts <= 2 * MOST_TRIES and not script.running
 
 
+def test_no_recording_begins_at_the_call_where_another_ends() -> None:
+    """The operators around that call would begin under the one and end under the other."""
+    script = Script(Timeline((5, 7, 9, 6), 10), Timeline((5, 7, 9, 6), 10))
+    steps = Steps(script, Timeline.budgets)
+    for step in ("ABba", "ABba", "CDdc", "CDdc", "CDdc", "ABba", "CDdc", "CDdc", "CDdc", "CDdc", "CDdc", "ABba"):
+        for name in step:
+            starts, was_running = script.starts, script.running
+            steps.call(name, name.isupper(), 0)
+            assert not (was_running and script.starts > starts)
+    assert script.starts > 1 and not script.running
+
+
 def test_a_program_that_only_goes_forward_has_no_steps() -> None:
     script = Script()
     assert play(Steps(script, Timeline.budgets), "AB" * 50) == [None] * 100
