@@ -130,7 +130,7 @@ class Exchange:
         rest = _rest(local.shape, self.dim)
         if not rest or self.plan.silent:
             return None
-        messages = _flat([local.narrow(self.dim, start, stop - start) for _, (start, stop) in self.plan.sends], local)
+        messages = _flat([_cut(local, self.dim, start, stop - start) for _, (start, stop) in self.plan.sends], local)
         return self._transfer(messages, self.sent, self.received, rest)
 
     def _blocks(self, transfer: AllToAll | None, local: Tensor) -> list[Tensor]:
@@ -142,7 +142,7 @@ class Exchange:
         blocks = []
         for shape in shapes:
             count = math.prod(shape)
-            blocks.append(buffer.narrow(0, offset, count).view(shape))
+            blocks.append(_cut(buffer, 0, offset, count).view(shape))
             offset += count
         return blocks
 
@@ -166,14 +166,14 @@ class Exchange:
             elif part.step < 0:
                 pieces.append(block.narrow(dim, part.start - part.length + 1, part.length).flip(dim))
             else:
-                pieces.append(block.narrow(dim, part.start, part.length))
+                pieces.append(_cut(block, dim, part.start, part.length))
         return pieces
 
     def _add_up(self, sums: dict[int, Tensor], stretch: Stretch, grad: Tensor) -> None:
         """Adds a stretch of the fetched tensor to the blocks that its parts read."""
         dim, position = self.dim, 0
         for part in stretch.parts:
-            piece = grad.narrow(dim, position, part.length)
+            piece = _cut(grad, dim, position, part.length)
             position += part.length
             if part.block == FILL:
                 continue
@@ -227,6 +227,11 @@ def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:
 def _rest(shape: Sequence[int], dim: int) -> int:
     """Elements per position of the dim."""
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
+def _cut(tensor: Tensor, dim: int, start: int, extent: int) -> Tensor:
+    """A view; ``tensor`` itself where that is all of it, which takes no time."""
+    return tensor if extent == tensor.shape[dim] else tensor.narrow(dim, start, extent)
 
 
 def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
