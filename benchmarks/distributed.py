@@ -13,6 +13,7 @@ allreduce included. The arms take turns, so that a busy moment of the machine me
     Gloo, MPI       distconv; MPI runs after the others, since its waiting ranks keep their cores busy
     JAX             jit and NamedSharding over as many host devices, and on one of them (its one process)
 
+All processes keep memory that they free, so that page faults do not fall on one arm by chance.
 So (Gloo - slab) is what distribution costs, and (JAX - JAX, one device) tells JAX's kernels from its distribution.
 JAX is optional (pip install jax); it may live in another environment (--jax-python).
 """

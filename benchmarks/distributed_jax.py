@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from allocator import keep_freed_memory
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Parameters = list[Any]
@@ -160,6 +161,7 @@ class Subject:
 
 
 def main() -> None:
+    keep_freed_memory()
     subject: Subject | None = None
     for line in sys.stdin:
         request = json.loads(line)

@@ -19,6 +19,7 @@ import distributed_channels
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from allocator import keep_freed_memory
 from brain_volume import peak_tensor_bytes
 from distributed_cases import CASES
 from distributed_wide import wide
@@ -223,6 +224,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 
 def main(backend: str, *arguments: str) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     if backend == "mpi":
         from distconv.mpi import init_process_group
 

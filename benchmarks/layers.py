@@ -14,7 +14,6 @@ told to keep freed memory, so that page faults do not fall on one arm by chance.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import math
 import statistics
@@ -29,6 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.allocator import keep_freed_memory
 from benchmarks.networks import NETWORKS, Layer, convolutions
 from benchmarks.table import RESULTS, Table, conditions, save, show
 from mucudnn import benchmark, shim
@@ -217,19 +217,6 @@ def summary(rows: list[Row]) -> Table:
         cells.append((group, str(len(members)), str(len(left)), *texts))
     headings = "layers", "left to stock", "geometric mean", "least", "least left to stock (noise)", "all layers' time"
     return Table("speed-up of the divided arm over stock", ("network", *headings), cells)
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc, where it is the allocator, to keep all freed memory and to reuse it.
-
-    Left to itself it gives large blocks back now and then: a call that gets new ones takes two or three times as long,
-    whichever arm it is.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4  # as in malloc.h
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, -1)
 
 
 def keep(rows: list[Row], before: str) -> None:
