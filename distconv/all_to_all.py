@@ -15,7 +15,7 @@ AWAKE_SECONDS = 5e-4
 class AllToAll:
     """Started when made: flat ``input``, cut by ``sent``, to the members; flat ``output`` from them, by ``received``.
 
-    Collective over the group. Neither tensor may be touched before :meth:`wait`.
+    Collective over the group. Until :meth:`wait` returns, ``output`` must not be read nor ``input`` written to.
     """
 
     def __init__(
