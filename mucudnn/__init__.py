@@ -14,9 +14,9 @@ CuPy and others are convolved by `mucudnn.convolve(x, w, padding=1)`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from os import PathLike
+from typing import Unpack
 
 from mucudnn import log as _log
 from mucudnn import shim
@@ -25,7 +25,7 @@ from mucudnn.board import Board
 from mucudnn.problem import ConvProblem, Direction
 from mucudnn.report import Record
 from mucudnn.session import Session
-from mucudnn.settings import Settings
+from mucudnn.settings import Given, Settings
 from mucudnn.version import VERSION as __version__
 
 __all__ = [
@@ -42,23 +42,13 @@ __all__ = [
 ]
 
 
-def patch(
-    workspace_limit: str | float | None = None,
-    memory_limit: str | float | None = None,
-    total_workspace_size: str | float | None = None,
-    policy: str | None = None,
-    database: str | PathLike[str] | None = None,
-    engines: str | None = None,
-    benchmark_devices: str | Sequence[int] | None = None,
-    progress: str | bool | None = None,
-    log: str | None = None,
-    board: Board | None = None,
-) -> None:
+def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
     """Divides torch's convolutions from here on, in all threads; called again, it starts anew with other settings.
 
     What is not given comes from the environment (`MUCUDNN_WORKSPACE_LIMIT`, ...), else from the defaults.
 
     Args:
+        board: where processes that run the same program share what they measure, and so come to the same plans.
         workspace_limit: scratch memory that one convolution may use, in bytes: a number or "64MiB", "1GB", "unlimited";
             "peak": as much as does not raise the peak memory of a training step; 0 leaves everything to torch.
         memory_limit: bytes that all of the program's memory may come to: each convolution may use what is free at its
@@ -71,23 +61,12 @@ def patch(
         benchmark_devices: GPUs that share the measuring: "all" or their numbers; if not given, a call's own alone.
         progress: "auto", "on" or "off": a progress bar while measuring.
         log: the least level of log lines that go to stderr.
-        board: where processes that run the same program share what they measure, and so come to the same plans.
 
     Raises:
         ValueError: for a value that is not accepted; one line names it and what is.
+        TypeError: for a name that is no setting.
     """
-    session = _session(
-        workspace_limit,
-        memory_limit,
-        total_workspace_size,
-        policy,
-        database,
-        engines,
-        benchmark_devices,
-        progress,
-        log,
-        board,
-    )
+    session = _session(board, settings)
     before = shim.install(session)
     if before is not None:
         before.close()
@@ -101,35 +80,13 @@ def unpatch() -> None:
 
 
 @contextmanager
-def patched(
-    workspace_limit: str | float | None = None,
-    memory_limit: str | float | None = None,
-    total_workspace_size: str | float | None = None,
-    policy: str | None = None,
-    database: str | PathLike[str] | None = None,
-    engines: str | None = None,
-    benchmark_devices: str | Sequence[int] | None = None,
-    progress: str | bool | None = None,
-    log: str | None = None,
-    board: Board | None = None,
-) -> Iterator[Session]:
+def patched(*, board: Board | None = None, **settings: Unpack[Given]) -> Iterator[Session]:
     """`patch` for a while; afterwards convolutions are as they were before. The arguments are those of `patch`.
 
     Yields:
         The session, whose `records()` are those of `report()`, also after the end.
     """
-    session = _session(
-        workspace_limit,
-        memory_limit,
-        total_workspace_size,
-        policy,
-        database,
-        engines,
-        benchmark_devices,
-        progress,
-        log,
-        board,
-    )
+    session = _session(board, settings)
     before = shim.install(session)
     try:
         yield session
@@ -149,28 +106,7 @@ def report() -> list[Record]:
     return session.records() if session is not None else []
 
 
-def _session(
-    workspace_limit: str | float | None,
-    memory_limit: str | float | None,
-    total_workspace_size: str | float | None,
-    policy: str | None,
-    database: str | PathLike[str] | None,
-    engines: str | None,
-    benchmark_devices: str | Sequence[int] | None,
-    progress: str | bool | None,
-    log: str | None,
-    board: Board | None,
-) -> Session:
-    settings = Settings.from_environment(
-        workspace_limit=workspace_limit,
-        memory_limit=memory_limit,
-        total_workspace_size=total_workspace_size,
-        policy=policy,
-        database=database,
-        engines=engines,
-        benchmark_devices=benchmark_devices,
-        progress=progress,
-        log=log,
-    )
+def _session(board: Board | None, given: Given) -> Session:
+    settings = Settings.from_environment(**given)
     _log.to_stderr(settings.log)
     return Session(settings, board)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 import platformdirs
 
@@ -241,6 +241,20 @@ SETTINGS = {
     ),
 }
 """Every setting by its name in `patch`."""
+
+
+class Given(TypedDict, total=False):
+    """What a program may give for the settings, by their names; `mucudnn.patch` says what they mean."""
+
+    workspace_limit: str | float | None
+    memory_limit: str | float | None
+    total_workspace_size: str | float | None
+    policy: str | None
+    database: str | os.PathLike[str] | None
+    engines: str | None
+    benchmark_devices: str | Sequence[int] | None
+    progress: str | bool | None
+    log: str | None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mucudnn import log
-from mucudnn.settings import SETTINGS, SettingError, Settings, format_bytes, parse_bytes
+from mucudnn.settings import SETTINGS, Given, SettingError, Settings, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,10 @@ def test_arguments_of_program_types() -> None:
     assert settings.database == str(Path.home() / "times")
     assert settings.progress == "off"
     assert settings.sources["workspace_limit"] == "default"
+
+
+def test_every_setting_can_be_given() -> None:
+    assert Given.__optional_keys__ == SETTINGS.keys()
 
 
 def test_an_unknown_override() -> None:
