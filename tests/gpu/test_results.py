@@ -11,6 +11,7 @@ from problems import operands, problems, reference, relative_error
 
 from mucudnn.problem import Direction, Role
 from mucudnn.providers import STOCK
+from mucudnn.providers.cudnn.legacy import Legacy, math_type
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -66,6 +67,22 @@ def test_weight_gradients_are_added_on_request(geometry: str, arm: str, device: 
                     wrong[algorithm, dim, extents] = error
     assert not wrong
     assert ran
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_cudnns_own_search_agrees(geometry: str, direction: Direction, arm: str, cuda: torch.device) -> None:
+    """Of its older algorithms: those that are offered run, and need what was said."""
+    problem = problem_of(geometry, direction, ARMS[arm])
+    with precision(ARMS[arm]):
+        (legacy,) = {provider for provider in providers(problem, cuda).values() if isinstance(provider, Legacy)}
+        found = legacy.search(problem)
+        offered = legacy.algorithms(problem)
+        assert {name for name, one in found.items() if not one.status} == set(offered)
+        alike = [name for name in offered if found[name].math_type == math_type(problem)]
+        own = {name: legacy.prepared(problem, name, False).workspace for name in alike}
+        assert {name: found[name].workspace for name in alike} == own
 
 
 @settings(max_examples=100)

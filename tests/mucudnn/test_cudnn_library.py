@@ -167,6 +167,19 @@ def test_legacy_descriptors_agree_on_the_output_shape(problem: ConvProblem, cudn
 
 
 @pytest.mark.parametrize("direction", list(Direction))
+def test_the_search_without_a_handle_is_an_error(direction: Direction, cudnn: Library) -> None:
+    class NoHandle(NoCard):
+        def handle(self) -> c_void_p:
+            return c_void_p()
+
+    provider = legacy.Legacy(NoHandle(cudnn, Device()))
+    problem = replace(CONV2, direction=direction).with_extent(1)
+    assert not provider.algorithms(problem)
+    with pytest.raises(CudnnError, match="AlgorithmEx: cuDNN status 2"):
+        provider.search(problem)
+
+
+@pytest.mark.parametrize("direction", list(Direction))
 def test_accumulating_plans_finalize_where_others_do(direction: Direction, cudnn: Library, h200: Device) -> None:
     put = form(replace(CONV2, direction=direction))
     assert put is not None

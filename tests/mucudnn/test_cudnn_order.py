@@ -175,7 +175,7 @@ def test_doctor_says_what_is_wrong_in_a_sentence(card: SimulatedCard, monkeypatc
 
     geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
     problem = ConvProblem.of_convolution(Direction.FORWARD, SHAPE, FILTERS, **geometry)
-    providers = (Stock(), Engines(card))
+    providers = (Stock(), Engines(card), Legacy(card))
 
     def broken(device: torch.device) -> tuple[()]:
         raise RuntimeError("CUDA driver version is insufficient\nand much more")
@@ -194,3 +194,4 @@ def test_doctor_says_what_is_wrong_in_a_sentence(card: SimulatedCard, monkeypatc
     assert gpu["gpu"] == "a card"
     assert gpu["algorithms"][0] == STOCK and "eng0" in gpu["algorithms"]
     assert "narrower" in gpu["refused"]["eng4"]
+    assert "not on this card" in gpu["refused"]["legacy_winograd"]

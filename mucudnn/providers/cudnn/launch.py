@@ -74,7 +74,8 @@ def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Pa
     """Runs one algorithm on consecutive parts; the arguments are those of `Provider.launch`."""
     first, whole = parts[0].problem, parts[0].whole
     is_sum = first.target is Role.W
-    # A target that is copied is computed by itself and then added.
+    # A target that is copied is computed by itself and then added; so are parts of a half type in a float32 sum, as no
+    # engine of cuDNN 9.19 or 9.28 adds products of half types to float32 in memory.
     is_apart = first.formats[_ROLES.index(first.target)] == "strided" or (
         is_sum and first.is_half and whole.w.dtype is torch.float32
     )

@@ -8,12 +8,13 @@ import torch
 
 from mucudnn.problem import ConvProblem
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable, library, spelled
 from mucudnn.providers.provider import Provider
 
 
 def found(problem: ConvProblem, providers: Any) -> dict[str, Any]:
-    """Which libcudnn, which version, and for a small problem on every GPU the engines offered and refused.
+    """Which libcudnn, which version, and for a small problem on every GPU the algorithms offered and refused.
 
     Args:
         providers: `providers_on`.
@@ -45,7 +46,7 @@ def _on(device: torch.device, problem: ConvProblem, providers: Any) -> dict[str,
             "refused": {
                 name: reason
                 for provider in served
-                if isinstance(provider, Engines)
+                if isinstance(provider, Engines | Legacy)
                 for name, reason in provider.refused(problem).items()
             },
         }
