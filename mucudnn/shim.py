@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,14 +55,15 @@ def _register() -> torch.library.Library:
         # Taken before the registration: afterwards these names mean the shim.
         forward = stock_kernel("convolution", device_type)
         backward = stock_kernel("convolution_backward", device_type)
-        library.impl("convolution", _convolution(forward, device_type), key, with_keyset=True, allow_override=True)
-        library.impl(
-            "convolution_backward",
-            _convolution_backward(backward, device_type),
-            key,
-            with_keyset=True,
-            allow_override=True,
-        )
+        kernels = {
+            "convolution": _convolution(forward, device_type),
+            "convolution_backward": _convolution_backward(backward, device_type),
+        }
+        with warnings.catch_warnings():
+            # Torch has a kernel of its own under CUDA's key: to override it is what is meant.
+            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, key, with_keyset=True, allow_override=True)
     return library
 
 

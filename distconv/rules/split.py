@@ -41,6 +41,11 @@ class Split:
         """Whether this rank makes its filters of y alone."""
         return self.filters.is_identity
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it also reads no other rank's channels."""
+        return self.is_local and self.channels.is_identity
+
 
 @functools.lru_cache(maxsize=4096)
 def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.exchange import Exchange
 from distconv.rules import find_layout, local_as, refuse, rule, wrap
+from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import Local
 from distconv.rules.convolution.plan import Plan, make_plan
 from distconv.rules.split import Split, channel_layout, split
@@ -76,7 +77,9 @@ def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest
     own_bias = None if bias is None else local_as(bias, mesh, parts.vector)
     local = Local(local_as(weight, mesh, parts.weight), plan, parts.block, rest)
     halos = [side.inputs for side in plan.sides]
-    if parts.is_local:
+    if plan.overlap is not None and parts.is_whole:
+        y = overlap.forward(local, plan.overlap, own_x, own_bias)
+    elif parts.is_local:
         pieces = _arriving(parts.channels, own_x, plan, halos)
         channels, piece = next(pieces)
         y = local.forward(piece, own_bias, channels, local.filters)
@@ -108,8 +111,12 @@ def convolution_backward(
     dx: Tensor | None = None
     dw: Tensor | None = None
     if mask[0] or mask[1]:
-        make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
-        dx, dw = make(local, parts, own_grad, local_as(x, mesh, placements), mask)
+        own_x = local_as(x, mesh, placements)
+        if plan.overlap is not None and parts.is_whole:
+            dx, dw = overlap.backward(local, plan.overlap, own_grad, own_x, *mask[:2])
+        else:
+            make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
+            dx, dw = make(local, parts, own_grad, own_x, mask)
     db = own_grad.sum([0, *range(2, own_grad.dim())]) if mask[2] else None
     return (
         wrap(dx, mesh, placements, x.shape) if dx is not None else None,

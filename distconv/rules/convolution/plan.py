@@ -1,13 +1,14 @@
 """What a convolution of given shapes decides before it runs: which halos it fetches, and how the local calls pad.
 
-Samples and channels play no part: a rank's spatial intervals are the same for all of them.
+Samples and channels play no part in that: a rank's spatial intervals are the same for all of them.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +18,12 @@ from distconv.channels import Layer
 from distconv.exchange import Exchange, exchange
 from distconv.needs import Need, Piece, window
 from distconv.partition import ownership
-from distconv.rules import local_shape, shard_axes
+from distconv.rules import box_at, local_shape, shard_axes
+from distconv.rules.convolution.edges import Edges, around, edges
 from mucudnn.geometry import EMPTY, Transposed, Window, intersect, length
+
+LEAST_BYTES = 2**20
+"""Of a rank's inputs: fewer are copied beside their halos sooner than edges are computed by themselves."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,19 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """One dim whose halos travel while a rank computes with what it owns.
+
+    What ``inputs`` and ``grads`` bring is that, the halos before and after it, and no zeros.
+    """
+
+    dim: int
+    edges: Edges
+    inputs: Exchange
+    grads: Exchange
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that a convolution of these shapes on this mesh decides, on this rank."""
 
@@ -66,6 +84,25 @@ class Plan:
     data_padding: list[int]
     filter_padding: list[int]
     output_padding: list[int]
+    overlap: Overlap | None
+    """None where all halos are better fetched at once."""
+
+    def along(self, dim: int, own: int, padding: int, margins: Margins) -> Plan:
+        """The plan of products that make ``own`` outputs along a sharded dim: so padded forward, and so backward."""
+
+        def put(values: list[int], new: int) -> list[int]:
+            return [*values[: dim - 2], new, *values[dim - 1 :]]
+
+        return replace(
+            self,
+            sides=tuple(
+                replace(side, own=own, data=margins, filter=margins) if side.dim == dim else side for side in self.sides
+            ),
+            out_local=(*self.out_local[:dim], own, *self.out_local[dim + 1 :]),
+            padding=put(self.padding, padding),
+            data_padding=put(self.data_padding, margins.padding),
+            filter_padding=put(self.filter_padding, margins.padding),
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -105,6 +142,8 @@ def make_plan(
     local_padding, data_padding, filter_padding = list(arguments[1]), list(arguments[1]), list(arguments[1])
     local_output_padding = list(out_arguments)
     sides = []
+    overlap: Overlap | None = None
+    is_large = _shard_bytes(mesh, placements, shape, dtypes[0]) >= LEAST_BYTES
     for dim, axis in axes.items():
         at = dim - 2
         kernel = Window(weight[dim], arguments[0][at], arguments[1][at], arguments[2][at])
@@ -129,11 +168,30 @@ def make_plan(
         local_padding[at], local_output_padding[at] = side.padding, 0
         data_padding[at], filter_padding[at] = side.data.padding, side.filter.padding
         sides.append(side)
+        if overlap is None and not transposed and is_large:
+            reads = [intersect(kernel.inputs(interval), (0, shape[dim])) for interval in outputs]
+            readers = [intersect(call.need, (0, out_shape[dim])) for call in calls]
+            found = edges(kernel, (inputs, outputs), (reads, readers))
+            if found is not None and not (read_fine.plan.silent and read_coarse.plan.silent):
+                brought, returned = (
+                    exchange(mesh, axis, dim, owned, tuple(map(around, owned, needs)))
+                    for owned, needs in ((inputs, reads), (outputs, readers))
+                )
+                overlap = Overlap(dim, found[rank], brought, returned)
     scale = math.prod(arguments[0]) if transposed else 1 / math.prod(arguments[0])
     layer = Layer(shape[1], out_shape[1], groups, transposed, float(scale))
     out_local = local_shape(mesh, placements, out_shape)
     paddings = local_padding, data_padding, filter_padding, local_output_padding
-    return Plan(layer, tuple(sides), out_shape, out_local, *paddings)
+    return Plan(layer, tuple(sides), out_shape, out_local, *paddings, overlap)
+
+
+def _shard_bytes(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype | None
+) -> int:
+    """Of the largest shard, which is that of the first rank of each axis."""
+    assert dtype is not None, "it is that of x"
+    box = box_at(mesh, placements, shape, [0] * mesh.ndim)
+    return math.prod(map(length, box)) * dtype.itemsize
 
 
 def _span(call: Transposed, extent: int) -> Need:

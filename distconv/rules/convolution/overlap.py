@@ -1,0 +1,72 @@
+"""A rank computes with what it owns while the halos of one dim travel; what needs them comes last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from distconv.exchange import Exchange
+from distconv.rules.convolution.edges import Edge
+from distconv.rules.convolution.local import Local
+from distconv.rules.convolution.plan import Margins, Overlap
+from mucudnn.geometry import Interval, length
+
+
+def forward(local: Local, overlap: Overlap, x: Tensor, bias: Tensor | None) -> Tensor:
+    """This rank's y. Its own x gives all of it but the edges, which are computed anew from both x and halo."""
+    for side in local.plan.sides:
+        x = x if side.dim == overlap.dim else side.inputs.fetch(x)
+    dim, channels, filters = overlap.dim, local.channels, local.filters
+    own, halos = _in_turn(overlap.inputs, x)
+    y = _of_own(local, overlap).forward(own, bias, channels, filters)
+    for at_end, halo in halos:
+        edge = overlap.edges.forward[at_end]
+        assert edge is not None, "a halo comes where outputs read it"
+        rows = _narrow(own, dim, edge.rows)
+        wide = torch.cat([rows, halo] if at_end else [halo, rows], dim)
+        _narrow(y, dim, edge.outputs).copy_(_at(local, dim, edge).forward(wide, bias, channels, filters))
+    return y
+
+
+def backward(
+    local: Local, overlap: Overlap, grad: Tensor, x: Tensor, for_data: bool, for_filter: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """This rank's dL/dx and share of dL/dweight: what its own dL/dy gives, to which that of the halos is added."""
+    for side in local.plan.sides:
+        grad = grad if side.dim == overlap.dim else side.grads.fetch(grad)
+    dim, channels, filters = overlap.dim, local.channels, local.filters
+    own, halos = _in_turn(overlap.grads, grad)
+    dx, dw = _of_own(local, overlap).backward(own, x, channels, filters, for_data, for_filter)
+    for at_end, halo in halos:
+        edge = overlap.edges.backward[at_end]
+        assert edge is not None, "a halo comes where inputs reach it"
+        rows = _narrow(x, dim, edge.rows)
+        more, dw_more = _at(local, dim, edge).backward(halo, rows, channels, filters, for_data, for_filter)
+        if dx is not None and more is not None:
+            _narrow(dx, dim, edge.rows).add_(more)
+        if dw is not None and dw_more is not None:
+            dw.add_(dw_more)
+    return dx, dw
+
+
+def _in_turn(which: Exchange, own: Tensor) -> tuple[Tensor, Iterator[tuple[bool, Tensor]]]:
+    """What the rank owns, once the halos are on their way, and the halos, each with whether it lies at the end."""
+    pieces = which.fetch_in_turn(own)
+    _, first = next(pieces)
+    return first, ((start > 0, halo) for (start, _), halo in pieces)
+
+
+def _of_own(local: Local, overlap: Overlap) -> Local:
+    own, padding = local.plan.out_local[overlap.dim], overlap.edges.padding
+    return replace(local, plan=local.plan.along(overlap.dim, own, padding, Margins(padding)))
+
+
+def _at(local: Local, dim: int, edge: Edge) -> Local:
+    return replace(local, plan=local.plan.along(dim, length(edge.outputs), 0, Margins(0, edge.before, edge.after)))
+
+
+def _narrow(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
+    return tensor.narrow(dim, interval[0], length(interval))
