@@ -25,6 +25,8 @@ from distconv.rules import UnsupportedOperation, channel_algorithms, install_gua
 from distconv.rules import convolution as _convolution
 from distconv.rules import elementwise as _elementwise
 from distconv.rules import extrema as _extrema
+from distconv.rules import factories as _factories
+from distconv.rules import indexing as _indexing
 from distconv.rules import linear as _linear
 from distconv.rules import lists as _lists
 from distconv.rules import losses as _losses
@@ -60,6 +62,8 @@ RULES = (
     _convolution,
     _elementwise,
     _extrema,
+    _factories,
+    _indexing,
     _linear,
     _lists,
     _losses,

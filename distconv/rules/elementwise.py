@@ -21,6 +21,9 @@ OPERATORS = (
     *("log_sigmoid_backward", "_prelu_kernel_backward", "rrelu_with_noise_backward", "hardswish", "_prelu_kernel"),
     *("masked_fill.Scalar", "masked_fill.Tensor", "lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv"),
     *("atan2", "isclose", "mul.Scalar", "div.Scalar"),
+    # Of torch 2.11's DTensor these gather a dim shorter than the axis, alone as well.
+    *("leaky_relu", "elu", "hardsigmoid", "hardtanh", "mish", "softplus", "softshrink", "hardshrink", "threshold"),
+    "logit_backward",
 )
 """Those that may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis."""
 
@@ -81,6 +84,8 @@ def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequen
 @rule(
     *(f"aten::{name}_.Tensor" for name in ("mul", "sub", "div")),
     *("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_", "aten::addcmul_", "aten::addcdiv_"),
+    *("aten::leaky_relu_", "aten::elu_", "aten::hardsigmoid_", "aten::hardtanh_", "aten::silu_"),
+    *("aten::clamp_min_", "aten::clamp_min_.Tensor", "aten::clamp_max_", "aten::clamp_max_.Tensor"),
 )
 def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Local, on the layout of x."""
@@ -123,62 +128,3 @@ def fill(func: Any, x: DTensor, value: Tensor) -> DTensor:
         raise refuse(func, f"its tensor is a partial sum: {x.placements}")
     func(x._local_tensor, local_as(value, x.device_mesh, replicated(x.device_mesh)))
     return x
-
-
-@rule("aten::index_add", "aten::index_add_")
-def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> DTensor:
-    """Adds slices of source at the indices of a dim that is not sharded."""
-    mesh, placements = common_layout(source, x)
-    dim %= max(x.dim(), 1)
-    in_place = func._schema.name.endswith("_")
-    if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        raise refuse(func, f"its dim {dim} is sharded: {placements}")
-    numbers = local_as(index, mesh, replicated(mesh))
-    local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
-    result = wrap(local, mesh, placements, x.shape)
-    if in_place and x.placements != placements:
-        # As the backward of index_select does with fresh zeros: the same tensor, from now on in shards.
-        x._local_tensor, x._spec = result._local_tensor, result._spec
-    return x if in_place else result
-
-
-@rule("aten::index_select")
-def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
-    """Slices at the indices of a dim that is not sharded."""
-    mesh, placements = common_layout(x)
-    dim %= max(x.dim(), 1)
-    if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
-        raise refuse(func, f"its dim {dim} is sharded: {placements}")
-    if not isinstance(x, DTensor):
-        return stock(func, (x, dim, index))
-    local = func(local_as(x, mesh, placements), dim, local_as(index, mesh, replicated(mesh)))
-    return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
-
-
-def _is_mask(index: Tensor | None) -> bool:
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-@rule("aten::index.Tensor")
-def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
-    """Indexing by numbers is DTensor's own; by a mask it has as many elements as all shards together select."""
-    if any(_is_mask(index) for index in indices):
-        raise refuse(func, "indexing by a mask; accepted: torch.where, masked_fill, or multiplication by the mask")
-    return stock(func, (x, indices))
-
-
-@rule("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-def assign(func: Any, x: DTensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> DTensor:
-    """x[mask] = number, on every shard."""
-    in_place = func._schema.name.endswith("_")
-    if not any(_is_mask(index) for index in indices):
-        result = stock(func, (x, indices, values, *rest))
-        return x if in_place else result
-    (mask, *others) = indices
-    if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
-        raise refuse(func, "assignment through a mask; accepted: a mask of the tensor's shape and one number")
-    mesh, placements = layout(x)
-    number = local_as(values, mesh, replicated(mesh)).reshape(())
-    operation = Tensor.masked_fill_ if in_place else Tensor.masked_fill
-    local = operation(x._local_tensor, local_as(mask, mesh, placements), number)
-    return x if in_place else wrap(local, mesh, placements, x.shape)

@@ -1,0 +1,25 @@
+"""New tensors made after a distributed one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.memory_format import CHANNELS_LAST
+from distconv.rules import layout, rule, stock, wrap
+
+
+@rule("aten::new_empty_strided")
+def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
+    """Laid out as x where it has its shape, as when autograd copies a gradient: DTensor of torch 2.11 would not."""
+    if isinstance(x, DTensor) and tuple(size) == tuple(x.shape) and not any(p.is_partial() for p in x.placements):
+        for memory_format in (torch.contiguous_format, CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
+            wanted = torch.empty(tuple(size), device="meta").to(memory_format=memory_format).stride()
+            if tuple(stride) == wanted:
+                local = x._local_tensor.new_empty(x._local_tensor.shape, **kwargs)
+                return wrap(local.to(memory_format=memory_format), *layout(x), x.shape)
+    return stock(func, (x, size, stride), kwargs)

@@ -1,0 +1,87 @@
+"""Reading and writing at indices of a dim, and through masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from distconv.rules import layout, local_as, refuse, replicated, rule, stock, wrap
+from distconv.rules.losses import common_layout
+
+
+@rule("aten::index_add", "aten::index_add_")
+def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> DTensor:
+    """Adds slices of source at the indices of a dim that is not sharded."""
+    mesh, placements = common_layout(source, x)
+    dim %= max(x.dim(), 1)
+    in_place = func._schema.name.endswith("_")
+    if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
+        raise refuse(func, f"its dim {dim} is sharded: {placements}")
+    numbers = local_as(index, mesh, replicated(mesh))
+    local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
+    result = wrap(local, mesh, placements, x.shape)
+    if in_place and x.placements != placements:
+        # As the backward of index_select does with fresh zeros: the same tensor, from now on in shards.
+        x._local_tensor, x._spec = result._local_tensor, result._spec
+    return x if in_place else result
+
+
+@rule("aten::index_select")
+def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
+    """Slices at the indices of a dim that is not sharded."""
+    mesh, placements = common_layout(x)
+    dim %= max(x.dim(), 1)
+    if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
+        raise refuse(func, f"its dim {dim} is sharded: {placements}")
+    if not isinstance(x, DTensor):
+        return stock(func, (x, dim, index))
+    local = func(local_as(x, mesh, placements), dim, local_as(index, mesh, replicated(mesh)))
+    return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
+
+
+@rule("aten::scatter.src", "aten::scatter.value", "aten::scatter_add")
+def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
+    """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
+    mesh, placements = common_layout(index, source, x)
+    dim %= max(x.dim(), 1)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard) and mesh.size(axis) > 1:
+            if placement.dim == dim:
+                raise refuse(func, f"its dim {dim} is sharded: {placements}")
+            if len({tensor.shape[placement.dim] for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
+                raise refuse(func, f"its tensors differ in dim {placement.dim}, which is sharded: {placements}")
+    locals = [local_as(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
+    return wrap(func(locals[0], dim, *locals[1:]), mesh, placements, x.shape)
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+@rule("aten::index.Tensor")
+def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
+    """Indexing by numbers is DTensor's own; by a mask it has as many elements as all shards together select."""
+    if any(_is_mask(index) for index in indices):
+        raise refuse(func, "indexing by a mask; accepted: torch.where, masked_fill, or multiplication by the mask")
+    return stock(func, (x, indices))
+
+
+@rule("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+def assign(func: Any, x: DTensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> DTensor:
+    """x[mask] = number, on every shard."""
+    in_place = func._schema.name.endswith("_")
+    if not any(_is_mask(index) for index in indices):
+        result = stock(func, (x, indices, values, *rest))
+        return x if in_place else result
+    (mask, *others) = indices
+    if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
+        raise refuse(func, "assignment through a mask; accepted: a mask of the tensor's shape and one number")
+    mesh, placements = layout(x)
+    number = local_as(values, mesh, replicated(mesh)).reshape(())
+    operation = Tensor.masked_fill_ if in_place else Tensor.masked_fill
+    local = operation(x._local_tensor, local_as(mask, mesh, placements), number)
+    return x if in_place else wrap(local, mesh, placements, x.shape)
