@@ -75,6 +75,7 @@ VOLUMES: dict[str, Case] = {
     "transposed 3d": (nn.ConvTranspose3d, (2, 2, 2), {"stride": 2}, (2, 2, 3, 4, 5)),
 }
 LINES: dict[str, Case] = {
+    "conv1d, same": (nn.Conv1d, (2, 3, 3), {"padding": 1}, (2, 2, 32)),
     "conv1d": (nn.Conv1d, (2, 3, 5), {"padding": 2, "stride": 3}, (2, 2, 31)),
     "transposed 1d": (nn.ConvTranspose1d, (2, 3, 4), {"stride": 3, "output_padding": 1}, (2, 2, 9)),
     "long kernel": (nn.Conv1d, (1, 1, 15), {"padding": 7, "groups": 1}, (1, 1, 8)),
@@ -111,6 +112,51 @@ def test_convolutions_equal_one_process(
 ) -> None:
     for rank, found in enumerate(ranks(size).run(wrong, [(partition, cases)], 1e-12)):
         assert not found, f"rank {rank}"
+
+
+def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> tuple[Any, int]:
+    """As ``wrong``, edges apart wherever that is possible, and how many convolutions that was."""
+    from distconv.rules.convolution import edges, overlap, plan
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(edges, "MOST_EDGE", 1)
+        patch.setattr(plan, "overlap_pays", lambda *_: True)
+        taken: list[str] = []
+        for name in ("forward", "backward"):
+            stock = getattr(overlap, name)
+
+            def counted(*args: Any, name: str = name, stock: Any = stock) -> Any:
+                taken.append(name)
+                return stock(*args)
+
+            patch.setattr(overlap, name, counted)
+        plan.make_plan.cache_clear()
+        try:
+            return wrong([(partition, cases)], tolerance), min(map(taken.count, ("forward", "backward")))
+        finally:
+            plan.make_plan.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "size, partition, cases",
+    [
+        (2, "height=2", CASES),
+        (3, "width=3", CASES),
+        (4, "width=2,height=2", CASES),
+        (4, "depth=2,height=2", VOLUMES),
+        (4, "width=4", LINES),
+        (4, "height=2,channel=2", CASES),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_edges_apart_equal_one_process(
+    ranks: Callable[[int], Ranks], size: int, partition: str, cases: dict[str, Case]
+) -> None:
+    answers = ranks(size).run(wrong_in_turn, partition, cases, 1e-12)
+    for rank, (found, _) in enumerate(answers):
+        assert not found, f"rank {rank}"
+    (count,) = {count for _, count in answers}  # all ranks do it, or none
+    assert count or "channel" in partition  # whose channels travel instead
 
 
 def on_the_last_ranks(cases: dict[str, Case]) -> dict[str, dict[str, float]] | None:

@@ -3,7 +3,8 @@
 Forward: each rank fetches the inputs that its outputs read, and convolves them. Backward: each rank fetches the output
 gradients that its own inputs reach; a local ``convolution_backward`` with them gives the gradient of its own inputs
 and, since every (input, output) pair belongs to the owner of the input, exactly its share of the weight's gradient. So
-a step moves the input's halo once and the gradient's halo once, and saves neither.
+a step moves the input's halo once and the gradient's halo once, and saves neither. While those of a large shard travel
+the rank convolves what it owns; narrow edges are made good when they have come (edges).
 
 Where channels are sharded a rank convolves with its block of the weight (distconv.channels): before all that it fetches
 the channels that the block reads, and afterwards the partial results are added up at the owners of the filters. Fetched

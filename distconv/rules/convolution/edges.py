@@ -91,12 +91,14 @@ def _edges(kernel: Window, inputs: Interval, outputs: Interval, read: Interval, 
     if first > last or (length(outputs) - (last - first)) > MOST_EDGE * length(outputs):
         return None
     forward = _edge(kernel, inputs, outputs, (outputs[0], first)), _edge(kernel, inputs, outputs, (last, outputs[1]))
-    if any(edge is not None and edge.before and edge.after for edge in forward):
-        return None  # a halo at one end and zeros at the other
     backward = (
         _edge(kernel, inputs, outputs, intersect(readers, (0, outputs[0]))),
         _edge(kernel, inputs, outputs, intersect(readers, (outputs[1], max(outputs[1], readers[1])))),
     )
+    if any(edge is not None and edge.before and edge.after for edge in forward):
+        return None  # a halo at one end and zeros at the other
+    if any(edge is not None and not length(edge.rows) for edge in (*forward, *backward)):
+        return None  # nothing of what the rank owns is read beside a halo
     return Edges(padding, forward, backward)
 
 

@@ -23,7 +23,7 @@ from distconv.rules.convolution.edges import Edges, around, edges
 from mucudnn.geometry import EMPTY, Transposed, Window, intersect, length
 
 LEAST_BYTES = 2**20
-"""Of a rank's inputs: fewer are copied beside their halos sooner than edges are computed by themselves."""
+"""Of a rank's inputs: fewer are copied beside their halos sooner than their edges are computed by themselves."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def make_plan(
     local_output_padding = list(out_arguments)
     sides = []
     overlap: Overlap | None = None
-    is_large = _shard_bytes(mesh, placements, shape, dtypes[0]) >= LEAST_BYTES
+    may_overlap = not transposed and overlap_pays(mesh, placements, shape, dtypes[0])
     for dim, axis in axes.items():
         at = dim - 2
         kernel = Window(weight[dim], arguments[0][at], arguments[1][at], arguments[2][at])
@@ -168,7 +168,7 @@ def make_plan(
         local_padding[at], local_output_padding[at] = side.padding, 0
         data_padding[at], filter_padding[at] = side.data.padding, side.filter.padding
         sides.append(side)
-        if overlap is None and not transposed and is_large:
+        if overlap is None and may_overlap:
             reads = [intersect(kernel.inputs(interval), (0, shape[dim])) for interval in outputs]
             readers = [intersect(call.need, (0, out_shape[dim])) for call in calls]
             found = edges(kernel, (inputs, outputs), (reads, readers))
@@ -185,13 +185,17 @@ def make_plan(
     return Plan(layer, tuple(sides), out_shape, out_local, *paddings, overlap)
 
 
-def _shard_bytes(
+def overlap_pays(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype | None
-) -> int:
-    """Of the largest shard, which is that of the first rank of each axis."""
+) -> bool:
+    """Whether to compute edges by themselves, if they are narrow; alike on all ranks."""
     assert dtype is not None, "it is that of x"
-    box = box_at(mesh, placements, shape, [0] * mesh.ndim)
-    return math.prod(map(length, box)) * dtype.itemsize
+    if mesh.device_type == "cpu" and len(shape) == 5:
+        return (
+            False  # a CPU's kernels take up to eight times as long for a few planes of a volume as for as many of all
+        )
+    largest = box_at(mesh, placements, shape, [0] * mesh.ndim)
+    return math.prod(map(length, largest)) * dtype.itemsize >= LEAST_BYTES
 
 
 def _span(call: Transposed, extent: int) -> Need:
