@@ -21,9 +21,10 @@ OPERATORS = (
     *("log_sigmoid_backward", "_prelu_kernel_backward", "rrelu_with_noise_backward", "hardswish", "_prelu_kernel"),
     *("masked_fill.Scalar", "masked_fill.Tensor", "lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv"),
     *("atan2", "isclose", "mul.Scalar", "div.Scalar"),
-    # Of torch 2.11's DTensor these gather a dim shorter than the axis, alone as well.
-    *("leaky_relu", "elu", "hardsigmoid", "hardtanh", "mish", "softplus", "softshrink", "hardshrink", "threshold"),
-    "logit_backward",
+    # For these torch 2.11's DTensor would gather such a dim of a tensor alone, too.
+    *("leaky_relu", "elu", "celu", "hardsigmoid", "hardtanh", "threshold"),
+    *("mish", "softplus", "softshrink", "hardshrink"),
+    *("hardshrink_backward", "softshrink_backward", "logit_backward"),
 )
 """Those that may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis."""
 
@@ -84,7 +85,8 @@ def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequen
 @rule(
     *(f"aten::{name}_.Tensor" for name in ("mul", "sub", "div")),
     *("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_", "aten::addcmul_", "aten::addcdiv_"),
-    *("aten::leaky_relu_", "aten::elu_", "aten::hardsigmoid_", "aten::hardtanh_", "aten::silu_"),
+    *(f"aten::{name}_" for name in ("leaky_relu", "elu", "celu", "silu", "mish", "threshold")),
+    *("aten::hardsigmoid_", "aten::hardtanh_", "aten::hardswish_"),
     *("aten::clamp_min_", "aten::clamp_min_.Tensor", "aten::clamp_max_", "aten::clamp_max_.Tensor"),
 )
 def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -170,18 +170,33 @@ SHAPES: dict[str, Operator] = {
     "pixel unshuffle": lambda x: F.pixel_unshuffle(torch.cat([x, x * 2], 2)[..., : x.shape[3] // 2 * 2], 2),
     "assign a channel": lambda x: assigned(x, (slice(None), 0), 7.0),
     "assign through a mask": lambda x: assigned(x, like(x) > 0, 0.0),
+    "scatter channels": lambda x: (
+        x.scatter(1, x.argsort(1), like(x))
+        + like(x).scatter_add(1, x.argsort(1), x)
+        + x.scatter(1, x.argmax(1, True), 0.5)
+    ),
     "index channels": lambda x: x.index_select(1, torch.tensor([2, 0])),
     "broadcast rows": lambda x: x * random(*x.shape[2:]) + torch.arange(x.shape[3]),
     "in place": lambda x: F.relu_((x * 1).add_(like(x)).mul_(2)),
     "where": lambda x: torch.where(like(x) > 0, x, 0.1 * x).masked_fill(like(x) > 1, 2.0).clamp(-1, 1),
-    "activations": lambda x: F.hardswish(x) + F.relu6(x) + F.prelu(x, weights(x)) + F.gelu(x) + F.leaky_relu(x),
+}
+
+ACTIVATIONS: dict[str, Operator] = {
+    "leaky": lambda x: F.leaky_relu(x) + F.elu(x) + F.selu(x) + F.celu(x) + F.prelu(x, weights(x)),
+    "hard": lambda x: F.hardswish(x) + F.hardsigmoid(x) + F.relu6(x) + F.hardshrink(x) + F.threshold(x, 0.1, 0.2),
+    "soft": lambda x: F.gelu(x) + F.mish(x) + F.silu(x) + F.softplus(x) + F.softshrink(x) + x.sigmoid().logit(),
+    "leaky, in place": lambda x: F.leaky_relu(x * 1, inplace=True) + F.elu(x * 1, inplace=True),
+    "soft, in place": lambda x: F.silu(x * 1, inplace=True) + F.mish(x * 1, inplace=True),
+    "hard, in place": lambda x: F.hardsigmoid(x * 1, inplace=True) + F.hardswish(x * 1, inplace=True),
+    "threshold, in place": lambda x: F.threshold(x * 1, 0.1, 0.2, inplace=True) + F.relu6(x * 1, inplace=True),
+    "clamped in place": lambda x: F.hardtanh(x * 1, inplace=True) + (x * 1).clamp_min_(-0.3).clamp_max_(0.3),
 }
 
 
 def compare(names: list[str], partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """{operator: what differs from one process}."""
     mesh = distconv.init(partition, device_type="cpu")
-    table = REDUCTIONS | LOSSES | SHAPES
+    table = REDUCTIONS | LOSSES | SHAPES | ACTIVATIONS
     wrong: dict[str, Any] = {}
     for name in names:
         alone = random(*shape, seed=5).requires_grad_()
@@ -212,7 +227,9 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).abs().max() / scale)
 
 
-@pytest.mark.parametrize("table", [REDUCTIONS, LOSSES, SHAPES], ids=["reductions", "losses", "shapes"])
+@pytest.mark.parametrize(
+    "table", [REDUCTIONS, LOSSES, SHAPES, ACTIVATIONS], ids=["reductions", "losses", "shapes", "activations"]
+)
 @pytest.mark.parametrize(
     "size, partition, shape",
     [
@@ -228,6 +245,11 @@ def test_operators_equal_one_process(
     ranks: Callable[[int], Ranks], size: int, partition: str, shape: tuple[int, ...], table: dict[str, Operator]
 ) -> None:
     for rank, wrong in enumerate(ranks(size).run(compare, list(table), partition, shape)):
+        assert not wrong, f"rank {rank}"
+
+
+def test_activations_of_a_dim_shorter_than_its_axis(ranks: Callable[[int], Ranks]) -> None:
+    for rank, wrong in enumerate(ranks(4).run(compare, list(ACTIVATIONS), "height=4", (2, 3, 2, 5))):
         assert not wrong, f"rank {rank}"
 
 

@@ -191,9 +191,8 @@ def overlap_pays(
     """Whether to compute edges by themselves, if they are narrow; alike on all ranks."""
     assert dtype is not None, "it is that of x"
     if mesh.device_type == "cpu" and len(shape) == 5:
-        return (
-            False  # a CPU's kernels take up to eight times as long for a few planes of a volume as for as many of all
-        )
+        # A CPU's kernels take up to eight times as long for a few planes by themselves as for as many of a volume.
+        return False
     largest = box_at(mesh, placements, shape, [0] * mesh.ndim)
     return math.prod(map(length, largest)) * dtype.itemsize >= LEAST_BYTES
 
