@@ -32,11 +32,12 @@ from benchmarks.allocator import keep_freed_memory
 from benchmarks.networks import NETWORKS, Layer, convolutions
 from benchmarks.table import RESULTS, Table, conditions, save, show
 from mucudnn import benchmark, shim
+from mucudnn.limit import format_bytes
 from mucudnn.problem import ConvProblem, Direction
 from mucudnn.providers import STOCK
 from mucudnn.providers.fft import FFT, Fft
 from mucudnn.session import Session
-from mucudnn.settings import Settings, format_bytes
+from mucudnn.settings import Settings
 
 MIB = 2**20
 RESULT = "layers-cpu"

@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.table import Table, conditions, save, show
 from mucudnn import bench, benchmark, shim
 from mucudnn.bench import Layer
+from mucudnn.limit import format_bytes
 from mucudnn.network_plan import plan
 from mucudnn.recorded import Times, times
 from mucudnn.session import Session
-from mucudnn.settings import Settings, format_bytes
+from mucudnn.settings import Settings
 from mucudnn.store import Store
 from optimizer import Division, Option, desirable_divisions, programme, share
 

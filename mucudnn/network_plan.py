@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mucudnn.bench import Layer
+from mucudnn.limit import format_bytes
 from mucudnn.plan import MARGIN
 from mucudnn.recorded import Choice, Choices, Times
 from mucudnn.report import Record
-from mucudnn.settings import Settings, format_bytes
+from mucudnn.settings import Settings
 from optimizer import Sharing, share
 
 

@@ -11,12 +11,13 @@ from typing import cast
 import torch
 
 from mucudnn.call import Call
+from mucudnn.limit import PEAK
 from mucudnn.memory import held, recorder
 from mucudnn.outcome import Moment
 from mucudnn.planned import Planned
 from mucudnn.problem import ConvProblem, Direction
 from mucudnn.report import Record
-from mucudnn.settings import PEAK, Settings
+from mucudnn.settings import Settings
 from mucudnn.steps import Steps
 from optimizer import Timeline
 

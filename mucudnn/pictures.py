@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from mucudnn.limit import format_bytes
 from mucudnn.network_plan import NetworkPlan, Row
 from mucudnn.outcome import Moment
 from mucudnn.recorded import Choice
-from mucudnn.settings import format_bytes
 from optimizer import share
 
 MIB = 2**20

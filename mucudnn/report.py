@@ -11,8 +11,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from mucudnn.limit import format_bytes
 from mucudnn.problem import ConvProblem, Direction
-from mucudnn.settings import format_bytes
 from optimizer import Option
 
 

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
 import platformdirs
 
+from mucudnn.limit import PEAK, format_bytes, parse_bytes, parse_limit
 from optimizer import POLICIES
 
 MEMORY = ":memory:"
 """The database path that means no file."""
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{infix}b": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)")
 _ON = ("on", "1", "true", "yes")
 _OFF = ("off", "0", "false", "no")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -31,61 +24,6 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 class SettingError(ValueError):
     """A setting has a value that is not accepted; the message is one line."""
-
-
-class _Peak(float):
-    """The limit that is no number: whatever does not raise a step's peak memory."""
-
-    def __repr__(self) -> str:
-        return "peak"
-
-    __str__ = __repr__
-
-
-PEAK = _Peak(math.inf)
-"""The workspace limit that means: as much as does not raise the peak memory of a training step."""
-
-
-def parse_bytes(value: object) -> float:
-    """Bytes from a number or from text: "67108864", "64MiB", "1.5 GB", "unlimited" (`math.inf`).
-
-    Units are B, KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB (powers of 1024), in any case.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if isinstance(value, Real) and not isinstance(value, bool):
-        size = float(value)
-        if size >= 0 and (size == math.inf or size.is_integer()):
-            return size
-        raise ValueError
-    if not isinstance(value, str):
-        raise ValueError
-    text = value.strip().lower()
-    if text == "unlimited":
-        return math.inf
-    match = _SIZE.fullmatch(text)
-    if match is None or match[2] not in _UNITS:
-        raise ValueError
-    return float(math.floor(float(match[1]) * _UNITS[match[2]]))
-
-
-def _parse_limit(value: object) -> float:
-    if value is PEAK or (isinstance(value, str) and value.strip().lower() == "peak"):
-        return PEAK
-    return parse_bytes(value)
-
-
-def format_bytes(size: float) -> str:
-    """Bytes as people read them, in the largest binary unit: "64 MiB", "1.5 GiB", "0 B", "unlimited"."""
-    if size == math.inf:
-        return "peak" if size is PEAK else "unlimited"
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if float(size).is_integer() else f"{size:.1f} {unit}"
 
 
 def _parse_policy(value: object) -> str:
@@ -181,7 +119,7 @@ SETTINGS = {
         lambda: "64MiB",
         "a number of bytes, alone or with a unit (67108864, 64MiB, 1GB), unlimited, or peak",
         "scratch memory that one convolution may use; peak: what does not raise a step's peak; 0: nothing is divided",
-        _parse_limit,
+        parse_limit,
     ),
     "memory_limit": Setting(
         "MUCUDNN_MEMORY_LIMIT",

@@ -10,7 +10,7 @@ from rich.table import Table
 from mucudnn import doctor
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.output import print_json, show
-from mucudnn.settings import format_bytes
+from mucudnn.limit import format_bytes
 from mucudnn.store import Store
 
 

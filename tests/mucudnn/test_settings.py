@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mucudnn import log
-from mucudnn.settings import SETTINGS, Given, SettingError, Settings, format_bytes, parse_bytes
+from mucudnn.limit import format_bytes, parse_bytes
+from mucudnn.settings import SETTINGS, Given, SettingError, Settings
 
 
 @pytest.mark.parametrize(
