@@ -19,7 +19,7 @@ def layers(draw: st.DrawFn) -> tuple[Window, int, int]:
     """A window, the extent of its inputs and a number of ranks; mostly such that edges can be told from the rest."""
     kernel, stride, dilation = (draw(st.integers(1, most)) for most in (5, 3, 3))
     reach = dilation * (kernel - 1) + 1
-    padding = draw(st.one_of(st.just((reach - 1) // 2), st.integers(0, reach)))
+    padding = draw(st.one_of(st.just((reach - 1) // 2), st.integers(0, reach + 3)))
     ranks = draw(st.integers(2, 4))
     extent = draw(st.one_of(st.integers(1, 12).map(lambda rows: ranks * stride * rows), st.integers(1, 40)))
     return Window(kernel, stride, padding, dilation), extent, ranks

@@ -81,12 +81,8 @@ def _edges(kernel: Window, inputs: Interval, outputs: Interval, read: Interval, 
         return None
     first, last = outputs
     if read[0] < inputs[0]:
-        if read[0] != window[0]:
-            return None  # a halo and zeros beyond it
         first += -(-padding // kernel.stride)
     if read[1] > inputs[1]:
-        if read[1] != window[1]:
-            return None
         last = max(outputs[0], outputs[0] + (inputs[1] - kernel.reach - window[0]) // kernel.stride + 1)
     if first > last or (length(outputs) - (last - first)) > MOST_EDGE * length(outputs):
         return None
@@ -95,8 +91,9 @@ def _edges(kernel: Window, inputs: Interval, outputs: Interval, read: Interval, 
         _edge(kernel, inputs, outputs, intersect(readers, (0, outputs[0]))),
         _edge(kernel, inputs, outputs, intersect(readers, (outputs[1], max(outputs[1], readers[1])))),
     )
-    if any(edge is not None and edge.before and edge.after for edge in forward):
-        return None  # a halo at one end and zeros at the other
+    halos = (inputs[0] - read[0], 0), (0, read[1] - inputs[1])
+    if any(edge is not None and (edge.before, edge.after) != halo for edge, halo in zip(forward, halos, strict=True)):
+        return None  # zeros beside a halo
     if any(edge is not None and not length(edge.rows) for edge in (*forward, *backward)):
         return None  # nothing of what the rank owns is read beside a halo
     return Edges(padding, forward, backward)
