@@ -41,6 +41,10 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         return BACKEND
 
+    def _get_backend(self, device: torch.device) -> MPIProcessGroup:
+        """For all devices it is the group itself; torch 2.15 asks before it sends batched messages."""
+        return self
+
     def shutdown(self) -> None:
         """Completes what is in flight and frees the communicator. Collective."""
         progress.finish()
