@@ -81,6 +81,29 @@ def test_every_kind_of_layer(kind: str, algorithm: str, force: Callable[[str], N
         assert divided() == (0 if algorithm == "stock" and kind in ("unbatched", "one sample") else 3)
 
 
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
+@pytest.mark.filterwarnings("error")
+def test_the_key_of_gpus_is_served_and_given_back(force: Callable[[str], None]) -> None:
+    """Without a GPU: host tensors, sent to the kernels under CUDA's key."""
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    x, w, dy = torch.randn(4, 3, 9, 9), torch.randn(4, 3, 3, 3), torch.randn(4, 4, 9, 9)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    convolution, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+
+    def through_key() -> tuple[torch.Tensor, ...]:
+        gradients = backward.redispatch(key, dy, x, w, [4], *geometry, [True, True, True])
+        return convolution.redispatch(key, x, w, None, *geometry), *gradients
+
+    names = "aten::convolution", "aten::convolution_backward"
+    expected, before = through_key(), [torch._C._dispatch_dump(name) for name in names]
+    force("fft")
+    with mucudnn.patched(database=":memory:"):
+        for found, wanted in zip(through_key(), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        assert divided() == 3
+    assert [torch._C._dispatch_dump(name) for name in names] == before
+
+
 @pytest.mark.parametrize("channels_last", ["input", "weight", "both"])
 @pytest.mark.parametrize("kind", ["2-D", "3-D", "strided", "depthwise", "1x1", "transposed 2-D", "transposed 3-D"])
 def test_memory_formats_are_torchs(kind: str, channels_last: str, force: Callable[[str], None]) -> None:
