@@ -20,6 +20,6 @@ def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequenc
         for memory_format in (torch.contiguous_format, CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
             wanted = torch.empty(tuple(size), device="meta").to(memory_format=memory_format).stride()
             if tuple(stride) == wanted:
-                local = x._local_tensor.new_empty(x._local_tensor.shape, **kwargs)
-                return wrap(local.to(memory_format=memory_format), *layout(x), x.shape)
+                local = torch.empty_like(x._local_tensor, memory_format=memory_format, **kwargs)
+                return wrap(local, *layout(x), x.shape)
     return stock(func, (x, size, stride), kwargs)
