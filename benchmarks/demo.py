@@ -25,8 +25,8 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from mucudnn.outcome import Outcome
-from mucudnn.report import table
+from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.tables import table
 
 LIMIT = "64MiB"
 PARTITION = "depth=2,height=2"

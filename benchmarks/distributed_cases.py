@@ -11,8 +11,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.networks import ResNet, UNet3d
 from distconv.partition import SPATIAL, Partition
+from mucudnn.networks.models import ResNet, UNet3d
 
 
 @dataclass(frozen=True)

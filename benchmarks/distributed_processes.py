@@ -19,7 +19,7 @@ class RankProcesses(Process):
         program = [sys.executable, str(HERE / "distributed_rank.py"), transport]
         self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         if transport == "mpi":
-            from distconv.launch import mpiexec
+            from distconv.job.launcher import mpiexec
 
             commands = [[*mpiexec(ranks), *program]]
         else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distconv
-from benchmarks.networks import ResNet
+from mucudnn.networks.models import ResNet
 
 TITLE = "ResNet-18, width 16, widened 4 times"
 PARTITIONS = ("sample=4", "sample=2,channel=2", "channel=4")

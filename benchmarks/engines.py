@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.networks import NETWORKS, Layer, convolutions
-from mucudnn.problem import ConvProblem, Direction
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks.models import NETWORKS, Layer, convolutions
 from mucudnn.providers.cudnn.backend import Behavior, Note
 from mucudnn.providers.cudnn.device import H200, Device
 from mucudnn.providers.cudnn.elsewhere import wheel_library

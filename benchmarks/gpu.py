@@ -52,7 +52,7 @@ from benchmarks.gpu_cases import (
 from benchmarks.gpu_report import markdown, summaries
 from benchmarks.gpu_results import Results, ResultsError, Row
 from benchmarks.gpu_timing import clock_of
-from mucudnn.problem import Direction
+from mucudnn.convolution.problem import Direction
 from mucudnn.providers import providers_on
 from mucudnn.version import VERSION
 

@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional
 
 from benchmarks.overhead import detour
-from mucudnn.execute import Schedule
-from mucudnn.measurement import synthetic_operands
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.tile import tile
+from mucudnn.optimizer import Division, Option
+from mucudnn.planning.planner import Planner
 from mucudnn.providers import STOCK
 from mucudnn.settings import MEMORY, Settings
-from mucudnn.store import Store
-from mucudnn.tile import tile
-from optimizer import Division, Option
+from mucudnn.timing.measurement import synthetic_operands
+from mucudnn.timing.schedule import Schedule
+from mucudnn.timing.store import Store
 
 FEW, MANY = 2, 66
 ROUNDS = 51

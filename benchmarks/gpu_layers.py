@@ -19,17 +19,17 @@ from benchmarks.gpu_cases import LayerUnit
 from benchmarks.gpu_plans import Plans, described
 from benchmarks.gpu_timing import Arm, Clock, in_turn, ratio
 from benchmarks.process import Failed, Process
-from mucudnn import shim
-from mucudnn.environment import Environment
-from mucudnn.execute import LaunchError, Schedule
-from mucudnn.measurement import synthetic_operands
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Dim, Direction
-from mucudnn.providers import Operands
-from mucudnn.session import Session
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.optimizer import Division
+from mucudnn.planning.planner import Planner
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from mucudnn.store import Store
-from optimizer import Division
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.measurement import synthetic_operands
+from mucudnn.timing.schedule import LaunchError, Schedule
+from mucudnn.timing.store import Store
 
 MIB = 2**20
 WORKER = Path(__file__).with_name("gpu_worker.py")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from mucudnn.optimizer import Division, Option, desirable_divisions
 from mucudnn.providers import STOCK
-from optimizer import Division, Option, desirable_divisions
 
 TOLERANCE = 1.02
 """Within this factor of the unlimited time counts as no slower."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from mucudnn.benchmark import HOST, Work
+from mucudnn.timing.clock import HOST, Work
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 

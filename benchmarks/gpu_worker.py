@@ -23,8 +23,8 @@ import mucudnn
 from benchmarks.gpu_cases import PRECISIONS, Precision, layer_problem
 from benchmarks.gpu_layers import free, through_torch
 from benchmarks.gpu_timing import Arm, Clock, clock_of, in_turn
-from benchmarks.networks import NETWORKS, Layer
-from mucudnn.measurement import synthetic_operands
+from mucudnn.networks.models import NETWORKS, Layer
+from mucudnn.timing.measurement import synthetic_operands
 
 WARM_UP = 3
 

@@ -29,15 +29,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.allocator import keep_freed_memory
-from benchmarks.networks import NETWORKS, Layer, convolutions
 from benchmarks.table import RESULTS, Table, conditions, save, show
-from mucudnn import benchmark, shim
-from mucudnn.limit import format_bytes
-from mucudnn.problem import ConvProblem, Direction
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks.models import NETWORKS, Layer, convolutions
 from mucudnn.providers import STOCK
 from mucudnn.providers.fft import FFT, Fft
-from mucudnn.session import Session
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
+from mucudnn.sizes import format_bytes
+from mucudnn.timing import clock
 
 MIB = 2**20
 RESULT = "layers-cpu"
@@ -153,9 +154,9 @@ def measure(case: Case, database: str) -> Row:
     def call(name: str) -> float:
         """Seconds of the second of two calls: the first finds the caches of the arm before."""
         shim.install(arms[name])
-        seconds = benchmark.first_seconds(work)
+        seconds = clock.first_seconds(work)
         if seconds < WARM_SECONDS:
-            seconds = benchmark.first_seconds(work)
+            seconds = clock.first_seconds(work)
         shim.install(None)
         return seconds
 

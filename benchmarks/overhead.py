@@ -22,16 +22,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.engines import NoCard
 from benchmarks.table import Table, conditions, save, show
-from mucudnn import shim
-from mucudnn.execute import Schedule
-from mucudnn.measurement import synthetic_operands
-from mucudnn.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.optimizer import Division, Option, best_division, micro_batch_sizes
 from mucudnn.providers.cudnn.elsewhere import wheel_library
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.library import Library, Unavailable
-from mucudnn.session import Session
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from optimizer import Division, Option, best_division, micro_batch_sizes
+from mucudnn.timing.measurement import synthetic_operands
+from mucudnn.timing.schedule import Schedule
 
 RESULT = "overhead-cpu"
 CALLS, ROUNDS = 2000, 15

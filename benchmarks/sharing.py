@@ -29,15 +29,17 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.table import Table, conditions, save, show
-from mucudnn import bench, benchmark, shim
-from mucudnn.bench import Layer
-from mucudnn.limit import format_bytes
-from mucudnn.network_plan import plan
-from mucudnn.recorded import Times, times
-from mucudnn.session import Session
+from mucudnn.networks import layers
+from mucudnn.networks.layers import Layer
+from mucudnn.networks.plan import plan
+from mucudnn.optimizer import Division, Option, desirable_divisions, programme, share
+from mucudnn.planning.on_record import Times, times
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from mucudnn.store import Store
-from optimizer import Division, Option, desirable_divisions, programme, share
+from mucudnn.sizes import format_bytes
+from mucudnn.timing import clock
+from mucudnn.timing.store import Store
 
 FRACTIONS = (1 / 16, 1 / 4, 1)
 """Totals, in units of what all kernels' fastest divisions take together."""
@@ -218,7 +220,7 @@ def solved() -> Iterator[Solved]:
     """The decisions on inputs of the sizes that networks have, their times made up."""
 
     def least(work: Callable[[], Any]) -> float:
-        return min(benchmark.first_seconds(work) for _ in range(3))
+        return min(clock.first_seconds(work) for _ in range(3))
 
     for extent, target in ((256, 0.1), (1024, 2.0)):
         options = launches(extent)
@@ -275,23 +277,27 @@ def main() -> None:
         if options.database is None:
             parser.error("--network goes by times on record: give --database")
         for name in options.network:
-            network = bench.find(name)
+            network = layers.find(name)
             if network.input_shape is None:
                 parser.error(f"{name} does not tell its input")
-            layers = bench.layers(network.build, (options.batch or network.batch or 32, *network.input_shape))
+            convolutions = layers.convolutional(
+                network.build, (options.batch or network.batch or 32, *network.input_shape)
+            )
             found = [entry for entry in times(Store(options.database).contents()) if options.machine in entry.name]
             if not found:
                 parser.error(f"{options.database} holds no times of {options.machine}")
-            plans += planned(name, layers, max(found, key=lambda entry: sum(entry.knows(e.problem) for e in layers)))
+            plans += planned(
+                name, convolutions, max(found, key=lambda entry: sum(entry.knows(e.problem) for e in convolutions))
+            )
     else:
         with tempfile.TemporaryDirectory() as folder:
             database = options.database or str(Path(folder) / "times.sqlite")
-            layers = bench.layers(large_kernels, LARGE)
+            convolutions = layers.convolutional(large_kernels, LARGE)
             store = Store(database)
-            bench.measure(layers, settings(workspace_limit="unlimited", database=database), store)
+            layers.measure(convolutions, settings(workspace_limit="unlimited", database=database), store)
             (known,) = times(store.contents())
             store.close()
-            plans += planned("large kernels", layers, known)
+            plans += planned("large kernels", convolutions, known)
             for row in plans:
                 print(f"training within {format_bytes(row.total)}", file=sys.stderr)
                 runs.append(trained(row.network, large_kernels, LARGE, row.total, row.kernels, database))

@@ -8,7 +8,6 @@ full = distconv.gather(y)
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 
@@ -17,35 +16,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.channels import check_algorithm
-from distconv.parallelize import distributed_script, parallelize, shard
-from distconv.parameters import partition_of
+from distconv.model.checkpoint import whole_state
+from distconv.model.parallelize import distributed_script, parallelize, shard
+from distconv.model.parameters import partition_of
+from distconv.model.shard_gather import gather
 from distconv.partition import Partition, adopt, make_mesh
-from distconv.redistribution import redistribute
-from distconv.rules import UnsupportedOperation, channel_algorithms, install_guard
-from distconv.rules import convolution as _convolution
-from distconv.rules import elementwise as _elementwise
-from distconv.rules import extrema as _extrema
-from distconv.rules import factories as _factories
-from distconv.rules import indexing as _indexing
-from distconv.rules import linear as _linear
-from distconv.rules import lists as _lists
-from distconv.rules import losses as _losses
-from distconv.rules import matmul as _matmul
-from distconv.rules import normalization as _normalization
-from distconv.rules import padding as _padding
-from distconv.rules import pooling as _pooling
-from distconv.rules import random as _random
-from distconv.rules import reduction as _reduction
-from distconv.rules import refused as _refused
-from distconv.rules import resize as _resize
-from distconv.rules import scalar as _scalar
-from distconv.rules import shuffle as _shuffle
-from distconv.rules import slices as _slices
-from distconv.rules import softmax as _softmax
-from distconv.rules import stack as _stack
-from distconv.rules import views as _views
-from distconv.sharding import gather
-from distconv.state import whole_state
+from distconv.refusal import UnsupportedOperation
+from distconv.rules.registry import discover, install_guard
+from distconv.settings import channel_algorithms
+from distconv.transfer.redistribution import redistribute
 
 __all__ = [
     "UnsupportedOperation",
@@ -58,35 +37,8 @@ __all__ = [
     "whole_state",
 ]
 
-RULES = (
-    _convolution,
-    _elementwise,
-    _extrema,
-    _factories,
-    _indexing,
-    _linear,
-    _lists,
-    _losses,
-    _matmul,
-    _normalization,
-    _padding,
-    _pooling,
-    _random,
-    _reduction,
-    _refused,
-    _scalar,
-    _shuffle,
-    _slices,
-    _softmax,
-    _stack,
-    _views,
-    _resize,
-)
-"""The modules whose import registers the rules."""
-
-
+discover()
 install_guard()
-importlib.import_module("distconv.rules.composite")  # last: for the operators that have no rule by now
 
 
 def init(

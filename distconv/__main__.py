@@ -8,9 +8,9 @@ import sys
 from typing import NoReturn
 
 from distconv.channels import ALGORITHMS, check_algorithm
-from distconv.launch import BACKENDS, BadInput, Job, Place, find_place, start
+from distconv.job.launcher import BACKENDS, BadInput, Job, Place, find_place, start
+from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
-from distconv.strategy import Strategy, read
 
 DESCRIPTION = f"""\
 Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every
@@ -155,7 +155,7 @@ def main() -> int:
         job = _job(options, place)
         if place is None:
             return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
-        from distconv.script import run
+        from distconv.job.script import run
 
         if place.rank:
             sys.stdout = shown

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from distconv.partition import CHANNEL, Partition, nested_ownership
-from mucudnn.geometry import EMPTY, Interval, intersect, length
+from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
 
 ALGORITHMS = ("x", "y", "w", "auto")
 

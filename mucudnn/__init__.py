@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from typing import Unpack
 
 from mucudnn import log as _log
-from mucudnn import shim
-from mucudnn.arrays import convolve
-from mucudnn.board import Board
-from mucudnn.problem import ConvProblem, Direction
-from mucudnn.report import Record
-from mucudnn.session import Session
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.reporting.record import Record
+from mucudnn.runtime import shim
+from mucudnn.runtime.arrays import convolve
+from mucudnn.runtime.session import Session
 from mucudnn.settings import Given, Settings
+from mucudnn.timing.board import Board
 from mucudnn.version import VERSION as __version__
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any, Self, TypedDict
 
 import platformdirs
 
-from mucudnn.limit import PEAK, format_bytes, parse_bytes, parse_limit
-from optimizer import POLICIES
+from mucudnn.optimizer import POLICIES
+from mucudnn.sizes import PEAK, format_bytes, parse_bytes, parse_limit
 
 MEMORY = ":memory:"
 """The database path that means no file."""

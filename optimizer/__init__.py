@@ -1,10 +1,10 @@
 """The mathematics of dividing convolutions: numbers in, decisions out, no torch."""
 
-from optimizer.option import Division, Option
-from optimizer.pareto import desirable_divisions, desirable_set
-from optimizer.reuse import POLICIES, best_division, micro_batch_sizes
-from optimizer.sharing import Sharing, divide_workspace, share
-from optimizer.timeline import Timeline, common
+from mucudnn.optimizer.option import Division, Option
+from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
+from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
+from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
+from mucudnn.optimizer.timeline import Timeline, common
 
 __all__ = [
     "POLICIES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optimizer.option import Division, Option
+from mucudnn.optimizer.option import Division, Option
 
 
 class Cover:

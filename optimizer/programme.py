@@ -6,7 +6,7 @@ import importlib.util
 import warnings
 from collections.abc import Sequence
 
-from optimizer.knapsack import Group, Solution, relaxed
+from mucudnn.optimizer.knapsack import Group, Solution, relaxed
 
 SOLVERS = {"HiGHS": "pulp highspy", "CBC": "pulp"}
 """The solvers by name, the preferred first, and the packages that bring them."""

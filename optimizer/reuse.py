@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from optimizer.cover import Cover
-from optimizer.option import Division, Option
+from mucudnn.optimizer.cover import Cover
+from mucudnn.optimizer.option import Division, Option
 
 POLICIES = ("undivided", "powerOfTwo", "all")
 """The names of the policies for micro-batch sizes (mu-cuDNN, Oyama et al. 2018, section III-D)."""

@@ -9,8 +9,8 @@ from typing import Generic
 
 import numpy as np
 
-from optimizer import knapsack, programme
-from optimizer.pareto import Costed, Item, desirable_set
+from mucudnn.optimizer import knapsack, programme
+from mucudnn.optimizer.pareto import Costed, Item, desirable_set
 
 FRONTIER = "frontier"
 """The name of the exact method that needs no solver."""

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from distconv.rules import checks, leave, refuse, registered, rule
+from distconv.refusal import refuse
+from distconv.rules.registry import checks, leave, registered, rule
 
 
 def copy_of(view: DTensor, x: DTensor) -> DTensor:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules import Layout, layout, local_as, refuse, replicated, rule, stock, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import Layout, layout, replicated
+from distconv.refusal import refuse
 from distconv.rules.losses import aligned, common_layout
+from distconv.rules.registry import rule, stock
 
 OPERATORS = (
     *(f"{name}.Tensor" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),

@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from distconv.exchange import exchange
-from distconv.needs import window
+from distconv.dtensors import wrap
+from distconv.layouts import dim_axes, local_box, owners
 from distconv.partition import whole_group
-from distconv.rules import dim_axes, local_box, owners, rule, wrap
 from distconv.rules.reduction import lowest, reduced_axes, reduced_layout, reduced_shape, settled
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import exchange
+from distconv.transfer.needs import window
 
 
 def _first_best(values: Tensor, places: Tensor, largest: bool) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.dtensors import wrap
+from distconv.layouts import layout
 from distconv.memory_format import CHANNELS_LAST
-from distconv.rules import layout, rule, stock, wrap
+from distconv.rules.registry import rule, stock
 
 
 @rule("aten::new_empty_strided")

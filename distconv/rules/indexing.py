@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from distconv.rules import layout, local_as, refuse, replicated, rule, stock, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import layout, replicated
+from distconv.refusal import refuse
 from distconv.rules.losses import common_layout
+from distconv.rules.registry import rule, stock
 
 
 @rule("aten::index_add", "aten::index_add_")

@@ -18,12 +18,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.channels import Layer
-from distconv.exchange import Exchange, exchange
-from distconv.needs import window
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import coordinate, dim_axes, find_layout, owners
 from distconv.partition import CHANNEL, is_ours
-from distconv.rules import coordinate, dim_axes, find_layout, local_as, owners, refuse, rule, wrap
-from distconv.rules.split import Split, channel_layout, split
-from mucudnn.geometry import Interval
+from distconv.refusal import refuse
+from distconv.rules.channel_split import Split, channel_layout, split
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import window
+from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
 

@@ -14,21 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import Layout, dim_axes, find_layout, layout, local_box, local_shape, replicated
 from distconv.partition import sharded_dims
-from distconv.rules import (
-    Layout,
-    dim_axes,
-    find_layout,
-    layout,
-    local_as,
-    local_box,
-    local_shape,
-    refuse,
-    replicated,
-    rule,
-    wrap,
-)
+from distconv.refusal import refuse
 from distconv.rules.reduction import all_reduce
+from distconv.rules.registry import rule
 
 NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
 

@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.rules import UnsupportedOperation, find_layout, local_as, rule, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import find_layout
+from distconv.refusal import UnsupportedOperation
 from distconv.rules.reduction import all_reduce, towards_parameter
+from distconv.rules.registry import rule
 
 
 def _placements_of(x: Tensor, mesh: DeviceMesh) -> list[Placement]:

@@ -14,11 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.exchange import Exchange, exchange
-from distconv.needs import Need, Piece
-from distconv.needs import make_plan as make_exchange_plan
-from distconv.rules import UnsupportedOperation, dim_axes, find_layout, layout, local_as, owners, rule, wrap
-from mucudnn.geometry import Interval
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import dim_axes, find_layout, layout, owners
+from distconv.refusal import UnsupportedOperation
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import Need, Piece
+from distconv.transfer.needs import make_plan as make_exchange_plan
+from mucudnn.convolution.geometry import Interval
 
 
 def index_map(mode: str, extent: int, before: int, after: int) -> Need:

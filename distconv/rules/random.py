@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import Layout, layout
 from distconv.partition import sharded_dims
-from distconv.rules import Layout, layout, local_as, refuse, rule, wrap
+from distconv.refusal import refuse
 from distconv.rules.reduction import settled
+from distconv.rules.registry import rule
 
 
 @contextlib.contextmanager

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from distconv.dtensors import wrap
+from distconv.layouts import Layout, layout
 from distconv.partition import sharded_dims, whole_group
-from distconv.rules import Layout, layout, refuse, rule, wrap
+from distconv.refusal import refuse
+from distconv.rules.registry import rule
 
 PARAMETER_USE = "_UseBackward"
 """The autograd node of distconv.gradients that takes a parameter's gradient."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from distconv.rules import refuse, rule, stock
+from distconv.refusal import refuse
+from distconv.rules.registry import rule, stock
 
 REFUSED = (
     "nonzero",

@@ -9,10 +9,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.exchange import Exchange, exchange
-from distconv.needs import Piece, window
-from distconv.rules import coordinate, dim_axes, local_shape, owners, rule, wrap
+from distconv.dtensors import wrap
+from distconv.layouts import coordinate, dim_axes, local_shape, owners
 from distconv.rules.reduction import settled
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import Piece, window
 
 
 @functools.lru_cache(maxsize=1024)

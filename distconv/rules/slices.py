@@ -16,23 +16,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.exchange import Exchange, exchange
-from distconv.needs import Need, Piece, window
-from distconv.rules import (
-    UnsupportedOperation,
-    dim_axes,
-    layout,
-    local_as,
-    local_shape,
-    owners,
-    refuse,
-    rule,
-    stock,
-    wrap,
-)
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import dim_axes, layout, local_shape, owners
+from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.copies import copy_of
 from distconv.rules.losses import common_layout
 from distconv.rules.padding import cut
+from distconv.rules.registry import rule, stock
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import Need, Piece, window
 
 
 def _sharding_axes(x: DTensor, dim: int) -> tuple[int, ...]:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.rules import layout, local_as, rule, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import layout
 from distconv.rules.reduction import MAX, all_reduce, lowest, precise, reduced_axes, settled
+from distconv.rules.registry import rule
 
 
 @rule("aten::_softmax", "aten::_log_softmax")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from distconv.rules import refuse, rule, stock, wrap
+from distconv.dtensors import wrap
+from distconv.refusal import refuse
+from distconv.rules.registry import rule, stock
 
 
 @rule("aten::stack")

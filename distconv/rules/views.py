@@ -18,10 +18,13 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from distconv.dtensors import wrap
+from distconv.layouts import layout, local_shape
 from distconv.partition import SPATIAL, ownership, sharded_dims
-from distconv.reshuffle import is_run, make_reshuffle
-from distconv.rules import UnsupportedOperation, layout, local_shape, rule, wrap
+from distconv.refusal import UnsupportedOperation
 from distconv.rules.copies import copy_of
+from distconv.rules.registry import rule
+from distconv.transfer.reshuffle import is_run, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
 

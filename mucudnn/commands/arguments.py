@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from mucudnn.run import NotFound
+from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
 
 METAVARS = {

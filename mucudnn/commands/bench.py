@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mucudnn import bench
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
-from mucudnn.commands.network import NAMES, add_network, layers
+from mucudnn.commands.network import NAMES, add_network, layers_of
 from mucudnn.commands.output import print_json, show
-from mucudnn.report import summary, table, to_json
-from mucudnn.store import Store
+from mucudnn.networks import layers
+from mucudnn.reporting.record import to_json
+from mucudnn.reporting.tables import summary, table
+from mucudnn.timing.store import Store
 
 
 def add(commands: Commands) -> None:
@@ -33,9 +34,9 @@ def add(commands: Commands) -> None:
 def _bench(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        met = layers(arguments)
+        met = layers_of(arguments)
     store = Store(chosen.database)
-    records = bench.measure(met, chosen, store)
+    records = layers.measure(met, chosen, store)
     store.close()
     if arguments.json:
         named = [{"layer": layer.name, "count": layer.count} for layer in met]

@@ -7,11 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from mucudnn import doctor
+from mucudnn.commands import findings
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.output import print_json, show
-from mucudnn.limit import format_bytes
-from mucudnn.store import Store
+from mucudnn.sizes import format_bytes
+from mucudnn.timing.store import Store
 
 
 def add(commands: Commands) -> None:
@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
 def _doctor(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-    found = doctor.examine(chosen, Store(chosen.database))
+    found = findings.examine(chosen, Store(chosen.database))
     if arguments.json:
         print_json(found)
     else:

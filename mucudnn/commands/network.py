@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mucudnn import bench
-from mucudnn.bench import Layer
 from mucudnn.commands.arguments import Parser
-from mucudnn.run import NotFound
+from mucudnn.networks import layers
+from mucudnn.networks.layers import Layer
+from mucudnn.program import NotFound
 
 NAMES = (
     "NETWORK is module:attribute or file.py:attribute, the attribute a torch.nn.Module or something that\n"
@@ -26,17 +26,17 @@ def add_network(parser: Parser, nargs: str | None = None) -> None:
     )
 
 
-def layers(arguments: Any) -> list[Layer]:
+def layers_of(arguments: Any) -> list[Layer]:
     """The convolutions of one training step of the network.
 
     Raises:
         NotFound: where there is no such network, or the shape of a sample is not known.
     """
-    network = bench.find(arguments.network)
+    network = layers.find(arguments.network)
     shape = arguments.input or network.input_shape
     if shape is None:
         raise NotFound(f"{arguments.network} does not tell its input: give --input C,H,W, the shape of one sample")
-    return bench.layers(network.build, (arguments.batch or network.batch or 32, *shape))
+    return layers.convolutional(network.build, (arguments.batch or network.batch or 32, *shape))
 
 
 def _shape(text: str) -> tuple[int, ...]:

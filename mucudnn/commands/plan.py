@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
-from mucudnn import bench
-from mucudnn.bench import Layer
 from mucudnn.commands.arguments import Commands, Parser, add_json, add_settings, settings, usage
-from mucudnn.commands.network import NAMES, add_network, layers
+from mucudnn.commands.network import NAMES, add_network, layers_of
 from mucudnn.commands.output import print_json, show
-from mucudnn.environment import Environment
-from mucudnn.network_plan import NetworkPlan, plan
-from mucudnn.recorded import Times, times
-from mucudnn.report import table, to_json
-from mucudnn.run import NotFound
+from mucudnn.networks import layers
+from mucudnn.networks.layers import Layer
+from mucudnn.networks.plan import NetworkPlan, plan
+from mucudnn.planning.on_record import Times, times
+from mucudnn.program import NotFound
+from mucudnn.reporting.record import to_json
+from mucudnn.reporting.tables import table
 from mucudnn.settings import Settings
-from mucudnn.store import Store
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
 
 
 def add(commands: Commands) -> None:
@@ -53,7 +54,7 @@ def add_recorded(parser: Parser) -> None:
 def _plan(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        met = layers(arguments)
+        met = layers_of(arguments)
         known = recorded(arguments, chosen, met)
     found = plan(met, known, chosen)
     if arguments.json:
@@ -73,7 +74,7 @@ def recorded(arguments: Any, chosen: Settings, met: list[Layer]) -> Times:
     """
     store = Store(chosen.database)
     if arguments.measure:
-        bench.measure(met, chosen, store)
+        layers.measure(met, chosen, store)
     every = times(store.contents())
     store.close()
     wanted = [entry for entry in every if arguments.machine is None or arguments.machine in entry.name]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mucudnn.commands.arguments import Commands, add_settings, settings, usage
-from mucudnn.commands.network import NAMES, add_network, layers
+from mucudnn.commands.network import NAMES, add_network, layers_of
 from mucudnn.commands.plan import add_recorded, missing, recorded
 from mucudnn.commands.report import read
-from mucudnn.network_plan import plan
-from mucudnn.run import NotFound
+from mucudnn.networks.plan import plan
+from mucudnn.program import NotFound
 
 FORMATS = ("png", "svg")
 
@@ -46,13 +46,13 @@ def _plot(arguments: Any) -> int:
             raise NotFound("give a NETWORK, or --report FILE")
         if importlib.util.find_spec("matplotlib") is None:
             raise NotFound("pictures need matplotlib: pip install 'mucudnn-distconv[plot]'")
-        from mucudnn import pictures
+        from mucudnn.networks import pictures
 
         drawn: dict[str, Callable[[], Any]] = {}
         told: list[str] = []
         if arguments.network is not None:
             chosen = settings(arguments)
-            met = layers(arguments)
+            met = layers_of(arguments)
             found = plan(met, recorded(arguments, chosen, met), chosen)
             told = missing(found)
             if found.rows:

@@ -9,10 +9,11 @@ from typing import Any
 
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.output import print_json, show
-from mucudnn.outcome import Outcome
-from mucudnn.report import known_tables, summary, table, to_json
-from mucudnn.run import NotFound
-from mucudnn.store import Store
+from mucudnn.program import NotFound
+from mucudnn.reporting.record import to_json
+from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.tables import known_tables, summary, table
+from mucudnn.timing.store import Store
 
 
 def add(commands: Commands) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import mucudnn
-from mucudnn import run
+from mucudnn import program
 from mucudnn.commands.arguments import METAVARS, Commands, add_settings, check_writable, flags, settings, usage
 from mucudnn.commands.output import show
-from mucudnn.outcome import Outcome
-from mucudnn.report import summary, table
+from mucudnn.reporting.run_file import Outcome
+from mucudnn.reporting.tables import summary, table
 
 
 def add(commands: Commands) -> None:
@@ -58,12 +58,12 @@ def _run(arguments: Any) -> int:
         if arguments.report is not None:
             check_writable("--report", arguments.report)
         name, *rest = arguments.program
-        program = run.module(name.removeprefix("-m")) if name.startswith("-m") else run.script(name)
+        wanted = program.module(name.removeprefix("-m")) if name.startswith("-m") else program.script(name)
     overrides = {setting: getattr(chosen, setting) for setting in METAVARS}
     process = os.getpid()
     with mucudnn.patched(**overrides) as session:
         try:
-            program.run(rest)
+            wanted.run(rest)
         finally:
             # A child that the script forked ends here too.
             if os.getpid() == process:

@@ -4,10 +4,12 @@ from functools import cache
 
 import torch
 
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.providers.provider import Operands, Part, Provider
+from mucudnn.providers.provider import Provider
 from mucudnn.providers.stock import STOCK, Stock, stock_kernel, stock_result
 
 HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft())

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from mucudnn.problem import ConvProblem, Role, Shape
-from mucudnn.providers.provider import Part, compute_dtype
+from mucudnn.convolution.problem import ConvProblem, Role, Shape
+from mucudnn.convolution.tile import Part
+from mucudnn.providers.provider import compute_dtype
 
 FFT = "fft"
 

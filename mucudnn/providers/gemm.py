@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mucudnn.problem import ConvProblem, Role, Shape
-from mucudnn.providers.provider import Operands, Part, compute_dtype
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Role, Shape
+from mucudnn.convolution.tile import Part
+from mucudnn.providers.provider import compute_dtype
 
 GEMM = "gemm"
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
-from mucudnn.problem import ConvProblem, Role
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Role
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.padding import evened
-from mucudnn.providers.provider import Operands, Part
 from mucudnn.providers.stock import stock_result
 
 ONEDNN = "onednn"

@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch.nn import functional
 
-from mucudnn.problem import ConvProblem, Role, Shape
-from mucudnn.providers.provider import Operands
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Role, Shape
 
 
 @dataclass(frozen=True)

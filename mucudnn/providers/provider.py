@@ -3,71 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from mucudnn.problem import ConvProblem
-
-if TYPE_CHECKING:
-    from mucudnn.tile import Tile
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """The tensors of one convolution, two to read and the problem's target to write.
-
-    Attributes:
-        x, w, y: of the shapes in the problem, on one device, of any strides. A target `w` may be float32 where the
-            others are half types: sums over parts are rounded once, by the caller.
-        bias: (channels of the target) to add to an output, or None.
-    """
-
-    x: torch.Tensor
-    w: torch.Tensor
-    y: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    def target(self, problem: ConvProblem) -> torch.Tensor:
-        """The tensor to be written."""
-        tensor: torch.Tensor = getattr(self, problem.target)
-        return tensor
-
-
-class Part:
-    """A convolution and its tensors: a micro-batch or a micro-tile of a larger one, or the whole of it.
-
-    Attributes:
-        problem: the convolution.
-        whole: the tensors of the larger one.
-        kept: what a provider made ready for this part; it lives as long as the plan, and serves all its calls.
-    """
-
-    __slots__ = ("_operands", "_tile", "kept", "problem", "whole")
-
-    def __init__(self, tile: Tile, whole: Operands) -> None:
-        self.problem = tile.problem
-        self.whole = whole
-        self.kept = tile.kept
-        self._tile = tile
-        self._operands: Operands | None = None
-
-    @property
-    def operands(self) -> Operands:
-        """Views of the whole's tensors; the weight is shared."""
-        if self._operands is None:
-            self._operands = self._tile.cut(self.whole)
-        return self._operands
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The tensor to be written."""
-        return self.operands.target(self.problem)
-
-    def addresses(self) -> tuple[int, int, int]:
-        """Of x, w and y, found faster than the views are made."""
-        return self._tile.addresses(self.whole)
+from mucudnn.convolution.problem import ConvProblem
+from mucudnn.convolution.tile import Part
 
 
 class Provider(Protocol):

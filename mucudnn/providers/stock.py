@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from mucudnn.problem import ConvProblem, Direction, Role
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Direction, Role
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.padding import evened
-from mucudnn.providers.provider import Operands, Part
 
 STOCK = "stock"
 """The name of the algorithm that is torch's own kernel."""

@@ -17,7 +17,7 @@ from benchmarks.gpu_cases import DEEPBENCH, MIB, REQUIRED, LayersError, LayerUni
 from benchmarks.gpu_plans import Plans, described
 from benchmarks.gpu_report import details, markdown, summaries
 from benchmarks.gpu_results import Results, ResultsError
-from optimizer import Division, Option
+from mucudnn.optimizer import Division, Option
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ",".join(REQUIRED) + "\n4,2,16,16,3,5,5,2,2,1,1\n"

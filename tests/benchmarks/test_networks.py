@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.networks import NETWORKS, AlexNet, CosmoFlow, DenseNet, Layer, Network, ResNet, UNet3d, convolutions
+from mucudnn.networks.models import NETWORKS, AlexNet, CosmoFlow, DenseNet, Layer, Network, ResNet, UNet3d, convolutions
 
 
 def parameters(model: nn.Module) -> int:

@@ -8,25 +8,26 @@ import pytest
 from torch import nn
 
 from benchmarks import sharing
-from mucudnn import bench, is_patched
-from mucudnn.environment import Environment
-from mucudnn.recorded import times
-from optimizer import Option
+from mucudnn import is_patched
+from mucudnn.networks import layers
+from mucudnn.optimizer import Option
+from mucudnn.planning.on_record import times
+from mucudnn.timing.environment import Environment
 
 HERE = Environment("made up", 2, False, "", "")
 
 
 def test_by_the_times_on_record_reuse_wins_over_shares_and_shares_over_equal_parts() -> None:
-    layers = bench.layers(sharing.large_kernels, (8, 1, 32, 32))
+    network = layers.convolutional(sharing.large_kernels, (8, 1, 32, 32))
     contents = []
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(network):
         fft = [Option(size, "fft", 0.01 * size + 0.002, size * (number + 1) << 18) for size in (1, 2, 4, 8)]
         contents.append(({**layer.problem.launch_key(), **HERE.launch_key()}, [Option(8, "stock", 0.5, 0), *fft]))
     (known,) = times(contents)
-    rows = list(sharing.planned("large kernels", layers, known))
+    rows = list(sharing.planned("large kernels", network, known))
     assert len(rows) == len(sharing.FRACTIONS)
     for row in rows:
-        assert row.kernels == sum(layer.count for layer in layers)
+        assert row.kernels == sum(layer.count for layer in network)
         assert row.reused <= row.wd <= row.equal <= row.stock
         assert row.gap == 0
     assert rows[0].wd < rows[0].equal

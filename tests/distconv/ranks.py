@@ -118,7 +118,7 @@ class Ranks:
         address = os.path.join(self._directory.name, "socket")
         program = [sys.executable, __file__, address, self.backend]
         if self.backend == "mpi":
-            from distconv.launch import mpiexec
+            from distconv.job.launcher import mpiexec
 
             commands = [[*mpiexec(self.size), *program]]
         else:

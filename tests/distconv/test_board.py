@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 
-from distconv.board import StoreBoard
-from mucudnn.environment import Environment
-from mucudnn.plan import Plan
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Direction
+from distconv.job.board import StoreBoard
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
 from mucudnn.settings import Settings
-from mucudnn.store import Store
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
 
 
 class Counted(StoreBoard):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from distconv.data import loading
+from distconv.job.data import loading
 from distconv.partition import Partition, make_mesh
 
 

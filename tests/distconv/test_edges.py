@@ -11,7 +11,7 @@ from torch.nn import functional, grad
 from distconv.partition import ownership
 from distconv.rules.convolution import edges as module
 from distconv.rules.convolution.edges import Edges, around, edges
-from mucudnn.geometry import Interval, Window, intersect, length
+from mucudnn.convolution.geometry import Interval, Window, intersect, length
 
 
 @st.composite

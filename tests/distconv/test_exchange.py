@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from distconv.exchange import exchange
-from distconv.needs import FILL, OWN, Need, Piece, make_plan, wanted, window
 from distconv.partition import Partition, make_mesh, ownership
+from distconv.transfer.exchange import exchange
+from distconv.transfer.needs import FILL, OWN, Need, Piece, make_plan, wanted, window
 
 FILLED = -7
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from distconv import __main__ as command_line
-from distconv.launch import Place, divides_locally, find_place, mpiexec
+from distconv.job.launcher import Place, divides_locally, find_place, mpiexec
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")

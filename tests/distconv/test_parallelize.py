@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import distconv
-from distconv import gradients
-from distconv.gradients import buckets
+from distconv.model import gradients
+from distconv.model.gradients import buckets
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distconv
-from distconv.strategy import Strategy
+from distconv.model.strategy import Strategy
 
 
 class Net(nn.Module):

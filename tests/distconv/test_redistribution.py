@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import distconv
 from distconv.partition import placements
-from distconv.redistribution import Box, make_transfers, volume
+from distconv.transfer.redistribution import Box, make_transfers, volume
 
 PARTITIONS = {
     2: ("sample=2", "channel=2", "height=2", "sample=1,width=2"),

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 from distconv.channels import Layer, parameter_placements, weight_dims
+from distconv.dtensors import local_as, wrap
 from distconv.partition import Partition
-from distconv.rules import local_as, wrap
 
 Network = tuple[Callable[[], nn.Module], list[tuple[int, ...]]]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import distconv
-from distconv.strategy import Strategy, read
+from distconv.model.strategy import Strategy, read
 
 
 @pytest.mark.parametrize(

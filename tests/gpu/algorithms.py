@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.providers import Operands, Provider
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.tile import dims, extent, tiles
+from mucudnn.planning.planner import Planner
+from mucudnn.providers import Provider
 from mucudnn.settings import MEMORY, Settings
-from mucudnn.store import Store
-from mucudnn.tile import dims, extent, tiles
+from mucudnn.timing.store import Store
 
 
 @dataclass(frozen=True)

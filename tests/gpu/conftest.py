@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import mucudnn
-from mucudnn import benchmark
-from mucudnn.measurement import Measurement
 from mucudnn.providers.stock import Stock
+from mucudnn.timing import clock
+from mucudnn.timing.measurement import Measurement
 
 
 def _missing() -> str | None:
@@ -60,10 +60,10 @@ def unpatched(device: torch.device) -> Iterator[None]:
 def slow_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes torch's own kernel look slow: the best division within the limit is taken, whatever it takes."""
 
-    def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+    def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
         work()
         return 0.1
 
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(benchmark, "ratio", ratio)
+    monkeypatch.setattr(clock, "ratio", ratio)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())

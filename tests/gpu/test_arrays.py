@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 import mucudnn
-from mucudnn import arrays
+from mucudnn.runtime import arrays
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mucudnn
-from mucudnn.measurement import Measurement
-from mucudnn.problem import Direction
-from optimizer import Option
+from mucudnn.convolution.problem import Direction
+from mucudnn.optimizer import Option
+from mucudnn.timing.measurement import Measurement
 
 MIB = 2**20
 

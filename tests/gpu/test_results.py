@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import operands, problems, reference, relative_error
 
-from mucudnn.problem import Direction, Role
+from mucudnn.convolution.problem import Direction, Role
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.legacy import Legacy, math_type
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import mucudnn
-from mucudnn.plan import Plan
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Dim
+from mucudnn.convolution.problem import ConvProblem, Dim
+from mucudnn.convolution.tile import dims, extent
+from mucudnn.optimizer import Division, Option
+from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
 from mucudnn.providers import STOCK
-from mucudnn.tile import dims, extent
-from optimizer import Division, Option
 
 Force = Callable[..., None]
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from mucudnn.problem import ConvProblem, Direction, Role
-from mucudnn.providers import Operands
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Direction, Role
 
 CONVOLUTIONS = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 TRANSPOSED = {1: functional.conv_transpose1d, 2: functional.conv_transpose2d, 3: functional.conv_transpose3d}

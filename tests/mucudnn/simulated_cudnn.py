@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from mucudnn.problem import Role
+from mucudnn.convolution.problem import Role
 from mucudnn.providers.cudnn.backend import DATA_TYPES, Kind, Name, Note
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.legacy import ALGORITHMS

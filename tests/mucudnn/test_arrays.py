@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from problems import TOLERANCE, operands, problems, reference, relative_error
 
 import mucudnn
-from mucudnn import arrays
-from mucudnn.problem import ConvProblem, Direction
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.runtime import arrays
 
 RANDOM = np.random.default_rng(0)
 X, W = RANDOM.standard_normal((4, 6, 9, 8)), RANDOM.standard_normal((4, 3, 3, 2))

@@ -11,16 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mucudnn.board import Board
-from mucudnn.environment import Environment
-from mucudnn.measurement import Measurement
-from mucudnn.plan import Plan
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.optimizer import Option
+from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
 from mucudnn.settings import Settings
-from mucudnn.store import Store
-from mucudnn.survey import Survey
-from optimizer import Option
+from mucudnn.timing.board import Board
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.measurement import Measurement
+from mucudnn.timing.store import Store
+from mucudnn.timing.survey import Survey
 
 PROBLEM = ConvProblem.of_convolution(
     Direction.FORWARD, (8, 4, 48, 48), (4, 4, 15, 15), stride=(1, 1), padding=(7, 7), dilation=(1, 1)

@@ -18,15 +18,17 @@ import pytest
 import torch
 
 import mucudnn
-from mucudnn import bench, doctor, progress
 from mucudnn.__main__ import main
-from mucudnn.outcome import Outcome
-from mucudnn.problem import ConvProblem, Direction
-from mucudnn.report import from_json
-from mucudnn.run import NotFound
-from mucudnn.session import Session
-from mucudnn.store import Store
-from optimizer import Option
+from mucudnn.commands import findings
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks import layers
+from mucudnn.optimizer import Option
+from mucudnn.program import NotFound
+from mucudnn.reporting.record import from_json
+from mucudnn.reporting.run_file import Outcome
+from mucudnn.runtime.session import Session
+from mucudnn.timing import progress
+from mucudnn.timing.store import Store
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -248,11 +250,11 @@ def test_help_teaches_by_examples(capsys: pytest.CaptureFixture[str], name: str)
 
 
 def built(name: str) -> Callable[[], torch.nn.Module]:
-    return bench.find(f"{SCRIPTS}/network.py:{name}").build
+    return layers.find(f"{SCRIPTS}/network.py:{name}").build
 
 
 def test_the_convolutions_of_a_network() -> None:
-    met = bench.layers(built("small"), (2, 3, 21, 21))
+    met = layers.convolutional(built("small"), (2, 3, 21, 21))
     forward = [layer for layer in met if layer.problem.direction is Direction.FORWARD]
     assert [(layer.name, layer.count, str(layer.problem)) for layer in forward] == [
         ("0", 1, "2x3x21x21 k8x3x5x5 s2"),
@@ -273,10 +275,10 @@ def test_the_convolutions_of_a_network() -> None:
 
 def test_a_network_by_a_bare_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    network = bench.find("resnet18")
+    network = layers.find("resnet18")
     assert network.input_shape == (3, 224, 224) and network.batch
     with pytest.raises(NotFound, match="resnet18"):
-        bench.find("resnet19")
+        layers.find("resnet19")
 
 
 def test_bench_prints_what_was_chosen(capsys: pytest.CaptureFixture[str], own_database: Path) -> None:
@@ -358,7 +360,7 @@ def test_doctor_tells_what_does_not_work(
         monkeypatch.setattr(Session, "records", lambda self: [])
     assert main(["doctor"]) == 1
     assert "fails: " in capsys.readouterr().out
-    assert doctor.check_shim().count("\n") == 0
+    assert findings.check_shim().count("\n") == 0
 
 
 # The progress bar.

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from problems import TOLERANCE, operands, problems, reference, relative_error
 from simulated_cudnn import SimulatedCard
 
-from mucudnn.execute import LaunchError, Schedule
-from mucudnn.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.providers import Operands
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.tile import dims, extent, tiles
+from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.legacy import ALGORITHMS, Legacy
-from mucudnn.tile import dims, extent, tiles
-from optimizer import Division, Option
+from mucudnn.timing.schedule import LaunchError, Schedule
 
 FORMATS = st.sampled_from(["contiguous", "channels_last", "strided"])
 

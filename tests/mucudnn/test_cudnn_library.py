@@ -17,9 +17,8 @@ import torch
 from hypothesis import given, settings
 from problems import problems
 
-from mucudnn.execute import Schedule
-from mucudnn.measurement import synthetic_operands
-from mucudnn.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode, Kind, Name, Note, Type
 from mucudnn.providers.cudnn.device import H200, Device
@@ -28,7 +27,8 @@ from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Configuration, Graph
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library, Unavailable
-from optimizer import Division, Option
+from mucudnn.timing.measurement import synthetic_operands
+from mucudnn.timing.schedule import Schedule
 
 CONV2 = ConvProblem.of_convolution(  # AlexNet's
     Direction.FORWARD, (64, 64, 27, 27), (192, 64, 5, 5), stride=(1, 1), padding=(2, 2), dilation=(1, 1)

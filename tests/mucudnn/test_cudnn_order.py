@@ -11,17 +11,17 @@ from simulated_cudnn import SimulatedCard
 from torch.nn import functional
 
 import mucudnn
-from mucudnn import benchmark
-from mucudnn.call import Call
-from mucudnn.measurement import Candidate, Measurement, workspace_of
-from mucudnn.problem import Dim, Direction
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import Dim, Direction
+from mucudnn.optimizer import Option
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.launch import Place
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable
 from mucudnn.providers.stock import Stock
-from optimizer import Option
+from mucudnn.timing import clock
+from mucudnn.timing.measurement import Candidate, Measurement, workspace_of
 
 SECONDS = {"eng1": 0.1, "eng0": 0.2, "legacy_fft": 0.3, "legacy_fft_tiling": 0.4, STOCK: 0.5}
 """Of a sample, beside a second of torch's own kernel undivided. Others take forever."""
@@ -43,19 +43,19 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCard]:
             None if seconds is None or dim is not Dim.BATCH else Option(size, candidate[1], seconds * size, workspace)
         )
 
-    def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object) -> float:
+    def ratio(work: clock.Work, baseline: clock.Work, clock: object) -> float:
         work()
         return SECONDS[card.simulated.executed[-1]]
 
     monkeypatch.setattr(Measurement, "option", option)
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: float(4))
-    monkeypatch.setattr(benchmark, "ratio", ratio)
+    monkeypatch.setattr(clock, "ratio", ratio)
     yield card
 
 
 def serve(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
     providers = (Stock(), Engines(place), Legacy(place))
-    monkeypatch.setattr("mucudnn.planner.providers_on", lambda device, engines: providers)
+    monkeypatch.setattr("mucudnn.planning.planner.providers_on", lambda device, engines: providers)
 
 
 def compute(direction: Direction, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ def test_without_cudnn_convolutions_are_torchs_with_one_warning(monkeypatch: pyt
     def unavailable(device: torch.device, engines: str) -> None:
         raise Unavailable("2 copies of cuDNN are loaded")
 
-    monkeypatch.setattr("mucudnn.planner.providers_on", unavailable)
+    monkeypatch.setattr("mucudnn.planning.planner.providers_on", unavailable)
     x, w = torch.randn(SHAPE), torch.randn(FILTERS)
     expected = functional.conv2d(x, w)
     with mucudnn.patched(database=":memory:"):
@@ -170,7 +170,7 @@ def test_only_what_torch_gives_to_cudnn_is_taken(monkeypatch: pytest.MonkeyPatch
 
 
 def test_doctor_says_what_is_wrong_in_a_sentence(card: SimulatedCard, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mucudnn.problem import ConvProblem
+    from mucudnn.convolution.problem import ConvProblem
     from mucudnn.providers.cudnn import state
 
     geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mucudnn.geometry import EMPTY, Window, intersect, length
+from mucudnn.convolution.geometry import EMPTY, Window, intersect, length
 
 windows = st.builds(
     Window, kernel=st.integers(1, 7), stride=st.integers(1, 4), padding=st.integers(0, 6), dilation=st.integers(1, 3)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from mucudnn.__main__ import main
-from mucudnn.bench import Layer
 from mucudnn.commands.plan import missing
-from mucudnn.environment import Environment
-from mucudnn.network_plan import plan
-from mucudnn.problem import ConvProblem, Direction
-from mucudnn.recorded import Times, times
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks.layers import Layer
+from mucudnn.networks.plan import plan
+from mucudnn.optimizer import Option, best_division
+from mucudnn.planning.on_record import Times, times
 from mucudnn.settings import Settings
-from mucudnn.store import Store
-from optimizer import Option, best_division
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
 
 MIB = 2**20
 HERE = Environment("cpu a", 2, False, "fp32", "torch")
@@ -117,11 +117,11 @@ def test_what_is_said() -> None:
 def test_the_command_plans_from_another_machine(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mucudnn import bench
+    from mucudnn.networks import layers
 
     path = str(tmp_path / "times.sqlite")
     store = Store(path)
-    for layer in bench.layers(bench.find(NETWORK).build, (16, 3, 21, 21)):
+    for layer in layers.convolutional(layers.find(NETWORK).build, (16, 3, 21, 21)):
         store.record({**layer.problem.launch_key(), **HERE.launch_key()}, rows(16))
     store.close()
     arguments = ["plan", NETWORK, "--input", "3,21,21", "--batch", "16", "--database", path]

@@ -14,12 +14,12 @@ from tensor_memory import TensorMemory
 from torch import nn
 
 import mucudnn
-from mucudnn import benchmark
-from mucudnn.measurement import Measurement
-from mucudnn.memory import HostRecorder, held
+from mucudnn.budgets.memory import HostRecorder, held
+from mucudnn.budgets.steps import MOST_TRIES, Steps
+from mucudnn.optimizer import Timeline
 from mucudnn.providers.stock import Stock
-from mucudnn.steps import MOST_TRIES, Steps
-from optimizer import Timeline
+from mucudnn.timing import clock
+from mucudnn.timing.measurement import Measurement
 
 KIB = 2**10
 MIB = 2**20
@@ -224,8 +224,8 @@ class Program:
 def slow_stock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch's own kernel looks slow, so that workspace is taken wherever there is some."""
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(benchmark, "ratio", lambda work, baseline, clock=None: (work(), 0.1)[1])
-    monkeypatch.setattr(benchmark, "seconds", benchmark.first_seconds)
+    monkeypatch.setattr(clock, "ratio", lambda work, baseline, clock=None: (work(), 0.1)[1])
+    monkeypatch.setattr(clock, "seconds", clock.first_seconds)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     return
 
@@ -301,7 +301,7 @@ def test_what_excludes_each_other(given: dict[str, Any], message: str) -> None:
 
 def test_the_command_takes_them(tmp_path: Any, slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from mucudnn.__main__ import main
-    from mucudnn.outcome import Outcome
+    from mucudnn.reporting.run_file import Outcome
 
     script, report = tmp_path / "train.py", tmp_path / "report.json"
     script.write_text(

@@ -10,18 +10,19 @@ import torch
 from torch.nn import functional
 
 import mucudnn
-from mucudnn import benchmark
-from mucudnn.environment import Environment
-from mucudnn.plan import MARGIN, Plan
-from mucudnn.planner import LEAST_SECONDS, Planner
-from mucudnn.problem import ConvProblem, Dim, Direction
-from mucudnn.providers import HOST_PROVIDERS, Part
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.tile import Part
+from mucudnn.optimizer import Division, Option
+from mucudnn.planning.plan import MARGIN, Plan
+from mucudnn.planning.planner import LEAST_SECONDS, Planner
+from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
-from mucudnn.store import Store
-from optimizer import Division, Option
+from mucudnn.timing import clock
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
 
 ENVIRONMENT = Environment("test", threads=2, deterministic=False, precision="", libraries="")
 STOCK_SECONDS = 1.0
@@ -69,18 +70,18 @@ class Machine:
         self.now += sum(self.seconds[algorithm](extent) for extent in extents)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def elapsed(work: benchmark.Work, clock: object = None) -> float:
+        def elapsed(work: clock.Work, clock: object = None) -> float:
             start = self.now
             work()
             return (self.now - start) or STOCK_SECONDS  # only torch's own kernel does not move this clock
 
-        def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+        def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
             work()
             return self.ratio
 
-        monkeypatch.setattr(benchmark, "first_seconds", elapsed)
-        monkeypatch.setattr(benchmark, "seconds", elapsed)
-        monkeypatch.setattr(benchmark, "ratio", ratio)
+        monkeypatch.setattr(clock, "first_seconds", elapsed)
+        monkeypatch.setattr(clock, "seconds", elapsed)
+        monkeypatch.setattr(clock, "ratio", ratio)
 
 
 @pytest.fixture
@@ -138,16 +139,16 @@ def test_only_what_is_measurably_faster_is_taken(machine: Machine, ratio: float,
 def test_a_division_that_disappoints_gives_way_to_the_next(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.seconds = {"lucky": lambda extent: 0.003 * extent, "fast": lambda extent: 0.01 * extent}
 
-    def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+    def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
         work()
         return 1.5 if machine.launches[-1][0] == "lucky" else 0.3
 
-    monkeypatch.setattr(benchmark, "ratio", ratio)
+    monkeypatch.setattr(clock, "ratio", ratio)
     assert plan(machine, 16, math.inf).division.runs() == (("fast", (16,)),)
 
 
 def test_short_convolutions_are_left_to_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "seconds", lambda work, clock=None: LEAST_SECONDS / 2)
+    monkeypatch.setattr(clock, "seconds", lambda work, clock=None: LEAST_SECONDS / 2)
     assert plan(machine, 16, math.inf).is_stock
     assert machine.launches == []
 

@@ -13,12 +13,12 @@ import pytest
 from matplotlib.axes import Axes
 from test_network_plan import HERE, MIB, NETWORK, known, problem, rows, settings
 
-from mucudnn import bench, pictures
 from mucudnn.__main__ import main
-from mucudnn.bench import Layer
-from mucudnn.network_plan import NetworkPlan, plan
-from mucudnn.outcome import Moment, Outcome
-from mucudnn.store import Store
+from mucudnn.networks import layers, pictures
+from mucudnn.networks.layers import Layer
+from mucudnn.networks.plan import NetworkPlan, plan
+from mucudnn.reporting.run_file import Moment, Outcome
+from mucudnn.timing.store import Store
 
 TIMELINE = [Moment("a", 10 * MIB, 2 * MIB, 5 * MIB), Moment("b", 15 * MIB, 0, math.inf), Moment("c", 4 * MIB, MIB, 9e6)]
 
@@ -83,7 +83,7 @@ def test_a_timeline_has_live_memory_workspace_and_budget() -> None:
 def test_the_command_writes_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, folder = str(tmp_path / "times.sqlite"), tmp_path / "new" / "pictures"
     store = Store(path)
-    for layer in bench.layers(bench.find(NETWORK).build, (16, 3, 21, 21)):
+    for layer in layers.convolutional(layers.find(NETWORK).build, (16, 3, 21, 21)):
         store.record({**layer.problem.launch_key(), **HERE.launch_key()}, rows(16))
     store.close()
     report = tmp_path / "plans.json"

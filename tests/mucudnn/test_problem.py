@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from problems import apply, operands, problems
 
-from mucudnn.problem import ConvProblem, Direction, Role
+from mucudnn.convolution.problem import ConvProblem, Direction, Role
 
 
 @settings(max_examples=100)

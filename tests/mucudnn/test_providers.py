@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import TOLERANCE, dtypes, operands, problems, reference, relative_error
 
-from mucudnn.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.providers import HOST_PROVIDERS, Operands
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.tile import tiles
+from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.tile import tiles
 
 ALGORITHMS = ("stock", "onednn", "gemm", "fft")
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mucudnn import log
-from mucudnn.limit import format_bytes, parse_bytes
 from mucudnn.settings import SETTINGS, Given, SettingError, Settings
+from mucudnn.sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mucudnn
-from mucudnn import benchmark, planner, shares
-from mucudnn.ledger import Ledger
-from mucudnn.measurement import Measurement
-from mucudnn.problem import ConvProblem
-from mucudnn.providers import Part
+from mucudnn.budgets import total
+from mucudnn.budgets.total import Ledger, Menu, Shares
+from mucudnn.convolution.problem import ConvProblem
+from mucudnn.convolution.tile import Part
+from mucudnn.optimizer import Division, Option, divide_workspace
+from mucudnn.planning import planner
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.shares import Menu, Shares
-from optimizer import Division, Option, divide_workspace
+from mucudnn.timing import clock
+from mucudnn.timing.measurement import Measurement
 
 KIB = 2**10
 MIB = 2**20
@@ -97,14 +98,14 @@ def test_what_is_no_longer_called_gives_its_share_back() -> None:
     shared, kind = Shares(10), menu((10, 0), (1, 10))
     for _ in range(2):
         shared.call("old", kind)
-    for _ in range(3 * shares.STALE):
+    for _ in range(3 * total.STALE):
         shared.call("new", menu((5, 0), (1, 10)))
     assert list(shared.kernels) == ["new"]
     assert shared.kernels["new"].share == 10
 
 
 def test_weights_that_are_always_new_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "MOST_KERNELS", 5)
+    monkeypatch.setattr(total, "MOST_KERNELS", 5)
     shared, kind = Shares(10), menu((10, 0), (1, 10))
     assert sum(shared.call(name, kind) is not None for name in range(20)) == 5
 
@@ -193,14 +194,14 @@ class Meter:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch is timed once."""
-    monkeypatch.setattr(benchmark, "seconds", benchmark.first_seconds)
+    monkeypatch.setattr(clock, "seconds", clock.first_seconds)
 
 
 @pytest.fixture
 def slow_stock(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own kernel looks slow, so that workspace is always worth having."""
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(benchmark, "ratio", lambda work, baseline, clock=None: (work(), 0.1)[1])
+    monkeypatch.setattr(clock, "ratio", lambda work, baseline, timer=None: (work(), 0.1)[1])
 
 
 def network() -> nn.Sequential:
@@ -274,10 +275,10 @@ def test_identical_layers_are_measured_once(slow_stock: None, monkeypatch: pytes
 def test_divisions_that_disappoint_give_their_workspace_back(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
 
-    def ratio(work: benchmark.Work, baseline: benchmark.Work, clock: object = None) -> float:
+    def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
         return 2.0  # nothing holds against torch's own kernel
 
-    monkeypatch.setattr(benchmark, "ratio", ratio)
+    monkeypatch.setattr(clock, "ratio", ratio)
     module = network()
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
         train(module, 30)
@@ -289,7 +290,7 @@ def test_records_tell_of_what_came_on_the_menu_later(slow_stock: None, monkeypat
     """The first division that is confirmed disappoints, so that another one, at corrected times, takes its place."""
     counts = iter(range(10**6))
     monkeypatch.setattr(
-        benchmark, "ratio", lambda work, baseline, clock=None: (work(), 2.0 if next(counts) % 2 == 0 else 0.5)[1]
+        clock, "ratio", lambda work, baseline, timer=None: (work(), 2.0 if next(counts) % 2 == 0 else 0.5)[1]
     )
     module = network()
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mucudnn
-from mucudnn import shim
+from mucudnn.runtime import shim
 
 ALGORITHMS = ("stock", "gemm", "fft")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
+from mucudnn.optimizer import Option
 from mucudnn.settings import MEMORY
-from mucudnn.store import Counts, Store
-from optimizer import Option
+from mucudnn.timing.store import Counts, Store
 
 ROOT = Path(__file__).parents[2]
 KEY: dict[str, Any] = {"direction": "forward", "x": (3, 64, 64), "groups": 1, "device": "cpu"}

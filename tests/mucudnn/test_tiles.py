@@ -17,14 +17,15 @@ from test_shim import LAYERS, assert_same, divided, results
 from test_workspace import PROVIDERS, widened
 
 import mucudnn
-from mucudnn import benchmark
-from mucudnn.planner import Planner
-from mucudnn.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.providers import STOCK, Operands, stock
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.tile import dims, extent, tile, tiles
+from mucudnn.planning.planner import Planner
+from mucudnn.providers import STOCK, stock
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
-from mucudnn.store import Store
-from mucudnn.tile import dims, extent, tile, tiles
+from mucudnn.timing import clock
+from mucudnn.timing.store import Store
 
 
 def tiled(problem: ConvProblem) -> bool:
@@ -117,8 +118,8 @@ def test_every_kind_of_layer_in_tiles(kind: str, algorithm: str, force) -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_one_volume_stays_within_the_limit(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own kernel made to look slow, a mini-batch of one is cut along depth."""
-    monkeypatch.setattr(benchmark, "ratio", lambda work, baseline, clock=None: (work(), 0.1)[1])
-    monkeypatch.setattr("mucudnn.measurement.Measurement.stock_seconds", lambda self: 1e3)
+    monkeypatch.setattr(clock, "ratio", lambda work, baseline, clock=None: (work(), 0.1)[1])
+    monkeypatch.setattr("mucudnn.timing.measurement.Measurement.stock_seconds", lambda self: 1e3)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     problem = ConvProblem.of_convolution(
         direction, (1, 4, 32, 12, 12), (4, 4, 5, 5, 5), stride=(1, 1, 1), padding=(2, 2, 2), dilation=(1, 1, 1)
@@ -184,14 +185,14 @@ def test_the_faster_dim_is_taken(
     """Along the mini-batch nothing overlaps; along space less fits."""
     rows = Rows()
 
-    def elapsed(work: benchmark.Work, clock: object = None) -> float:
+    def elapsed(work: clock.Work, clock: object = None) -> float:
         before = rows.clock
         work()
         return rows.clock - before or 10.0
 
-    monkeypatch.setattr(benchmark, "first_seconds", elapsed)
-    monkeypatch.setattr(benchmark, "seconds", elapsed)
-    monkeypatch.setattr(benchmark, "ratio", lambda work, baseline, clock=None: 0.5)
+    monkeypatch.setattr(clock, "first_seconds", elapsed)
+    monkeypatch.setattr(clock, "seconds", elapsed)
+    monkeypatch.setattr(clock, "ratio", lambda work, baseline, clock=None: 0.5)
     problem = ConvProblem.of_convolution(
         Direction.FORWARD, (samples, 1, 32, 4), (1, 1, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
     )

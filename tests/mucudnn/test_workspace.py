@@ -13,15 +13,15 @@ from problems import operands, problems
 from tensor_memory import TensorMemory
 
 import mucudnn
-from mucudnn import benchmark
-from mucudnn.measurement import Measurement
-from mucudnn.problem import ConvProblem, Dim, Direction, Role
-from mucudnn.providers import Operands
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.tile import tiles
 from mucudnn.providers.fft import FFT, Fft
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.providers.onednn import ONEDNN, OneDnn
 from mucudnn.providers.stock import Stock
-from mucudnn.tile import tiles
+from mucudnn.timing import clock
+from mucudnn.timing.measurement import Measurement
 
 PROVIDERS = {FFT: Fft(), GEMM: Gemm(), ONEDNN: OneDnn()}
 
@@ -75,7 +75,7 @@ def test_a_patched_call_stays_within_the_limit(
         return 1e3
 
     monkeypatch.setattr(Measurement, "stock_seconds", slow_stock)
-    monkeypatch.setattr(benchmark, "ratio", lambda work, baseline, clock=None: 0.1)
+    monkeypatch.setattr(clock, "ratio", lambda work, baseline, clock=None: 0.1)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     torch.manual_seed(0)
     x, w = torch.randn(16, 4, 24, 24), torch.randn(8, 4, 9, 9)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimizer import Division, Option, best_division, desirable_divisions, desirable_set
+from mucudnn.optimizer import Division, Option, best_division, desirable_divisions, desirable_set
 
 item = st.builds(
     Option, extent=st.just(1), algorithm=st.sampled_from("abc"), seconds=st.integers(0, 8), workspace=st.integers(0, 8)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimizer import Division, Option, best_division, micro_batch_sizes
+from mucudnn.optimizer import Division, Option, best_division, micro_batch_sizes
 
 
 def options(max_extent: int) -> st.SearchStrategy[list[Option]]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimizer import Division, Option, divide_workspace, knapsack, programme, share, sharing
+from mucudnn.optimizer import Division, Option, divide_workspace, knapsack, programme, share, sharing
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optimizer import Timeline, common
+from mucudnn.optimizer import Timeline, common
 
 moments = st.lists(st.integers(0, 1000), min_size=1, max_size=20)
 

@@ -23,13 +23,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.exchange import Exchange
-from distconv.rules import find_layout, local_as, refuse, rule, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import find_layout
+from distconv.refusal import refuse
+from distconv.rules.channel_split import Split, channel_layout, split
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import Local
 from distconv.rules.convolution.plan import Plan, make_plan
-from distconv.rules.split import Split, channel_layout, split
-from mucudnn.geometry import Interval, length
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange
+from mucudnn.convolution.geometry import Interval, length
 
 
 def _plan_of(

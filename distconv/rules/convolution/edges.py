@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distconv.needs import Need, Piece
-from mucudnn.geometry import Interval, Window, intersect, length
+from distconv.transfer.needs import Need, Piece
+from mucudnn.convolution.geometry import Interval, Window, intersect, length
 
 MOST_EDGE = 1 / 8
 """The largest share of a rank's outputs that is worth computing twice."""

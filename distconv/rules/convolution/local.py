@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distconv.channels import Block, Run
 from distconv.rules.convolution.plan import Margins, Plan
-from mucudnn.geometry import Interval, length
+from mucudnn.convolution.geometry import Interval, length
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from distconv.exchange import Exchange
 from distconv.rules.convolution.edges import Edge
 from distconv.rules.convolution.local import Local
 from distconv.rules.convolution.plan import Margins, Overlap
-from mucudnn.geometry import Interval, length
+from distconv.transfer.exchange import Exchange
+from mucudnn.convolution.geometry import Interval, length
 
 
 def forward(local: Local, overlap: Overlap, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.channels import Layer
-from distconv.exchange import Exchange, exchange
-from distconv.needs import Need, Piece, window
+from distconv.layouts import box_at, local_shape, shard_axes
 from distconv.partition import ownership
-from distconv.rules import box_at, local_shape, shard_axes
 from distconv.rules.convolution.edges import Edges, around, edges
-from mucudnn.geometry import EMPTY, Transposed, Window, intersect, length
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import Need, Piece, window
+from mucudnn.convolution.geometry import EMPTY, Transposed, Window, intersect, length
 
 LEAST_BYTES = 2**20
 """Of a rank's inputs: fewer are copied beside their halos sooner than their edges are computed by themselves."""

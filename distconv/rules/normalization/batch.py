@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from distconv.rules import batch_norm_statistics, layout, local_as, rule, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import layout
 from distconv.rules.normalization.statistics import (
     Share,
     check_vector,
@@ -26,6 +27,8 @@ from distconv.rules.normalization.statistics import (
     update_running,
     vector_layout,
 )
+from distconv.rules.registry import rule
+from distconv.settings import batch_norm_statistics
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.group import joint_group
-from distconv.rules import dim_axes, layout, local_as, local_box, owners, rule, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import dim_axes, layout, local_box, owners
 from distconv.rules.normalization.statistics import (
     Pool,
     Share,
@@ -36,6 +36,8 @@ from distconv.rules.normalization.statistics import (
     update_running,
     vector_layout,
 )
+from distconv.rules.registry import rule
+from distconv.transfer.group import joint_group
 
 aten = torch.ops.aten
 

@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.rules import find_layout, local_as, refuse, rule, wrap
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import find_layout
+from distconv.refusal import refuse
 from distconv.rules.normalization.statistics import (
     Share,
     combined,
@@ -22,6 +24,7 @@ from distconv.rules.normalization.statistics import (
     precise,
     share,
 )
+from distconv.rules.registry import rule
 
 
 def _layer_placements(

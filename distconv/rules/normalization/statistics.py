@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.exchange import exchange
-from distconv.group import joint_group, joint_order
-from distconv.needs import window
+from distconv.dtensors import wrap
+from distconv.layouts import box_at, dim_axes, find_layout, owners
 from distconv.partition import sharded_dims
-from distconv.rules import box_at, dim_axes, find_layout, owners, refuse, wrap
-from distconv.rules.split import channel_layout
+from distconv.refusal import refuse
+from distconv.rules.channel_split import channel_layout
+from distconv.transfer.exchange import exchange
+from distconv.transfer.group import joint_group, joint_order
+from distconv.transfer.needs import window
 
 aten = torch.ops.aten
 

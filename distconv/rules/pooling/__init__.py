@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.rules import rule
 from distconv.rules.pooling import window as _window
 from distconv.rules.pooling.operator import adaptive
+from distconv.rules.registry import rule
 
 RULES = (_window,)
 """The modules whose import registers the rules: this one imports the adaptive pools."""

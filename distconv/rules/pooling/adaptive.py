@@ -18,14 +18,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from distconv.exchange import Exchange, exchange
-from distconv.needs import Piece, window
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import local_box, shard_axes
 from distconv.partition import ownership
-from distconv.rules import local_as, local_box, rule, shard_axes, wrap
 from distconv.rules.pooling.operator import forward_of, layout_of_input, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved, placed
 from distconv.rules.reduction import lowest, precise
-from mucudnn.geometry import EMPTY, Interval, intersect, length
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import Piece, window
+from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
 
 
 @dataclass(frozen=True)

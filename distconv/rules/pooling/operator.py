@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.layouts import Layout, layout
 from distconv.memory_format import memory_format
-from distconv.rules import Layout, layout, refuse
+from distconv.refusal import refuse
 
 
 def spatial_dims(func: Any) -> int:

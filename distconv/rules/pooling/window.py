@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.exchange import Exchange, exchange
-from distconv.needs import window
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import Layout, local_shape, shard_axes
 from distconv.partition import ownership
-from distconv.rules import Layout, local_as, local_shape, rule, shard_axes, wrap
 from distconv.rules.pooling.adaptive import average as adaptive_average
 from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
 from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
@@ -29,7 +28,10 @@ from distconv.rules.pooling.adaptive import maximum_backward as adaptive_maximum
 from distconv.rules.pooling.operator import adaptive, forward_of, layout_of_input, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved
 from distconv.rules.reduction import lowest
-from mucudnn.geometry import Window, length
+from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import window
+from mucudnn.convolution.geometry import Window, length
 
 
 @dataclass(frozen=True)

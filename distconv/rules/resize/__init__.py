@@ -20,16 +20,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.exchange import Exchange, exchange
-from distconv.group import joint_group
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import layout, local_shape, shard_axes
 from distconv.memory_format import memory_format
-from distconv.needs import window
 from distconv.partition import is_ours, ownership
 from distconv.partition import placements as partition_placements
-from distconv.rules import layout, local_as, local_shape, refuse, rule, shard_axes, wrap
+from distconv.refusal import refuse
 from distconv.rules.reduction import precise
+from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, linear_taps, nearest_taps
-from mucudnn.geometry import Interval, length
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.group import joint_group
+from distconv.transfer.needs import window
+from mucudnn.convolution.geometry import Interval, length
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distconv.memory_format import memory_format
-from mucudnn.geometry import EMPTY, Interval
+from mucudnn.convolution.geometry import EMPTY, Interval
 
 
 @dataclass(frozen=True, eq=False)

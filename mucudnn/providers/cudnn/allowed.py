@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.problem import ConvProblem, Role
+from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.providers.cudnn.backend import Note
 from mucudnn.providers.cudnn.graph import Configuration
 

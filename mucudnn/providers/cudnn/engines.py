@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 
-from mucudnn.problem import ConvProblem, Role
+from mucudnn.convolution.problem import ConvProblem, Role
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import HeuristicMode
 from mucudnn.providers.cudnn.form import MOST_ALIGNMENT, Form, form
 from mucudnn.providers.cudnn.graph import Configuration, Graph
 from mucudnn.providers.cudnn.launch import Place, copies, launch
 from mucudnn.providers.cudnn.library import CudnnError
-from mucudnn.providers.provider import Part
 
 SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""

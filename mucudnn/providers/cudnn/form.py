@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import torch
 
-from mucudnn.problem import ConvProblem, Role, Shape
+from mucudnn.convolution.problem import ConvProblem, Role, Shape
 
 MEMORY_FORMATS = {
     ("contiguous", 4): torch.contiguous_format,

@@ -7,7 +7,7 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from mucudnn.problem import Role
+from mucudnn.convolution.problem import Role
 from mucudnn.providers.cudnn.backend import (
     CROSS_CORRELATION,
     DATA_TYPES,

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
-from mucudnn.problem import ConvProblem, Role
+from mucudnn.convolution.problem import ConvProblem, Role
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import Library
-from mucudnn.providers.provider import Part
 
 
 class Place(Protocol):

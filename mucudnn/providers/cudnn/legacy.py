@@ -9,13 +9,13 @@ from ctypes import byref, c_double, c_float, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from mucudnn.problem import ConvProblem, Role, Shape
+from mucudnn.convolution.problem import ConvProblem, Role, Shape
+from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
 from mucudnn.providers.cudnn.launch import Place, copies, launch
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library
-from mucudnn.providers.provider import Part
 
 ALGORITHMS = {
     Role.Y: {

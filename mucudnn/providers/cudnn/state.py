@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.problem import ConvProblem
+from mucudnn.convolution.problem import ConvProblem
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable, library, spelled

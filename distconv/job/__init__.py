@@ -1,0 +1,1 @@
+"""The job's side: launcher, script, data."""

@@ -1,0 +1,224 @@
+"""Where a rank runs, and how ranks are started and watched."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from distconv.model.strategy import Strategy
+from distconv.partition import Partition
+from mucudnn.settings import SETTINGS, SettingError, Settings
+
+BACKENDS = ("gloo", "nccl", "mpi")
+GRACE_SECONDS = 3.0  # what ranks get to end by themselves, and again between SIGTERM and SIGKILL
+
+
+class BadInput(ValueError):
+    """What the user gave cannot be run; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script and how to run it."""
+
+    partition: Partition
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    backend: str | None = None
+    shard_data: bool = False
+    batch_norm: str = "global"
+    strategy: Strategy | None = None
+    channel_algorithm: str = "auto"
+    print_all_ranks: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a job that mpiexec or a torchrun-like launcher started."""
+
+    rank: int
+    size: int | None  # None where only MPI itself can tell
+    local_rank: int
+    mpi: bool
+
+
+_MPI_VARIABLES = (
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """The rank that the environment tells of; None where this process was started alone."""
+    if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Place(rank, size, int(environment.get("LOCAL_RANK", rank)), mpi=False)
+    for rank_name, size_name, local_name in _MPI_VARIABLES:
+        if rank_name in environment:
+            rank = int(environment[rank_name])
+            known = int(environment[size_name]) if size_name in environment else None
+            if known == 1:
+                continue  # a batch system's shell looks like this too
+            return Place(rank, known, int(environment.get(local_name, rank)), mpi=True)
+    return None
+
+
+def check(job: Job, size: int | None, backend: str) -> None:
+    """BadInput where `job` cannot run on `size` ranks over `backend`."""
+    if size is not None and job.partition.ranks != size:
+        ranks = f"{size} rank" + "s" * (size != 1)
+        raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {ranks}")
+    if job.shard_data and "sample" not in job.partition.names:
+        raise BadInput(f"--shard-data needs an axis sample, which partition {str(job.partition)!r} lacks")
+    if job.module:
+        try:
+            found = importlib.util.find_spec(job.script) is not None
+        except (ImportError, ValueError):
+            found = False
+        if not found:
+            raise BadInput(f"there is no module {job.script!r}")
+    elif not os.path.exists(job.script):
+        raise BadInput(f"there is no script {job.script!r}")
+    if backend == "nccl":
+        if not (dist.is_nccl_available() and torch.cuda.is_available()):
+            raise BadInput("backend 'nccl' needs a GPU and a torch built with NCCL; accepted here: gloo, mpi")
+        devices = torch.cuda.device_count()
+        if size is not None and "LOCAL_RANK" not in os.environ and size > devices:
+            raise BadInput(
+                f"backend 'nccl' needs a GPU per rank, but {size} ranks share {devices}; accepted: gloo, mpi"
+            )
+    if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
+        raise BadInput("backend 'mpi' needs mpi4py: pip install mpi4py mpich")
+    if divides_locally():
+        try:
+            Settings.from_environment()
+        except SettingError as error:
+            raise BadInput(str(error)) from None
+
+
+def divides_locally() -> bool:
+    """Whether mucudnn is to divide each rank's own convolutions: the environment sets a limit for it."""
+    names = ("workspace_limit", "memory_limit", "total_workspace_size")
+    return any(os.environ.get(SETTINGS[name].variable) for name in names)
+
+
+def choose_backend(job: Job, place: Place | None) -> str:
+    """The backend asked for; else mpi under mpiexec, nccl where every rank has a GPU, gloo elsewhere."""
+    if job.backend is not None:
+        return job.backend
+    if place is not None and place.mpi:
+        return "mpi"
+    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= job.partition.ranks:
+        return "nccl"
+    return "gloo"
+
+
+def start(job: Job, command: list[str]) -> int:
+    """Runs `command`, this process's own, on every rank of `job`; the exit code of the job."""
+    size = job.partition.ranks
+    backend = choose_backend(job, None)
+    check(job, size, backend)
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    if backend == "mpi":
+        for names in _MPI_VARIABLES:
+            for name in names:
+                environment.pop(name, None)
+        try:
+            program = mpiexec(size)
+        except FileNotFoundError as error:
+            raise BadInput(str(error)) from None
+        return _watch([subprocess.Popen([*program, *command], env=environment)])
+    # The ranks meet at a store in this process, as they do at torchrun's agent.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+    )
+    processes = [
+        subprocess.Popen(
+            command,
+            env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(size)
+    ]
+    return _watch(processes)
+
+
+def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Waits until all end; the first to fail, or a signal to this process, ends the others."""
+
+    def terminated(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, terminated)
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            if failed:
+                return _outcome(failed[0], codes[failed[0]] or 1, len(processes))
+            if None not in codes:
+                return 0
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # the terminal told the ranks too
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        _end(processes)
+
+
+def _outcome(rank: int, code: int, size: int) -> int:
+    if code > 0:
+        return code
+    if size > 1:
+        print(f"distconv: rank {rank} of {size} was killed by {signal.Signals(-code).name}", file=sys.stderr)
+    return 128 - code
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in processes if process.poll() is None]
+    for stop in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
+        for process in running:
+            stop(process)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while running and time.monotonic() < deadline:
+            running = [process for process in running if process.poll() is None]
+            time.sleep(0.02)
+
+
+def mpiexec(size: int) -> list[str]:
+    """The command that runs what follows it on `size` ranks of this machine. FileNotFoundError without an mpiexec."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if program is None:
+        raise FileNotFoundError("there is no mpiexec: pip install mpich, or put your MPI's on PATH")
+    return [program, *_open_mpi_options(program), "-n", str(size)]
+
+
+@functools.cache
+def _open_mpi_options(program: str) -> tuple[str, ...]:
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in version and "OpenRTE" not in version:
+        return ()
+    as_root = ("--allow-run-as-root",) if hasattr(os, "geteuid") and os.geteuid() == 0 else ()
+    return (*as_root, "--oversubscribe")

@@ -1,0 +1,95 @@
+"""How a tensor lies on a mesh: which rank owns which interval of which dim."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.partition import nested_ownership, ownership, sharded_dims
+from distconv.refusal import UnsupportedOperation
+
+Layout = tuple[DeviceMesh, tuple[Placement, ...]]
+
+
+def layout(x: DTensor) -> Layout:
+    """(mesh, placements) of a DTensor."""
+    return x.device_mesh, x.placements
+
+
+def find_layout(*tensors: Any) -> Layout:
+    """The layout of the first DTensor among the arguments."""
+    return next(layout(tensor) for tensor in tensors if isinstance(tensor, DTensor))
+
+
+def shard_axes(mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> dict[int, int]:
+    """{tensor dim: mesh axis} of the shards of the dims from ``first`` on.
+
+    ``UnsupportedOperation`` where two axes shard one of them.
+    """
+    axes: dict[int, int] = {}
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            if placement.dim < first:
+                continue
+            if placement.dim in axes:
+                raise UnsupportedOperation(f"dim {placement.dim} is sharded by two mesh axes: {tuple(placements)}")
+            axes[placement.dim] = axis
+        elif placement.is_shard():
+            raise UnsupportedOperation(f"placement {placement} is no plain shard")
+    return axes
+
+
+def dim_axes(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> tuple[int, ...]:
+    """The mesh axes of more than one rank that shard a dim, each within the shards of those before."""
+    return tuple(axis for axis, of in sharded_dims(mesh, placements) if of == dim and mesh.size(axis) > 1)
+
+
+def owners(mesh: DeviceMesh, axes: Sequence[int], extent: int) -> tuple[tuple[int, int], ...]:
+    """The interval of a dim that each rank along the axes that shard it owns; the last axis runs fastest."""
+    return nested_ownership(extent, [mesh.size(axis) for axis in axes])
+
+
+def coordinate(mesh: DeviceMesh, axes: Sequence[int]) -> int:
+    """This rank's place in what ``owners`` gives."""
+    return functools.reduce(lambda at, axis: at * mesh.size(axis) + mesh.get_local_rank(axis), axes, 0)
+
+
+def local_shape(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> tuple[int, ...]:
+    """Shape of this rank's shard of a tensor of global ``shape``."""
+    return tuple(stop - start for start, stop in local_box(mesh, placements, shape))
+
+
+def local_box(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The interval of every dim that this rank owns. Where several axes shard one dim, a later one divides a shard."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return box_at(mesh, placements, shape, coordinate)
+
+
+def box_at(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], coordinate: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """The same for the rank at a coordinate of the mesh."""
+    box = [(0, extent) for extent in shape]
+    for axis, dim in sharded_dims(mesh, placements):
+        first, last = box[dim]
+        start, stop = ownership(last - first, mesh.size(axis))[coordinate[axis]]
+        box[dim] = (first + start, first + stop)
+    return tuple(box)
+
+
+def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The layout of a tensor that every rank holds whole."""
+    return (Replicate(),) * mesh.ndim
+
+
+def undoes_shard(mesh: DeviceMesh, current: Sequence[Placement], target: Sequence[Placement]) -> bool:
+    """Whether going from one layout to the other would gather or reshuffle shards, or make partial sums."""
+    return any(
+        mesh.size(axis) > 1 and before != after and (before.is_shard() or after.is_partial())
+        for axis, (before, after) in enumerate(zip(current, target, strict=True))
+    )

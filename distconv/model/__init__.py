@@ -1,0 +1,1 @@
+"""The model's side: calls, parameters, gradients, checkpoints."""

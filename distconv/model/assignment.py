@@ -1,0 +1,50 @@
+"""Where the modules of a model run: each on a mesh of its own choosing, all over the same ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.model.strategy import Strategy
+from distconv.partition import CHANNEL, mesh_like
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one module runs.
+
+    outer: the mesh of what a script holds, outside of all modules.
+    uniform: the modules within it run on its mesh too.
+    fixed: its mesh holds whatever mesh its inputs come from: for its parameters lie there, or a strategy said so.
+    """
+
+    mesh: DeviceMesh
+    outer: DeviceMesh
+    uniform: bool
+    fixed: bool
+
+
+def places(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Place]:
+    """Where the model and the modules within it run."""
+    chosen = strategy.assign(model) if strategy else {}
+    meshes = {module: mesh_like(outer, chosen[module][1]) if module in chosen else outer for module in model.modules()}
+    fixed = strategy is not None or splits_channels(outer)
+    return {
+        module: Place(mesh, outer, all(meshes[inner] == mesh for inner in module.modules()), fixed)
+        for module, mesh in meshes.items()
+    }
+
+
+def meshes(found: Mapping[nn.Module, Place]) -> dict[nn.Module, DeviceMesh]:
+    """{module: its mesh}."""
+    return {module: place.mesh for module, place in found.items()}
+
+
+def splits_channels(mesh: DeviceMesh) -> bool:
+    """Whether the mesh has more than one rank along the axes that shard channels."""
+    names = mesh.mesh_dim_names or ()
+    return math.prod(mesh.size(axis) for axis, name in enumerate(names) if name in CHANNEL) > 1

@@ -1,0 +1,200 @@
+"""What calling a module does: its inputs come to its mesh, and its parameters are read as DTensors.
+
+At the outermost call of a module its plain tensor inputs are sharded and, until it returns, reading a parameter from
+any of its modules gives a DTensor. Nothing else changes: the parameters that optimizers, state_dict and schedulers see
+stay what they are.
+
+Where modules of one model run on several meshes, the inputs of every module that runs wholly on one are brought there.
+What a module computes between such calls runs where its tensors are; where they come from several meshes, on its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distconv.model.assignment import Place
+from distconv.model.gradients import uses
+from distconv.model.shard_gather import cut
+from distconv.partition import is_ours
+from distconv.transfer.redistribution import relaid
+
+
+class Script(Protocol):
+    """A script whose modules run distributed."""
+
+    def places(self, module: nn.Module) -> Mapping[nn.Module, Place]:
+        """Where the module of an outermost call, and those within it, run."""
+
+
+placed: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+"""Modules that a program has parallelized."""
+
+scripts: list[Script] = []
+"""The scripts being run; at most one, and none in a program."""
+
+
+class _Reading(dict[str, Any]):
+    """A module's parameters while the model runs: reading one gives its DTensor."""
+
+    def __init__(self, plain: dict[str, Any], use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(plain)
+        self.use = use
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value if value is None else self.use(value)
+
+
+@dataclass
+class _Run:
+    """An outermost call: where its modules run, and the mesh of the innermost one now."""
+
+    places: Mapping[nn.Module, Place]
+    mesh: DeviceMesh
+
+    def mesh_of(self, module: nn.Module) -> DeviceMesh:
+        place = self.places.get(module)
+        return place.mesh if place is not None and place.fixed else self.mesh
+
+
+class _Thread(threading.local):
+    run: _Run | None = None
+
+
+_inside = _Thread()
+
+_call = nn.Module.__call__
+
+
+@contextlib.contextmanager
+def _running(model: nn.Module, run: _Run) -> Iterator[None]:
+    modules = [(module, module._parameters) for module in model.modules() if module._parameters]
+    meshes: dict[Tensor, DeviceMesh] = {}
+    for module, plain in modules:
+        for parameter in plain.values():
+            if parameter is not None:
+                meshes.setdefault(parameter, run.mesh_of(module))
+    use = uses(meshes)
+    for module, plain in modules:
+        module.__dict__["_parameters"] = _Reading(plain, use)
+    _inside.run = run
+    try:
+        yield
+    finally:
+        _inside.run = None
+        for module, plain in modules:
+            module.__dict__["_parameters"] = plain
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``nn.Module.__call__`` on ranks: a module with parameters runs on its mesh, or that of its inputs."""
+    run = _inside.run
+    if run is not None:
+        place = run.places.get(module)
+        return _call(module, *args, **kwargs) if place is None else _nested(module, place, run, args, kwargs)
+    if next(module.parameters(), None) is None:
+        return _call(module, *args, **kwargs)
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    theirs = next(
+        (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None
+    )
+    if theirs is None and any(leaf.is_meta for leaf in leaves):
+        return _call(module, *args, **kwargs)
+    known: Mapping[nn.Module, Place] = placed
+    if module not in placed and scripts:
+        known = scripts[-1].places(module)
+    place = known.get(module)
+    mesh = place.mesh if place is not None and (place.fixed or theirs is None) else theirs
+    if mesh is None:
+        return _call(module, *args, **kwargs)
+    if theirs is None:
+        args, kwargs = tree_map_only(Tensor, lambda x: cut(x, mesh), (args, kwargs))
+    if place is None or not place.fixed:
+        with _running(module, _Run({}, mesh)):
+            return _call(module, *args, **kwargs)
+    run = _Run(known, mesh)
+    with _running(module, run), contextlib.nullcontext() if place.uniform else _Meeting(run):
+        result = _nested(module, place, run, args, kwargs)
+    return tree_map_only(DTensor, lambda y: _on(place.outer, y), result)
+
+
+def _on(mesh: DeviceMesh, x: DTensor) -> DTensor:
+    return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
+
+
+def _nested(module: nn.Module, place: Place, run: _Run, args: Any, kwargs: Any) -> Any:
+    """A call on the module's own mesh, to which its inputs come if all modules within it run there."""
+    before = run.places, run.mesh
+    run.mesh = place.mesh
+    try:
+        if not place.uniform:
+            return _call(module, *args, **kwargs)
+        run.places = {}  # within it nothing more is to be brought
+        came: list[tuple[DTensor, DTensor, int | None]] = []
+
+        def bring(x: DTensor) -> DTensor:
+            here = _on(place.mesh, x)
+            if here is not x:
+                came.append((x, here, _version(here)))
+            return here
+
+        args, kwargs = tree_map_only(DTensor, bring, (args, kwargs))
+        result = _call(module, *args, **kwargs)
+        for x, here, version in came:
+            if version is None or _version(here) != version:  # as an in-place ReLU changes its input
+                x.copy_(relaid(here, x.device_mesh, x.placements))
+        return result
+    finally:
+        run.places, run.mesh = before
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
+
+
+class _Meeting(TorchFunctionMode):
+    """Brings tensors of several meshes that meet in one function to the mesh of the module that calls it; to that of
+    the first where the function changes it in place.
+    """
+
+    def __init__(self, run: _Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        meshes = {x.device_mesh for x in _distributed((*args, *kwargs.values()))}
+        if len(meshes) < 2 or not all(map(is_ours, meshes)):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        changed = kwargs.get("out") if "out" in kwargs else args[0] if name in IN_PLACE or _is_in_place(name) else None
+        mesh = next((x.device_mesh for x in _distributed((changed,))), self.run.mesh)
+        args, kwargs = tree_map_only(DTensor, lambda x: _on(mesh, x), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _distributed(values: Any) -> Iterator[DTensor]:
+    """The DTensors among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _distributed(value)

@@ -1,0 +1,224 @@
+"""Gradients of parameters: summed over the ranks that hold the same, in a few flat allreduces, begun during backward.
+
+A plain parameter is replicated: its gradient is a sum over all ranks of the mesh. One that is sharded (a DTensor) is
+summed over the ranks with the same shard only, so that disjoint groups of ranks reduce their 1/p at once: the segmented
+allreduce (Dryden et al., "Channel and filter parallelism for large-scale CNN training", SC 2019, section 3.4).
+
+At the start of a forward pass each bucket of parameters goes through :class:`_Finish`; a parameter's first use makes
+its DTensor through :class:`_Use`. Autograd runs later-made nodes first, so in backward `_Use` hands over a gradient as
+soon as it is known, the bucket starts its allreduce when its last one arrives, and `_Finish`, made before everything
+else, waits last. What reaches the parameters, through any hook, is the whole gradient, or the whole one of the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.dtensors import wrap
+from distconv.partition import ownership, whole_group
+from distconv.refusal import UnsupportedOperation
+from distconv.transfer.group import joint_group
+from distconv.transfer.redistribution import moved
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter lies: a mesh and its layout there."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same as this one; None for this rank alone. Collective where it must be made."""
+        same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
+        if not same:
+            return None
+        if len(same) == sum(size > 1 for size in self.mesh.shape):
+            return whole_group(self.mesh)
+        return joint_group(self.mesh, same)
+
+
+def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
+    """That of a plain parameter is the mesh its module runs on, where it is replicated."""
+    if isinstance(parameter, DTensor):
+        return Home(parameter.device_mesh, tuple(parameter.placements))
+    return Home(mesh, (Replicate(),) * mesh.ndim)
+
+
+def held(parameter: Tensor) -> Tensor:
+    """What this rank has of a parameter, plain."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
+    """Parameters in the order backward reaches them, cut by their value, by device, dtype and the bytes that a rank
+    holds: a small bucket first.
+    """
+    result: list[list[Tensor]] = []
+    filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
+    for parameter in reversed(list(parameters)):
+        own = held(parameter)
+        key = parameters[parameter], own.dtype, own.device
+        members, size, limit = filling.get(key, ([], 0, 0))
+        if size >= limit:
+            members, size, limit = [], 0, BUCKET_BYTES if result else FIRST_BUCKET_BYTES
+            result.append(members)
+        members.append(parameter)
+        filling[key] = members, size + own.numel() * own.element_size(), limit
+    return result
+
+
+class Bucket:
+    """The gradients of some parameters in one flat buffer, for one forward pass."""
+
+    def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
+        self.homes, self.group = homes, group
+        self.wholes = [parameter.shape for parameter in parameters]
+        self.shapes = [held(parameter).shape for parameter in parameters]
+        self.offsets = [0]
+        for shape in self.shapes:
+            self.offsets.append(self.offsets[-1] + shape.numel())
+        self._reset()
+
+    def _reset(self) -> None:
+        self.flat: Tensor | None = None
+        self.arrived: set[int] = set()
+        self.work: Any = None
+
+    def slot(self, index: int) -> Tensor:
+        """The place of one gradient in the buffer."""
+        assert self.flat is not None
+        return self.flat[self.offsets[index] : self.offsets[index + 1]].view(self.shapes[index])
+
+    def gradient(self, index: int) -> Tensor:
+        """What the buffer has of one gradient, laid out as its parameter."""
+        mesh, placements = self.homes[index].mesh, self.homes[index].placements
+        slot = self.slot(index)
+        return slot if all(p.is_replicate() for p in placements) else wrap(slot, mesh, placements, self.wholes[index])
+
+    def put(self, index: int, grad: DTensor) -> Tensor:
+        """Take this rank's share of a gradient: over all ranks of the group the shares add up to the whole."""
+        if self.flat is None:
+            self.flat = grad._local_tensor.new_zeros(self.offsets[-1])
+        placements = self.homes[index].placements
+        mesh, part, counted = self.homes[index].mesh, self.slot(index), True
+        grad = _fitting(grad, placements)
+        for axis, (placement, own) in enumerate(zip(grad.placements, placements, strict=True)):
+            if own.is_shard():
+                continue
+            coordinate = mesh.get_local_rank(axis)
+            if isinstance(placement, Shard):
+                start, stop = ownership(part.shape[placement.dim], mesh.size(axis))[coordinate]
+                part = part.narrow(placement.dim, start, stop - start)
+            elif placement.is_replicate():
+                counted = counted and coordinate == 0
+            elif not placement.is_partial("sum"):
+                raise UnsupportedOperation(f"the gradient of a parameter is laid out as {grad.placements}")
+        if counted:
+            part.copy_(grad._local_tensor)
+        self.arrived.add(index)
+        if len(self.arrived) == len(self.shapes):
+            self.start()
+        return self.gradient(index)
+
+    def start(self) -> None:
+        """Begin the sum over the group."""
+        if self.group is not None:
+            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+
+    def finish(self) -> dict[int, Tensor]:
+        """Wait, and give {index: whole gradient}."""
+        if self.flat is None:
+            return {}
+        if len(self.arrived) < len(self.shapes):
+            self.start()
+        if self.work is not None:
+            self.work.wait()
+        grads = {index: self.gradient(index) for index in self.arrived}
+        self._reset()
+        return grads
+
+
+def _fitting(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+    """The gradient, sharded where its parameter is. As the rules leave it, as a rule; else it is brought there."""
+    dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
+    fits = all(
+        found == own if own.is_shard() else not (isinstance(found, Shard) and found.dim in dims)
+        for found, own in zip(grad.placements, placements, strict=True)
+    )
+    return grad if fits else moved(grad, grad.device_mesh, placements)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, bucket: Bucket, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.bucket = bucket
+        ctx.set_materialize_grads(False)
+        return tuple(_alias(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole = ctx.bucket.finish()
+        return (None, *(whole.get(index) for index in range(len(grads))))
+
+
+def _alias(parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter.view_as(parameter)
+    return wrap(parameter._local_tensor, parameter.device_mesh, parameter.placements, parameter.shape)
+
+
+class _Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, bucket: Bucket, index: int) -> DTensor:
+        ctx.bucket, ctx.index = bucket, index
+        return distributed(parameter, bucket.homes[index].mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
+        return ctx.bucket.put(ctx.index, grad), None, None
+
+
+def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor that shares the memory of a sharded tensor, or of a plain one, equal on all ranks; no autograd."""
+    placed = home(tensor, mesh)
+    return wrap(held(tensor), placed.mesh, placed.placements, tensor.shape)
+
+
+def uses(parameters: Mapping[Tensor, DeviceMesh]) -> Callable[[Tensor], Tensor]:
+    """For one forward pass: a function from each parameter to its DTensor on its mesh, made at first use; other tensors
+    pass as they are.
+    """
+    made: dict[Tensor, Tensor] = {}
+    sources: dict[Tensor, tuple[Tensor, Bucket, int]] = {}
+    if torch.is_grad_enabled():
+        homes = {p: home(p, mesh) for p, mesh in parameters.items() if p.requires_grad}
+        groups = {place: place.group() for place in dict.fromkeys(homes.values())}
+        for members in buckets({parameter: groups[place] for parameter, place in homes.items()}):
+            bucket = Bucket(members, [homes[member] for member in members], groups[homes[members[0]]])
+            for index, (parameter, source) in enumerate(zip(members, _Finish.apply(bucket, *members), strict=True)):
+                sources[parameter] = (source, bucket, index)
+
+    def use(parameter: Tensor) -> Tensor:
+        if parameter in made:
+            return made[parameter]
+        if parameter in sources:
+            made[parameter] = _Use.apply(*sources[parameter])
+        elif parameter in parameters:
+            made[parameter] = distributed(parameter, parameters[parameter])
+        else:
+            return parameter
+        return made[parameter]
+
+    return use

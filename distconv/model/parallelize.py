@@ -1,0 +1,163 @@
+"""A model, or a whole script, made distributed: its calls run on shards, under one partition or one per layer."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distconv.model.assignment import Place, meshes, places
+from distconv.model.calls import call, placed, scripts
+from distconv.model.checkpoint import saving_whole
+from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
+from distconv.model.shard_gather import cut
+from distconv.model.strategy import Strategy
+from distconv.partition import adopt, is_ours, whole_group
+from distconv.settings import batch_norm_statistics
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's part of ``x``, the same full tensor (N, C, spatial...) on every rank, as a DTensor. Differentiable.
+
+    No communication in forward; in backward the gradient of the full tensor is gathered. A DTensor passes as it is.
+    ValueError where the partition has an axis that the data lacks.
+    """
+    if isinstance(x, DTensor):
+        return x
+    enable(mesh)
+    return cut(x, mesh)
+
+
+def _mix_plain_tensors() -> None:
+    # The context manager `implicit_replication` would clear the switch as soon as it is dropped.
+    DTensor._op_dispatcher._allow_implicit_replication = True
+
+
+class _EnableInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _mix_plain_tensors()
+        return grad
+
+
+def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
+    """From now on modules run distributed at their outermost call, and a plain tensor beside a DTensor counts as
+    replicated.
+    """
+    if batch_norm not in (None, "global", "local"):
+        raise ValueError(f"batch_norm {batch_norm!r}: accepted: global, local")
+    if not is_ours(mesh):
+        adopt(mesh)
+    batch_norm_statistics[mesh] = batch_norm or batch_norm_statistics.get(mesh, "global")
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    _mix_plain_tensors()
+    if mesh.device_type == "cuda":
+        # The switch belongs to a thread, and autograd runs the backward of a GPU in a thread of its own.
+        _EnableInBackward.apply(torch.zeros((), device="cuda", requires_grad=True)).backward()
+
+
+def parallelize(
+    model: M, mesh: DeviceMesh, strategy: Mapping[str, str] | Strategy | None = None, *, batch_norm: str = "global"
+) -> M:
+    """The same model, whose calls now run on shards: plain inputs are sharded, outputs are DTensors on the mesh.
+
+    Parameters and buffers are equal on every rank: those of the mesh's first rank are copied to the others once, here.
+    On a mesh that splits channels the parameters that its axes shard become DTensors, of which a rank holds its part:
+    make the optimizer afterwards. Gradients arrive reduced.
+
+    strategy: {pattern of layer names: partition}, where layers run under other partitions of the same ranks than the
+    mesh's; the first pattern that matches decides. What moves between layers is redistributed.
+    batch_norm: "global" takes statistics over the whole batch, as one process would, "local" over each rank's share.
+
+    ValueError, one line, for a pattern that decides on no layer, and for a partition of another number of ranks.
+    """
+    enable(mesh, batch_norm)
+    if strategy is not None and not isinstance(strategy, Strategy):
+        strategy = Strategy.parse(strategy, mesh.size())
+    if strategy is not None:
+        strategy.check({pattern for pattern, _ in strategy.assign(model).values()}, [model])
+    found = places(model, mesh, strategy)
+    for other in {place.mesh for place in found.values()}:
+        enable(other, batch_norm)
+    _equalize(model, mesh)
+    shard_parameters(meshes(found))
+    placed.update(found)
+    return model
+
+
+def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor)]
+    if mesh.size() == 1 or not tensors:
+        return
+    group, source = whole_group(mesh), int(mesh.mesh.flatten()[0])
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), source, group=group)
+
+
+class _Script:
+    """The places of a script's models, found at their first outermost call."""
+
+    def __init__(self, mesh: DeviceMesh, strategy: Strategy | None, batch_norm: str) -> None:
+        self.mesh, self.strategy, self.batch_norm = mesh, strategy, batch_norm
+        self._places: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+        self._outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._used: set[str] = set()
+
+    def places(self, module: nn.Module) -> Mapping[nn.Module, Place]:
+        if module not in self._places:
+            found = places(module, self.mesh, self.strategy)
+            for mesh in {place.mesh for place in found.values()}:
+                enable(mesh, self.batch_norm)
+            shard_parameters(meshes(found), known_optimizers())
+            self._places.update(found)
+            self._outermost.add(module)
+            if self.strategy:
+                self._used |= {pattern for pattern, _ in self.strategy.assign(module).values()}
+        return self._places
+
+    def check(self, *_: Any) -> None:
+        """ValueError for a pattern of the strategy that decides on no layer of the models called so far."""
+        if self.strategy:
+            self.strategy.check(self._used, list(self._outermost))
+
+
+@contextlib.contextmanager
+def distributed_script(
+    mesh: DeviceMesh, strategy: Strategy | None = None, *, batch_norm: str = "global"
+) -> Iterator[None]:
+    """Within it, every module with parameters runs distributed at its outermost call, and plain tensors mix with
+    DTensors.
+
+    On a mesh that splits channels a model's parameters are sharded at its first call, and optimizers made earlier
+    follow; torch.save writes them whole. strategy: where layers run under other partitions; their names are those
+    within the module of an outermost call. batch_norm: "global" takes statistics over the whole batch, "local" over
+    each rank's share.
+
+    ValueError, one line, at the first step of an optimizer or else at the end, for a pattern of the strategy that
+    decides on no layer.
+    """
+    enable(mesh, batch_norm)
+    script = _Script(mesh, strategy, batch_norm)
+    scripts.append(script)
+    hook = register_optimizer_step_pre_hook(script.check)
+    try:
+        with optimizers_known(), saving_whole():
+            yield
+        script.check()
+    finally:
+        hook.remove()
+        scripts.pop()

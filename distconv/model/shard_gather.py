@@ -1,0 +1,60 @@
+"""Whole tensors into shards, and back. Differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from distconv.dtensors import local_as, wrap
+from distconv.partition import placements
+from distconv.transfer.redistribution import moved
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> DTensor:
+        ctx.mesh = mesh
+        layout = placements(mesh, x.dim())
+        local = local_as(x.detach(), mesh, layout)
+        if local.shape != x.shape:
+            local = local.clone()  # or what changes it in place would change a part of x
+        return wrap(local, mesh, layout, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return whole(grad), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: DTensor) -> Tensor:
+        ctx.layout = y.device_mesh, tuple(Replicate() if p.is_partial() else p for p in y.placements), y.shape
+        return whole(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        mesh, layout, shape = ctx.layout
+        return wrap(local_as(grad, mesh, layout), mesh, layout, shape)
+
+
+def whole(y: DTensor) -> Tensor:
+    """The full tensor on every rank: partial sums are added, shards gathered. No autograd."""
+    local = moved(y, y.device_mesh, (Replicate(),) * y.device_mesh.ndim)._local_tensor
+    return local.clone() if local is y._local_tensor else local
+
+
+def cut(x: Tensor, mesh: DeviceMesh) -> DTensor:
+    """This rank's part of a full tensor; a DTensor passes as it is."""
+    return x if isinstance(x, DTensor) else _Cut.apply(x, mesh)
+
+
+def gather(y: Tensor) -> Tensor:
+    """The full tensor of a DTensor, on every rank. Differentiable; a plain tensor passes as it is.
+
+    Every rank is taken to compute the same from the result, as one process would.
+    """
+    return _Gather.apply(y) if isinstance(y, DTensor) else y

@@ -1,0 +1,67 @@
+"""One number out of a distributed tensor: `.item()`, `float()`, `bool()`, formatting, lists and arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.dtensors import wrap
+from distconv.refusal import UnsupportedOperation
+from distconv.rules.elementwise import in_place
+from distconv.rules.reduction import settled
+from distconv.rules.registry import rule, stock
+
+
+@rule("aten::_local_scalar_dense")
+def item(func: Any, x: DTensor) -> float | int | bool:
+    """The element of a tensor of one element, the same on every rank."""
+    return torch.ops.aten._local_scalar_dense.default(_replicated(x, ".item()"))
+
+
+def _replicated(x: DTensor, what: str) -> Tensor:
+    """The plain tensor of a DTensor without shards."""
+    local, (mesh, placements) = settled(what, x)
+    if any(p.is_shard() and mesh.size(axis) > 1 for axis, p in enumerate(placements)):
+        raise UnsupportedOperation(
+            f"{what} of a tensor {tuple(x.shape)} laid out as {placements}: use distconv.gather first"
+        )
+    return local
+
+
+def _format(self: DTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 and spec else object.__format__(self, spec)
+
+
+def _tolist(self: DTensor) -> Any:
+    return _replicated(self, ".tolist()").tolist()
+
+
+def _numpy(self: DTensor, *, force: bool = False) -> Any:
+    if self.requires_grad and not force:
+        raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+    return _replicated(self, ".numpy()").numpy(force=force)
+
+
+# PyTorch refuses these for every subclass.
+for _name, _method in {"__format__": _format, "tolist": _tolist, "numpy": _numpy}.items():
+    setattr(DTensor, _name, _method)
+
+
+@rule("aten::add_.Tensor")
+def add_in_place(func: Any, x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
+    """Also adds a whole number to a plain tensor, as a script's running sums do."""
+    if isinstance(x, DTensor):
+        return in_place(func, x, other, alpha=alpha)
+    return func(x, _replicated(other, "adding to a plain tensor"), alpha=alpha)
+
+
+@rule("aten::expand")
+def expand(func: Any, x: DTensor, size: list[int], *, implicit: bool = False) -> DTensor:
+    """A partial sum is added up before it grows."""
+    if any(placement.is_partial() for placement in x.placements):
+        local, (mesh, placements) = settled(func, x)
+        x = wrap(local, mesh, placements, x.shape)
+    return stock(func, (x, size))

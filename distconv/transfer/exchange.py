@@ -1,0 +1,254 @@
+"""The one collective of distconv: fetch intervals of a dim from the ranks that own them; the adjoint adds them back.
+
+An exchange is made from what every rank of one mesh axis owns and needs, and cached by it. Every rank computes all
+plans from the same shapes, so all agree, without a message, on what moves and on whether anything moves at all.
+
+    owned = ownership(extent, ranks)                                 # (start, stop) per rank of the axis
+    needs = tuple(window((a - 1, b + 1), extent) for a, b in owned)  # one more on each side, fill at the edge
+    halo = exchange(mesh, axis, dim, owned, needs)
+    wide = halo.fetch(local)                                         # local: the owned interval along `dim`
+    grad_local = halo.adjoint(grad_wide)                             # the transposed linear map
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.group import joint_group, joint_order
+from distconv.transfer.needs import FILL, OWN, Need, Part, Plan, Stretch, make_plan
+from mucudnn.convolution.geometry import Interval, length
+
+
+class Exchange:
+    """A plan bound to the process group of a mesh axis and to the dim it shards. Make it with :func:`exchange`.
+
+    ``sent`` and ``received`` count the positions of the dim that ``fetch`` moves to and from each peer.
+    """
+
+    def __init__(self, plan: Plan, dim: int, group: dist.ProcessGroup | None, ranks: int) -> None:
+        self.plan, self.dim, self.group, self.ranks = plan, dim, group, ranks
+        self.sent = _per_peer(plan.sends, ranks)
+        self.received = _per_peer(plan.receives, ranks)
+        readers = Counter(part.block for part in plan.parts)
+        self._read_once = {
+            part.block
+            for part in plan.parts
+            if readers[part.block] == 1
+            and part.step
+            and part.block != FILL
+            and part.length == plan.extent_of(part.block)
+        }
+        """The blocks that are needed once, and all of each: what comes back for one is no sum."""
+        whole = Part(OWN, 0, plan.own, 1)
+        self.is_identity = plan.silent and (plan.parts == (whole,) or (not plan.parts and not plan.own))
+
+    def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
+        """What this rank needs, from ``local``, the interval it owns; ``fill`` where the need says so.
+
+        Collective over the axis, unless the plan is silent. Returns ``local`` itself where it is what is needed.
+        """
+        if self.is_identity:
+            return local
+        blocks = self._blocks(self._send(local), local)
+        return _joined(self._pieces(local, blocks, self.plan.parts, fill), self.dim, local)
+
+    def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
+        """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
+
+        Those at hand come first: what is done with them is done while the others travel. A stretch may be a view of
+        ``local``. The transfer begins with the first.
+        """
+        if self.is_identity:
+            yield (0, self.plan.own), local
+            return
+        transfer = self._send(local)
+        yield from self._stretches(local, [], self.plan.at_hand)
+        yield from self._stretches(local, self._blocks(transfer, local), self.plan.from_others)
+        if not self.plan.parts:
+            yield (0, 0), local.narrow(self.dim, 0, 0)
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The transpose of ``fetch`` with fill 0: sends every element back to its owner, who adds. Collective alike."""
+        if self.is_identity:
+            return grad
+        return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)
+
+    def adjoint_in_turn(self, make: Callable[[Interval], Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+        """``adjoint`` of a tensor that is made stretch by stretch, ``make(interval)``: those of other ranks come first.
+
+        The others are made while these travel. ``shape`` counts along all dims but the exchange's; dtype and device are
+        those of ``like``.
+        """
+        plan, dim = self.plan, self.dim
+        if self.is_identity:
+            return make((0, plan.own))
+        sums: dict[int, Tensor] = {}
+        for stretch in plan.from_others:
+            self._add_up(sums, stretch, make(stretch.interval))
+        rest = _rest(shape, dim)
+        transfer = None
+        if rest and not plan.silent:
+            messages = _flat([sums[block] for block in sorted(sums)], like)
+            transfer = self._transfer(messages, self.received, self.sent, rest)
+        sums.clear()
+        for stretch in plan.at_hand:
+            self._add_up(sums, stretch, make(stretch.interval))
+        own = sums[OWN] if OWN in sums else like.new_zeros(_with(shape, dim, plan.own))
+        if transfer is None:
+            return own.clone(memory_format=torch.contiguous_format) if OWN in self._read_once else own
+        returned = transfer.wait()
+        if OWN in self._read_once:
+            if len(plan.sends) == 1 and sum(self.sent) == plan.own:
+                return returned.view(own.shape).add_(own)
+            own = own.clone(memory_format=torch.contiguous_format)
+        offset = 0
+        for _, (start, stop) in plan.sends:
+            count = (stop - start) * rest
+            own.narrow(dim, start, stop - start).add_(
+                returned.narrow(0, offset, count).view(_with(shape, dim, stop - start))
+            )
+            offset += count
+        return own
+
+    def _transfer(self, messages: Tensor, sent: Sequence[int], received: Sequence[int], rest: int) -> AllToAll:
+        """``messages`` to the other ranks: so many positions of ``rest`` elements to and from each."""
+        buffer = messages.new_empty(sum(received) * rest)
+        back, forth = [count * rest for count in received], [count * rest for count in sent]
+        return AllToAll(buffer, messages, back, forth, self.group)
+
+    def _send(self, local: Tensor) -> AllToAll | None:
+        """What other ranks need of ``local``, on its way to them; None where nothing moves."""
+        rest = _rest(local.shape, self.dim)
+        if not rest or self.plan.silent:
+            return None
+        messages = _flat([_cut(local, self.dim, start, stop - start) for _, (start, stop) in self.plan.sends], local)
+        return self._transfer(messages, self.sent, self.received, rest)
+
+    def _blocks(self, transfer: AllToAll | None, local: Tensor) -> list[Tensor]:
+        """The received blocks."""
+        shapes = [_with(local.shape, self.dim, stop - start) for _, (start, stop) in self.plan.receives]
+        if transfer is None:
+            return [local.new_empty(shape) for shape in shapes]
+        buffer, offset = transfer.wait(), 0
+        blocks = []
+        for shape in shapes:
+            count = math.prod(shape)
+            blocks.append(_cut(buffer, 0, offset, count).view(shape))
+            offset += count
+        return blocks
+
+    def _stretches(
+        self, local: Tensor, blocks: Sequence[Tensor], stretches: Sequence[Stretch]
+    ) -> Iterator[tuple[Interval, Tensor]]:
+        for stretch in stretches:
+            pieces = self._pieces(local, blocks, stretch.parts, 0.0)
+            yield stretch.interval, pieces[0] if len(pieces) == 1 else _joined(pieces, self.dim, local)
+
+    def _pieces(self, local: Tensor, blocks: Sequence[Tensor], parts: Sequence[Part], fill: float) -> list[Tensor]:
+        dim, shape = self.dim, local.shape
+        pieces: list[Tensor] = []
+        for part in parts:
+            if part.block == FILL:
+                pieces.append(local.new_full(_with(shape, dim, part.length), fill))
+                continue
+            block = local if part.block == OWN else blocks[part.block]
+            if part.step == 0:
+                pieces.append(block.narrow(dim, part.start, 1).expand(_with(shape, dim, part.length)))
+            elif part.step < 0:
+                pieces.append(block.narrow(dim, part.start - part.length + 1, part.length).flip(dim))
+            else:
+                pieces.append(_cut(block, dim, part.start, part.length))
+        return pieces
+
+    def _add_up(self, sums: dict[int, Tensor], stretch: Stretch, grad: Tensor) -> None:
+        """Adds a stretch of the fetched tensor to the blocks that its parts read."""
+        dim, position = self.dim, 0
+        for part in stretch.parts:
+            piece = _cut(grad, dim, position, part.length)
+            position += part.length
+            if part.block == FILL:
+                continue
+            if part.step == 0:
+                piece = piece.sum(dim, keepdim=True)
+            elif part.step < 0:
+                piece = piece.flip(dim)
+            if part.block in self._read_once:
+                sums[part.block] = piece
+                continue
+            if part.block not in sums:
+                sums[part.block] = grad.new_zeros(_with(grad.shape, dim, self.plan.extent_of(part.block)))
+            run = piece.shape[dim]
+            start = part.start - run + 1 if part.step < 0 else part.start
+            sums[part.block].narrow(dim, start, run).add_(piece)
+
+
+@functools.lru_cache(maxsize=16384)
+def exchange(
+    mesh: DeviceMesh, axes: int | tuple[int, ...], dim: int, owned: tuple[Interval, ...], needs: tuple[Need, ...]
+) -> Exchange:
+    """The exchange along ``dim`` over a mesh axis whose rank r owns ``owned[r]`` and needs ``needs[r]``.
+
+    Over several axes, r counts their coordinates, the last running fastest. Made without communication (but for the
+    process group of several axes, the first time); all ranks of the axes must ask for the same.
+    """
+    axes = (axes,) if isinstance(axes, int) else axes
+    if len(axes) == 1:
+        group, rank = mesh.get_group(axes[0]), mesh.get_local_rank(axes[0])
+    elif not axes:
+        group, rank = None, 0
+    else:
+        group, (order, rank) = joint_group(mesh, axes), joint_order(mesh, axes)
+        owned, needs = tuple(owned[at] for at in order), tuple(needs[at] for at in order)
+    return Exchange(make_plan(owned, needs, rank), dim, group, len(owned))
+
+
+def _per_peer(moves: Iterable[tuple[int, Interval]], ranks: int) -> tuple[int, ...]:
+    counts = [0] * ranks
+    for peer, interval in moves:
+        counts[peer] += length(interval)
+    return tuple(counts)
+
+
+def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:
+    changed = list(shape)
+    changed[dim] = extent
+    return changed
+
+
+def _rest(shape: Sequence[int], dim: int) -> int:
+    """Elements per position of the dim."""
+    return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+
+
+def _cut(tensor: Tensor, dim: int, start: int, extent: int) -> Tensor:
+    """A view; ``tensor`` itself where that is all of it, which takes no time."""
+    return tensor if extent == tensor.shape[dim] else tensor.narrow(dim, start, extent)
+
+
+def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    if not tensors:
+        return like.new_empty(0)
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1).contiguous()
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _joined(pieces: Sequence[Tensor], dim: int, local: Tensor) -> Tensor:
+    """Side by side, in the memory format of ``local``."""
+    if not pieces:
+        return local.new_empty(_with(local.shape, dim, 0))
+    format = torch.channels_last if local.dim() == 4 else torch.channels_last_3d
+    if local.dim() in (4, 5) and not local.is_contiguous() and local.is_contiguous(memory_format=format):
+        extents = _with(local.shape, dim, sum(piece.shape[dim] for piece in pieces))
+        wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=format)
+        return torch.cat(list(pieces), dim, out=wide)
+    return torch.cat(list(pieces), dim)

@@ -1,0 +1,172 @@
+"""Needs: what each rank needs along a dim, who owns it, and so what moves between whom; numbers only."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``length`` needed elements: those at ``start``, ``start + step``, ... of the whole dim; fill where start is None.
+
+    step is 1, -1 (reflected) or 0 (one element repeated).
+    """
+
+    length: int
+    start: int | None = None
+    step: int = 1
+
+    @property
+    def source(self) -> Interval:
+        """The interval of the dim that the piece reads."""
+        if self.start is None or not self.length:
+            return EMPTY
+        last = self.start + self.step * (self.length - 1)
+        return min(self.start, last), max(self.start, last) + 1
+
+
+Need = tuple[Piece, ...]
+"""What one rank needs along the dim, in order: an index map. ``()`` is nothing."""
+
+
+def window(interval: Interval, extent: int) -> Need:
+    """The need of one interval: positions below 0 and from ``extent`` on are fill."""
+    inside = intersect(interval, (0, extent))
+    if inside == EMPTY:
+        return (Piece(length(interval)),) if length(interval) else ()
+    pieces = (
+        Piece(inside[0] - interval[0]),
+        Piece(inside[1] - inside[0], inside[0]),
+        Piece(interval[1] - inside[1]),
+    )
+    return tuple(piece for piece in pieces if piece.length)
+
+
+OWN, FILL = -1, -2
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of the fetched tensor: ``length`` elements from ``start`` by ``step`` of a block.
+
+    ``block`` is ``OWN`` (the local tensor), ``FILL``, or the index of a received block.
+    """
+
+    block: int
+    start: int
+    length: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Successive parts, and their interval of the fetched tensor."""
+
+    interval: Interval
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's share of an exchange. Positions in ``sends`` and ``parts`` count from the start of their block."""
+
+    sends: tuple[tuple[int, Interval], ...]
+    """(peer, interval of the local tensor), by ascending peer and position."""
+    receives: tuple[tuple[int, Interval], ...]
+    """(peer, interval of the whole dim), by ascending peer and position: the received blocks."""
+    parts: tuple[Part, ...]
+    own: int
+    """Elements owned along the dim."""
+    extent: int
+    """Elements needed along the dim."""
+    silent: bool
+    """Nothing moves between any two ranks of the axis."""
+    at_hand: tuple[Stretch, ...]
+    """The parts that read no received block, as few stretches as they make."""
+    from_others: tuple[Stretch, ...]
+    """The parts that read one."""
+
+    def extent_of(self, block: int) -> int:
+        """Elements along the dim of what is owned (``OWN``) or of a received block."""
+        return self.own if block == OWN else length(self.receives[block][1])
+
+
+@functools.lru_cache(maxsize=16384)
+def wanted(need: Need) -> tuple[Interval, ...]:
+    """The sources of a need, disjoint and ascending."""
+    merged: list[Interval] = []
+    for start, stop in sorted(piece.source for piece in need):
+        if start == stop:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def _moves(owned: Interval, need: Need) -> Iterator[Interval]:
+    """The intervals that the owner gives for this need."""
+    for interval in wanted(need):
+        common = intersect(owned, interval)
+        if common != EMPTY:
+            yield common
+
+
+@functools.lru_cache(maxsize=16384)
+def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> Plan:
+    """What ``rank`` sends, receives and assembles. ValueError for a source in none of the disjoint ``owned``."""
+    start, stop = owned[rank]
+    sends = tuple(
+        (peer, (first - start, last - start))
+        for peer, need in enumerate(needs)
+        if peer != rank
+        for first, last in _moves(owned[rank], need)
+    )
+    receives = tuple(
+        (peer, interval)
+        for peer, theirs in enumerate(owned)
+        if peer != rank
+        for interval in _moves(theirs, needs[rank])
+    )
+    blocks = [(OWN, owned[rank]), *((index, interval) for index, (_, interval) in enumerate(receives))]
+    parts = tuple(part for piece in needs[rank] for part in _parts(piece, blocks))
+    silent = not any(
+        peer != owner and any(_moves(theirs, need))
+        for owner, theirs in enumerate(owned)
+        for peer, need in enumerate(needs)
+    )
+    extent = sum(piece.length for piece in needs[rank])
+    at_hand, from_others = ([each for here, each in _stretches(parts) if here == wanted] for wanted in (True, False))
+    return Plan(sends, receives, parts, stop - start, extent, silent, tuple(at_hand), tuple(from_others))
+
+
+def _stretches(parts: Sequence[Part]) -> Iterator[tuple[bool, Stretch]]:
+    """Stretches as long as can be, and whether each is at hand."""
+    start = 0
+    for here, successive in itertools.groupby(parts, lambda part: part.block in (OWN, FILL)):
+        group = tuple(successive)
+        stop = start + sum(part.length for part in group)
+        yield here, Stretch((start, stop), group)
+        start = stop
+
+
+def _parts(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Part]:
+    if piece.start is None:
+        yield Part(FILL, 0, piece.length, 1)
+        return
+    position, left = piece.start, piece.length
+    while left:
+        at = next((block for block in blocks if block[1][0] <= position < block[1][1]), None)
+        if at is None:
+            raise ValueError(f"position {position} is needed but no rank owns it")
+        block, (start, stop) = at
+        run = left if piece.step == 0 else min(left, stop - position if piece.step > 0 else position - start + 1)
+        yield Part(block, position - start, run, piece.step)
+        position += run * piece.step
+        left -= run

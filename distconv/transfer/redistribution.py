@@ -1,0 +1,243 @@
+"""Moving a tensor from one layout to another, of one mesh or of two over the same ranks: one collective, least bytes.
+
+Under either layout a rank owns a box of the tensor, and the distinct boxes are disjoint. A rank keeps what it owned and
+still needs; every other element it needs comes once, from one of the ranks that owned it. All ranks compute this from
+the two layouts, so none needs to be told.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.dtensors import wrap
+from distconv.partition import (
+    Partition,
+    is_ours,
+    mesh_like,
+    ownership,
+    placements,
+    sharded_dims,
+    whole_group,
+)
+from distconv.refusal import UnsupportedOperation
+from distconv.transfer.all_to_all import AllToAll
+from mucudnn.convolution.geometry import Interval, intersect, length
+
+Box = tuple[Interval, ...]
+"""An interval of every dim."""
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """One rank's share of a redistribution. Boxes of ``sends`` count from the start of its old box, those of
+    ``receives`` from the start of its new one; ``kept`` gives one of each. Members are numbered from 0.
+    """
+
+    sends: tuple[tuple[int, Box], ...]
+    receives: tuple[tuple[int, Box], ...]
+    kept: tuple[Box, Box] | None
+    silent: bool
+    """Nothing moves between any two members."""
+
+
+def make_transfers(before: Sequence[Box], after: Sequence[Box], member: int) -> Transfers:
+    """What ``member`` sends, receives and keeps; member i owns ``before[i]`` and needs ``after[i]``.
+
+    Where several own a box alike, those who need it are shared out among them.
+    """
+    owners: dict[Box, list[int]] = {}
+    for index, box in enumerate(before):
+        if volume(box):
+            owners.setdefault(box, []).append(index)
+
+    def sources(needing: int) -> list[tuple[int, Box]]:
+        found = []
+        for box, alike in owners.items():
+            common = overlap(box, after[needing])
+            if common is not None and before[needing] != box:
+                found.append((alike[needing % len(alike)], common))
+        return found
+
+    everything = [sources(needing) for needing in range(len(after))]
+    sends = [
+        (needing, _within(box, before[member]))
+        for needing, found in enumerate(everything)
+        for source, box in found
+        if source == member
+    ]
+    receives = sorted((source, _within(box, after[member])) for source, box in everything[member])
+    common = overlap(before[member], after[member])
+    kept = None if common is None else (_within(common, before[member]), _within(common, after[member]))
+    return Transfers(tuple(sends), tuple(receives), kept, not any(everything))
+
+
+def volume(box: Box) -> int:
+    """Elements of a box."""
+    return math.prod(length(interval) for interval in box)
+
+
+def overlap(box: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None for nothing."""
+    common = tuple(intersect(a, b) for a, b in zip(box, other, strict=True))
+    return common if volume(common) else None
+
+
+def _within(box: Box, outer: Box) -> Box:
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, outer, strict=True))
+
+
+def boxes(mesh: DeviceMesh, layout: Sequence[Placement], shape: Sequence[int]) -> dict[int, Box]:
+    """{rank: the box of a tensor of ``shape`` that it owns}."""
+    found: dict[int, Box] = {}
+    for coordinate in torch.ones(tuple(mesh.shape)).nonzero().tolist():
+        box = [(0, extent) for extent in shape]
+        for axis, dim in sharded_dims(mesh, layout):
+            first, last = box[dim]
+            start, stop = ownership(last - first, mesh.size(axis))[coordinate[axis]]
+            box[dim] = first + start, first + stop
+        found[int(mesh.mesh[tuple(coordinate)])] = tuple(box)
+    return found
+
+
+class Redistribution:
+    """Transfers bound to the group of all ranks of a mesh. Make it with :func:`redistribution`.
+
+    ``sent`` and ``received`` count elements per member.
+    """
+
+    def __init__(
+        self, transfers: Transfers, shape: tuple[int, ...], group: dist.ProcessGroup | None, size: int
+    ) -> None:
+        self.transfers, self.shape, self.group = transfers, shape, group
+        self.sent, self.received = _per_member(transfers.sends, size), _per_member(transfers.receives, size)
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """This rank's part under the new layout from its part under the old one. Collective, unless it is silent."""
+        plan = self.transfers
+        if plan.silent and plan.kept is not None and plan.kept[0] == plan.kept[1] and local.shape == self.shape:
+            return local
+        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=_format(local))
+        if plan.kept is not None:
+            _part(result, plan.kept[1]).copy_(_part(local, plan.kept[0]))
+        if plan.silent:
+            return result
+        messages = [_part(local, box).reshape(-1) for _, box in plan.sends]
+        buffer = local.new_empty(sum(self.received))
+        sent = torch.cat(messages) if messages else local.new_empty(0)
+        AllToAll(buffer, sent, self.received, self.sent, self.group).wait()
+        offset = 0
+        for _, box in plan.receives:
+            part = _part(result, box)
+            part.copy_(buffer.narrow(0, offset, part.numel()).view(part.shape))
+            offset += part.numel()
+        return result
+
+
+def _per_member(moves: Sequence[tuple[int, Box]], size: int) -> list[int]:
+    counts = [0] * size
+    for member, box in moves:
+        counts[member] += volume(box)
+    return counts
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def _format(local: Tensor) -> torch.memory_format:
+    if local.dim() in (4, 5) and not local.is_contiguous():
+        wide = torch.channels_last if local.dim() == 4 else torch.channels_last_3d
+        if local.is_contiguous(memory_format=wide):
+            return wide
+    return torch.contiguous_format
+
+
+@functools.lru_cache(maxsize=1024)
+def redistribution(
+    mesh: DeviceMesh,
+    before: tuple[Placement, ...],
+    target: DeviceMesh,
+    after: tuple[Placement, ...],
+    shape: tuple[int, ...],
+) -> Redistribution:
+    """From placements ``before`` on ``mesh`` to ``after`` on ``target``, for a tensor of global ``shape``.
+
+    Made without communication. UnsupportedOperation for a layout with partial sums or other than plain shards, and for
+    meshes over different ranks.
+    """
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if ranks != sorted(target.mesh.flatten().tolist()):
+        raise UnsupportedOperation(
+            f"redistribute: from a mesh over ranks {ranks} to one over ranks {sorted(target.mesh.flatten().tolist())};"
+            f" accepted: meshes over the same ranks"
+        )
+    for layout in (before, after):
+        if not all(isinstance(placement, Shard | Replicate) for placement in layout):
+            raise UnsupportedOperation(f"redistribute: a tensor laid out as {layout}; accepted: shards and replicas")
+    old, new = boxes(mesh, before, shape), boxes(target, after, shape)
+    rank = dist.get_rank()
+    transfers = make_transfers([old[at] for at in ranks], [new[at] for at in ranks], ranks.index(rank))
+    local = tuple(length(interval) for interval in new[rank])
+    return Redistribution(transfers, local, whole_group(mesh), len(ranks))
+
+
+def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
+    """``x`` laid out as ``layout`` on ``mesh``, its partial sums added first. No autograd."""
+    if any(placement.is_partial() for placement in x.placements):
+        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    source = x.device_mesh
+    if tuple(x.placements) == tuple(layout) and source == mesh:
+        return x
+    plan = redistribution(source, tuple(x.placements), mesh, tuple(layout), tuple(x.shape))
+    return wrap(plan(x._local_tensor), mesh, layout, x.shape)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
+        ctx.source = x.device_mesh, tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        result = moved(x, mesh, layout)
+        if result._local_tensor is x._local_tensor:  # what changes one in place must not change the other on some ranks
+            result._local_tensor = result._local_tensor.clone()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+        return moved(grad, *ctx.source), None, None
+
+
+def relaid(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = None) -> DTensor:
+    """``x`` on another mesh over the same ranks, differentiable: as ``layout``, by default the canonical one for
+    activations; what is replicated on all ranks stays so.
+    """
+    if layout is None:
+        everywhere = all(placement.is_replicate() for placement in x.placements)
+        layout = (Replicate(),) * mesh.ndim if everywhere else placements(mesh, x.dim())
+    if tuple(x.placements) == tuple(layout) and x.device_mesh == mesh:
+        return x
+    return _Redistribute.apply(x, mesh, tuple(layout))
+
+
+def redistribute(x: DTensor, partition: str | Partition | DeviceMesh) -> DTensor:
+    """``x`` under another partition of its ranks; the whole tensor stays what it is. Differentiable.
+
+    Collective over the ranks of x, and moves only what a rank needs and does not own: backward moves the gradient the
+    other way. Where neither needs to move nothing is sent. partition: text such as ``"channel=4"``, or a mesh over the
+    same ranks. What is replicated on all ranks stays so.
+
+    ValueError for a tensor that is no DTensor of distconv, and for a partition of another number of ranks.
+    UnsupportedOperation for a mesh over other ranks.
+    """
+    if not isinstance(x, DTensor) or not is_ours(x.device_mesh):
+        raise ValueError(f"redistribute: a {type(x).__name__}; accepted: a DTensor that distconv made, as by shard")
+    return relaid(x, mesh_like(x.device_mesh, partition))

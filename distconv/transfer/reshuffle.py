@@ -1,0 +1,100 @@
+"""Moving a tensor between the shards of two shapes of equal elements: one collective, nothing gathered.
+
+Elements keep their place in the flat order of the whole tensor; who owns a place before and after follows from the
+layouts, so no rank needs to be told.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from distconv.layouts import local_box
+from distconv.partition import sharded_dims, whole_group
+from distconv.transfer.all_to_all import AllToAll
+
+Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Reshuffle:
+    """This rank's share: elements of the local tensor in the order sent, and the places of those received."""
+
+    sending: Tensor
+    sent: list[int]
+    placing: Tensor
+    received: list[int]
+    group: dist.ProcessGroup | None
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """The elements this rank owns afterwards, flat. Collective over the mesh."""
+        buffer = local.new_empty(len(self.placing))
+        AllToAll(buffer, local.reshape(-1)[self.sending], self.received, self.sent, self.group).wait()
+        result = torch.empty_like(buffer)
+        result[self.placing] = buffer
+        return result
+
+
+@functools.lru_cache(maxsize=32)
+def make_reshuffle(mesh: DeviceMesh, before: Layouts, after: Layouts) -> Reshuffle:
+    """From (placements, shape) to (placements, shape). The same mesh axes shard both."""
+    order = {rank: index for index, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}
+    members = mesh.mesh.clone().apply_(order.__getitem__)
+    have, want = _positions(mesh, before), _positions(mesh, after)
+    destination, source = _owners(mesh, members, after, have), _owners(mesh, members, before, want)
+    return Reshuffle(
+        torch.argsort(destination, stable=True).to(mesh.device_type),
+        torch.bincount(destination, minlength=len(order)).tolist(),
+        torch.argsort(source, stable=True).to(mesh.device_type),
+        torch.bincount(source, minlength=len(order)).tolist(),
+        whole_group(mesh),
+    )
+
+
+def _positions(mesh: DeviceMesh, layouts: Layouts) -> Tensor:
+    """The flat place in the whole tensor of every element that this rank owns, ascending."""
+    placements, shape = layouts
+    result = torch.zeros((), dtype=torch.int64)
+    for (start, stop), extent in zip(local_box(mesh, placements, shape), shape, strict=True):
+        result = result.unsqueeze(-1) * extent + torch.arange(start, stop)
+    return result.flatten()
+
+
+def _owners(mesh: DeviceMesh, members: Tensor, layouts: Layouts, positions: Tensor) -> Tensor:
+    """The member of the mesh's group that owns each place; along an axis that shards nothing, this rank's like."""
+    placements, shape = layouts
+    mine = mesh.get_coordinate()
+    assert mine is not None
+    coordinates = [torch.full_like(positions, coordinate) for coordinate in mine]
+    within: dict[int, tuple[Tensor, Tensor]] = {}
+    for axis, dim in sharded_dims(mesh, placements):
+        stride = math.prod(shape[dim + 1 :])
+        index, extent = within.get(dim, (positions // stride % shape[dim], torch.full_like(positions, shape[dim])))
+        size = -(-extent // mesh.size(axis))
+        coordinates[axis] = index // size
+        index = index - coordinates[axis] * size
+        within[dim] = index, torch.minimum(extent - coordinates[axis] * size, size)
+    return members[tuple(coordinates)]
+
+
+def is_run(box: Sequence[tuple[int, int]], shape: Sequence[int]) -> tuple[int, int] | None:
+    """The interval of flat places that a box covers, or None where they have gaps."""
+    if any(start == stop for start, stop in box):
+        return 0, 0
+    dim = 0
+    while dim < len(box) - 1 and box[dim][1] - box[dim][0] == 1:
+        dim += 1
+    if any(box[later] != (0, shape[later]) for later in range(dim + 1, len(box))):
+        return None
+    first = last = 0
+    for (start, stop), extent in zip(box, shape, strict=True):
+        first, last = first * extent + start, last * extent + stop - 1
+    return first, last + 1

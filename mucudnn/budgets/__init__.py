@@ -1,0 +1,1 @@
+"""Workspace by moment of a step, and in total."""

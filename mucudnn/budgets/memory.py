@@ -1,0 +1,217 @@
+"""Memory: how much of it is alive, now and during a few steps of a program.
+
+On a GPU torch's allocator counts. On a host it does not, but its memory profiler reports, with every allocation and
+release, the bytes that are alive: exact, and from whatever operator or kernel they come, which nothing above the
+allocator could say. It costs time, so it runs for a few steps only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from mucudnn.optimizer import Timeline
+
+_MARK = "mucudnn mark"
+_QUIET = {"KINETO_LOG_LEVEL": "99"}
+
+
+class Recorder(Protocol):
+    """Records the memory of steps; a step is told by a mark at each of its convolutions.
+
+    Attributes:
+        one_thread: whether only the memory of the thread that starts it is seen.
+    """
+
+    one_thread: bool
+
+    def start(self) -> bool:
+        """Starts to count; whether that is possible now."""
+        ...
+
+    def step(self) -> None:
+        """A step to be recorded begins with the next mark, or, without one, ends."""
+        ...
+
+    def mark(self, size: int) -> None:
+        """A convolution is called that adds `size` bytes to what is alive."""
+        ...
+
+    def stop(self) -> list[Timeline]:
+        """Ends counting: a timeline for each step, in bytes of all that the program holds."""
+        ...
+
+
+class HostRecorder:
+    """Torch's memory profiler on the calling thread, which is that of CPU operators forward and backward.
+
+    What was allocated before the start and is released later goes unnoticed: whoever starts it lets a step pass by
+    before the first that is recorded, in which memory turns over.
+    """
+
+    one_thread = True
+
+    def __init__(self) -> None:
+        self._profile: torch.profiler.profile | None = None
+        self._steps: list[list[int]] = []
+        self._held = 0
+
+    def start(self) -> bool:
+        if torch._C._autograd._profiler_enabled():
+            return False  # the program's own
+        # From step to step this comes back; later the profiler's own memory would be in it.
+        self._steps, self._held = [], held(torch.device("cpu"))
+        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        before = {name: os.environ.get(name) for name in _QUIET}
+        os.environ.update(_QUIET)
+        try:
+            profile.__enter__()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+        self._profile = profile
+        return True
+
+    def step(self) -> None:
+        self._steps.append([])
+        _leave_mark()
+
+    def mark(self, size: int) -> None:
+        if self._steps:
+            self._steps[-1].append(size)
+            _leave_mark()
+
+    def stop(self) -> list[Timeline]:
+        try:
+            return self._timelines()
+        finally:
+            gc.collect()  # the profiler's events refer to each other, megabytes of them
+
+    def _timelines(self) -> list[Timeline]:
+        profile, self._profile = self._profile, None
+        assert profile is not None, "it was started"
+        profile.__exit__(None, None, None)
+        if not self._steps:
+            return []
+        # Between two marks of steps: the marks of convolutions, and the most that was alive.
+        totals = list(_totals(profile.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+        marks = [place for place, (_, is_mark) in enumerate(totals) if is_mark]
+        base = self._held - totals[marks[0]][0]
+        timelines = []
+        for sizes in self._steps[:-1]:
+            own, marks = marks[: len(sizes) + 1], marks[len(sizes) + 1 :]
+            live = tuple(base + totals[place][0] + size for place, size in zip(own[1:], sizes, strict=True))
+            between = (total for total, is_mark in totals[own[0] : marks[0]] if not is_mark)
+            peak = base + max(between, default=0)
+            timelines.append(Timeline(live, max(peak, *live)))
+        return timelines
+
+
+class DeviceRecorder:
+    """Torch's allocator of a device. Its peak is that of the program so far, which asking for does not reset."""
+
+    one_thread = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._steps: list[list[int]] = []
+        self._peaks: list[int] = []
+
+    def start(self) -> bool:
+        self._steps, self._peaks = [], []
+        return True
+
+    def step(self) -> None:
+        self._steps.append([])
+        self._peaks.append(self._module.max_memory_allocated(self._device))
+
+    def mark(self, size: int) -> None:
+        if self._steps:
+            self._steps[-1].append(held(self._device) + _rounded(size))
+
+    def stop(self) -> list[Timeline]:
+        return [
+            Timeline(tuple(live), max(peak, *live))
+            for live, peak in zip(self._steps[:-1], self._peaks[1:], strict=True)
+        ]
+
+
+def recorder(device: torch.device) -> Recorder:
+    """The recorder of a device's memory."""
+    return HostRecorder() if device.type == "cpu" else DeviceRecorder(device)
+
+
+def held(device: torch.device) -> int:
+    """Bytes that the program holds now: of a GPU, torch's tensors; of a host, what the process has allocated."""
+    if device.type != "cpu":
+        allocated: int = torch.get_device_module(device).memory_allocated(device)
+        return allocated
+    return _heap()()
+
+
+@cache
+def _heap() -> Callable[[], int]:
+    """How a process's heap is asked for its size: the C library where it can tell, else the resident set."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return _resident
+    library.mallinfo2.restype = _HeapInfo
+
+    def heap() -> int:
+        info = library.mallinfo2()
+        size: int = info.uordblks + info.hblkhd
+        return size
+
+    return heap
+
+
+class _HeapInfo(ctypes.Structure):
+    """`struct mallinfo2` of the GNU C library; `uordblks` and `hblkhd` are the bytes in use, from its two sources."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
+        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def _resident() -> int:
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _leave_mark() -> None:
+    # Its event carries the total of the moment.
+    with torch.profiler.record_function(_MARK):
+        torch.empty(1, dtype=torch.uint8)
+
+
+def _totals(events: Iterable[Any], within_mark: bool = False) -> Iterator[tuple[int, bool]]:
+    """The bytes alive with every allocation and release, in order; of a mark, without its own."""
+    for event in events:
+        if event.tag.name == "Allocation":
+            fields = event.extra_fields
+            if not within_mark:
+                yield fields.total_allocated, False
+            elif fields.alloc_size > 0:
+                yield fields.total_allocated - fields.alloc_size, True
+        yield from _totals(event.children, within_mark or event.name == _MARK)
+
+
+def _rounded(size: int) -> int:
+    """A device's allocator gives blocks of 512 bytes."""
+    return -(-size // 512) * 512

@@ -1,0 +1,131 @@
+"""Steps: where training steps begin, which of them repeat, and what their convolutions may use.
+
+A script does not say where its steps begin. Its convolutions do: the backward pass calls them in backward directions,
+so a forward one after a backward one begins something new. What is cut so is a step, or a part of one (the micro-steps
+of gradient accumulation, the segments of checkpointing): the peak of a part is no higher than that of its step, so
+budgets for the parts hold for the whole.
+
+Two steps are the same if they call the same convolutions in the same order. A step that was never seen runs on torch's
+own kernels. If the next is the same, the recorder is on during it, and the two that follow are recorded, all on torch's
+own kernels; from then on such steps have budgets. Shapes that change make other convolutions, so other steps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from mucudnn.budgets.memory import Recorder
+from mucudnn.optimizer import Timeline, common
+
+RECORDED = 2
+"""Steps that are recorded: with gradients that accumulate one of them may begin without any."""
+
+MOST_TRIES = 3
+"""A step that never comes often enough in a row is not recorded after as many tries."""
+
+MOST_CALLS = 100_000
+"""Convolutions in a step, beyond which it is none: a program that only ever goes forward."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that has been recorded.
+
+    Attributes:
+        calls: names of its convolutions, in order.
+        timeline: of its memory.
+        budgets: bytes of workspace for each call.
+    """
+
+    calls: tuple[Hashable, ...]
+    timeline: Timeline
+    budgets: tuple[int, ...]
+
+
+class Steps:
+    """The steps of a running program.
+
+    Attributes:
+        known: the recorded steps by their calls.
+        last: the recorded step that was last gone through.
+    """
+
+    def __init__(self, recorder: Recorder, budgets: Callable[[Timeline], tuple[int, ...]]) -> None:
+        self.known: dict[tuple[Hashable, ...], Step] = {}
+        self.last: Step | None = None
+        self._recorder, self._budgets = recorder, budgets
+        self._lock = threading.Lock()
+        self._calls: list[Hashable] = []
+        self._threads: set[int] = set()
+        self._went_back = False
+        self._candidates: list[Step] = []
+        self._tries: Counter[tuple[Hashable, ...]] = Counter()
+        self._awaited: tuple[Hashable, ...] | None = None
+        self._passed = 0
+
+    def call(self, name: Hashable, forward: bool, size: int) -> int | None:
+        """Notes a call, and gives the bytes that it may use; `None` while that is not known.
+
+        Args:
+            name: of the convolution; equal for calls of the same shapes and direction.
+            forward: whether its direction is forward.
+            size: bytes that are alive with its result and were not at the call before.
+        """
+        with self._lock:
+            if forward and self._went_back:
+                self._next_step()
+            self._went_back = not forward
+            place = len(self._calls)
+            if place >= MOST_CALLS:
+                return None
+            self._calls.append(name)
+            self._threads.add(threading.get_ident())
+            if self._awaited is not None:
+                self._recorder.mark(size)
+                return None
+            self._candidates = [
+                step for step in self._candidates if place < len(step.calls) and step.calls[place] == name
+            ]
+            return min((step.budgets[place] for step in self._candidates), default=None)
+
+    def close(self) -> None:
+        """Ends a recording that is going on."""
+        with self._lock:
+            if self._awaited is not None:
+                self._awaited = None
+                self._recorder.stop()
+
+    def _next_step(self) -> None:
+        done, self._calls = tuple(self._calls), []
+        threads, self._threads = self._threads, set()
+        self.last = self.known.get(done, self.last)
+        if self._awaited is None:
+            self._record(done, threads)
+        elif done != self._awaited or not self._is_seen(threads):
+            self._awaited = None
+            self._recorder.stop()
+        else:
+            self._passed += 1
+            self._recorder.step()
+            if self._passed > RECORDED:
+                self._awaited = None
+                timeline = common(self._recorder.stop())
+                self.last = self.known[done] = Step(done, timeline, self._budgets(timeline))
+        self._candidates = list(self.known.values())
+
+    def _record(self, done: tuple[Hashable, ...], threads: set[int]) -> None:
+        """Starts the recorder if steps like the one that is done are worth it.
+
+        Never where a recording has just ended: the operators and scopes that are open here began under it, and torch's
+        profiler writes their ends to the memory of the recording it finds then.
+        """
+        may_record = self._is_seen(threads) and len(done) < MOST_CALLS and self._tries[done] < MOST_TRIES
+        if done not in self.known and may_record and self._recorder.start():
+            self._tries[done] += 1
+            self._awaited, self._passed = done, 0
+
+    def _is_seen(self, threads: set[int]) -> bool:
+        return len(threads) == 1 or not self._recorder.one_thread

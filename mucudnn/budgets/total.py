@@ -1,0 +1,142 @@
+"""A total of workspace: which kernels hold how much of it (WD), and what calls use of it at this moment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mucudnn.optimizer import Division, divide_workspace
+
+MOST_KERNELS = 4096
+"""Kernels that take part; what a program calls beyond them, weights that are new at every call say, gets nothing."""
+
+
+STALE = 1000
+"""A kernel that was not called during so many calls, and ten times the number of kernels, gives its share back."""
+
+
+class Menu:
+    """The divisions that kernels of one shape can choose from, the one without workspace among them.
+
+    Attributes:
+        divisions: desirable ones; changed when one turns out to be worse than expected.
+    """
+
+    def __init__(self, divisions: list[Division]) -> None:
+        self.divisions = divisions
+
+
+@dataclass(eq=False)
+class Kernel:
+    """One convolution of one layer in one direction.
+
+    Attributes:
+        menu: what it can choose from.
+        division: what it has; `None`, no workspace, until the total is divided with it.
+        share: bytes that it holds, those of its division.
+        last_call: the number of its last call, all kernels' calls being counted.
+    """
+
+    menu: Menu
+    division: Division | None = None
+    share: int = 0
+    last_call: int = 0
+
+
+class Shares:
+    """The total among the kernels: at every moment the workspaces of their divisions add up to it at most.
+
+    A new kernel holds nothing at first. When a kernel is called again that was called since the first new one, the
+    program has gone round: the set of kernels is known, and the total is divided anew.
+
+    Attributes:
+        total: bytes; `math.inf` for no limit.
+        kernels: by name, in the order of their first calls.
+    """
+
+    def __init__(self, total: float) -> None:
+        self.total = total
+        self.kernels: dict[Hashable, Kernel] = {}
+        self._calls = 0
+        self._changed_at: int | None = None
+
+    def call(self, name: Hashable, menu: Menu) -> Kernel | None:
+        """Notes a call of the kernel `name`, and gives what it may use now; `None` where it takes no part."""
+        self._calls += 1
+        if self._calls % STALE == 0:
+            self._forget()
+        kernel = self.kernels.get(name)
+        if kernel is None:
+            if len(self.kernels) >= MOST_KERNELS:
+                return None
+            kernel = self.kernels[name] = Kernel(menu)
+            self.change()
+        elif self._changed_at is not None and kernel.last_call >= self._changed_at:
+            self._divide()
+        kernel.last_call = self._calls
+        return kernel
+
+    def change(self) -> None:
+        """Has the total divided anew at the next occasion: a kernel is new, or a menu has changed."""
+        if self._changed_at is None:
+            self._changed_at = self._calls
+
+    def _divide(self) -> None:
+        self._changed_at = None
+        kernels = list(self.kernels.values())
+        chosen = divide_workspace([kernel.menu.divisions for kernel in kernels], self.total)
+        for kernel, division in zip(kernels, chosen, strict=True):
+            kernel.division, kernel.share = division, division.workspace
+
+    def _forget(self) -> None:
+        oldest = self._calls - max(STALE, 10 * len(self.kernels))
+        called = {name: kernel for name, kernel in self.kernels.items() if kernel.last_call >= oldest}
+        if len(called) < len(self.kernels):
+            self.kernels = called
+            self.change()
+
+
+class Ledger:
+    """Bytes that launches of all threads hold at this moment.
+
+    Attributes:
+        total: bytes that may be held at once; `math.inf` for no limit.
+    """
+
+    def __init__(self, total: float) -> None:
+        self.total = total
+        self._held = 0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> bool:
+        """Holds `size` bytes if they are there; never waits."""
+        with self._changed:
+            if self._closed or self._held + size > self.total:
+                return False
+            self._held += size
+            return True
+
+    def give(self, size: int) -> None:
+        """Gives back what was taken."""
+        with self._changed:
+            self._held -= size
+            self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until nothing is held, then holds everything: for measuring, which uses as much as it may."""
+        with self._changed:
+            while self._closed:
+                self._changed.wait()
+            self._closed = True
+            while self._held:
+                self._changed.wait()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()

@@ -1,0 +1,92 @@
+"""Doctor: what mucudnn finds on this machine, and whether it works here."""
+
+from __future__ import annotations
+
+import math
+import platform
+from typing import Any
+
+import torch
+
+import mucudnn
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.planning.planner import Planner
+from mucudnn.providers import providers_on
+from mucudnn.providers.cudnn import state
+from mucudnn.settings import MEMORY, SETTINGS, Settings
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
+
+
+def examine(settings: Settings, store: Store) -> dict[str, Any]:
+    """Everything that is found, as plain values in groups.
+
+    The value of "shim" is "works", or else says in one line what is wrong.
+    """
+    environment = Environment.current(torch.device("cpu"))
+    counts = store.counts()
+    return {
+        "versions": {
+            "mucudnn": mucudnn.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuDNN": torch.backends.cudnn.version(),
+        },
+        "devices": [environment.device, *_accelerators()],
+        "threads": environment.threads,
+        "precision": environment.precision,
+        "algorithms": list(Planner(settings, store).providers(_SMALL)),
+        "cudnn": state.found(_SMALL, providers_on),
+        "database": {
+            "path": store.path,
+            "kept": store.persistent,
+            "convolutions": counts.problems,
+            "launches": counts.launches,
+        },
+        "settings": {
+            name: {
+                "value": _plain(getattr(settings, name)),
+                "from": settings.sources[name],
+                "variable": setting.variable,
+            }
+            for name, setting in SETTINGS.items()
+        },
+        "shim": check_shim(),
+    }
+
+
+def check_shim() -> str:
+    """Whether torch's convolutions come through mucudnn with right results, and stay torch's own afterwards."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_SMALL.input_shape, generator=generator)
+    w = torch.randn(_SMALL.w_shape, generator=generator)
+    expected = torch.nn.functional.conv2d(x, w, padding=_SMALL.padding)
+    try:
+        with mucudnn.patched(workspace_limit="64MiB", database=MEMORY, progress="off") as session:
+            result = torch.nn.functional.conv2d(x, w, padding=_SMALL.padding)
+            records = session.records()
+        torch.testing.assert_close(result, expected)
+    except Exception as error:
+        return f"fails: {type(error).__name__}: {' '.join(str(error).split())}"
+    if not records:
+        return "fails: torch's convolutions do not come through mucudnn"
+    if mucudnn.is_patched():
+        return "fails: it stays installed"
+    return "works"
+
+
+_SMALL = ConvProblem.of_convolution(
+    Direction.FORWARD, (2, 4, 12, 12), (4, 4, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
+)
+
+
+def _accelerators() -> list[str]:
+    try:
+        return [f"cuda {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+    except RuntimeError:  # "cuDNN" says why
+        return []
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no infinity."""
+    return "unlimited" if value == math.inf else value

@@ -1,0 +1,1 @@
+"""What a convolution is: its problem, geometry and parts."""

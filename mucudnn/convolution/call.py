@@ -1,0 +1,101 @@
+"""Call: what torch hands to a convolution, and the problem that it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`.
+
+    Attributes:
+        grad_output: None in the forward direction.
+        bias: None in the backward directions.
+    """
+
+    direction: Direction
+    input: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    grad_output: torch.Tensor | None
+    stride: Shape
+    padding: Shape
+    dilation: Shape
+    transposed: bool
+    output_padding: Shape
+    groups: int
+
+    def operands(self, target: torch.Tensor | None = None) -> Operands:
+        """The tensors by their roles, the direction's target among them if there is one yet."""
+        tensors: dict[Direction, torch.Tensor | None] = {
+            Direction.FORWARD: self.grad_output,
+            Direction.BACKWARD_DATA: self.input,
+            Direction.BACKWARD_FILTER: self.weight,
+        }
+        if target is not None:
+            tensors[self.direction] = target
+        output, source, w = tensors.values()
+        x, y = (output, source) if self.transposed else (source, output)
+        return Operands(x, w, y, self.bias)  # type: ignore[arg-type]
+
+    def problem(self, result: torch.Tensor | None = None) -> ConvProblem | None:
+        """The problem that is solved, None for one that mucudnn does not divide.
+
+        Args:
+            result: what torch's own kernel returns, for its memory format.
+        """
+        operands = self.operands(result)
+        tensors = [tensor for tensor in (operands.x, operands.w, operands.y) if tensor is not None]
+        dtype = str(self.input.dtype).removeprefix("torch.")
+        uniform = len({(t.dtype, t.device, t.layout, t.dim()) for t in tensors}) == 1
+        if not uniform or dtype not in DTYPE_BYTES or self.input.layout != torch.strided or self.input.dim() > 5:
+            return None
+        try:
+            problem = ConvProblem.of_convolution(
+                self.direction,
+                tuple(self.input.shape),
+                tuple(self.weight.shape),
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                groups=self.groups,
+                transposed=self.transposed,
+                output_padding=self.output_padding,
+                dtype=dtype,
+                formats=tuple("" if t is None else _memory_format(t) for t in (operands.x, operands.w, operands.y)),  # type: ignore[arg-type]
+            )
+        except ValueError:
+            return None
+        if self.grad_output is not None and tuple(self.grad_output.shape) != problem.output_shape:
+            return None
+        return problem
+
+    def is_for_cudnn(self) -> bool:
+        """Whether torch would give the call to cuDNN; what it gives to kernels of its own stays with them."""
+        backend = torch._C._select_conv_backend(
+            self.input,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self.output_padding,
+            self.groups,
+        )
+        return backend.name in ("Cudnn", "CudnnTranspose")
+
+
+def _memory_format(tensor: torch.Tensor) -> str:
+    if tensor.is_contiguous():
+        return "contiguous"
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    if channels_last is not None and tensor.is_contiguous(memory_format=channels_last):
+        return "channels_last"
+    return "strided"

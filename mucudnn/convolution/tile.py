@@ -1,0 +1,153 @@
+"""Tile: a part of a convolution that is a convolution itself, along the mini-batch or the outermost spatial dim.
+
+Along the mini-batch the parts are micro-batches. Along space they are micro-tiles: disjoint intervals of what is
+computed (of dL/dx in the backward data pass; of dL/dy, over which one sums, for the weight's gradient), each with the
+interval that it needs of the other tensor. Those overlap by the kernel's reach, so a tile at an edge has padding where
+one further in has neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from mucudnn.convolution.geometry import Interval, intersect, length
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Where a part of a convolution lies.
+
+    Attributes:
+        problem: of the part.
+        extent: samples, or rows, that it takes of the division.
+        at: the tensor dim of x and y that is cut.
+        x, y: the part's intervals along it.
+        kept: what providers made ready for the part.
+    """
+
+    problem: ConvProblem
+    extent: int
+    at: int
+    x: Interval
+    y: Interval
+    kept: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def part(self, operands: Operands) -> Part:
+        """The part of a whole's tensors."""
+        return Part(self, operands)
+
+    def cut(self, operands: Operands) -> Operands:
+        """Views of a whole's tensors; the weight is shared."""
+        return replace(operands, x=self._narrow(operands.x, self.x), y=self._narrow(operands.y, self.y))
+
+    def addresses(self, operands: Operands) -> tuple[int, int, int]:
+        """Where the views of x, w and y begin."""
+        x, w, y = operands.x, operands.w, operands.y
+        size = x.element_size()
+        return (
+            x.data_ptr() + self.x[0] * x.stride(self.at) * size,
+            w.data_ptr(),
+            y.data_ptr() + self.y[0] * y.stride(self.at) * size,
+        )
+
+    def _narrow(self, tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+        return tensor.narrow(self.at, interval[0], length(interval))
+
+
+class Part:
+    """A convolution and its tensors: a micro-batch or a micro-tile of a larger one, or the whole of it.
+
+    Attributes:
+        problem: the convolution.
+        whole: the tensors of the larger one.
+        kept: what a provider made ready for this part; it lives as long as the plan, and serves all its calls.
+    """
+
+    __slots__ = ("_operands", "_tile", "kept", "problem", "whole")
+
+    def __init__(self, tile: Tile, whole: Operands) -> None:
+        self.problem = tile.problem
+        self.whole = whole
+        self.kept = tile.kept
+        self._tile = tile
+        self._operands: Operands | None = None
+
+    @property
+    def operands(self) -> Operands:
+        """Views of the whole's tensors; the weight is shared."""
+        if self._operands is None:
+            self._operands = self._tile.cut(self.whole)
+        return self._operands
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The tensor to be written."""
+        return self.operands.target(self.problem)
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Of x, w and y, found faster than the views are made."""
+        return self._tile.addresses(self.whole)
+
+
+def extent(problem: ConvProblem, dim: Dim) -> int:
+    """Samples of the mini-batch, or rows of what is cut along space."""
+    if dim is Dim.BATCH:
+        return problem.extent
+    return (problem.x_shape if problem.target is Role.X else problem.y_shape)[2]
+
+
+def dims(problem: ConvProblem) -> tuple[Dim, ...]:
+    """The dims along which the problem can be divided, the mini-batch first.
+
+    Padding of the kernel's reach or more leaves space whole: a tile could lie outside the input.
+    """
+    spatial = problem.spatial_dim
+    if extent(problem, spatial) == 1 or problem.padding[0] >= problem.windows[0].reach:
+        return (Dim.BATCH,)
+    return (Dim.BATCH, spatial)
+
+
+def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
+    """The part [start, start + size) along a dim of `dims(problem)`."""
+    cut = start, start + size
+    if dim is Dim.BATCH:
+        return Tile(problem.with_extent(size), size, 0, cut, cut)
+    window, inputs, outputs = problem.windows[0], problem.x_shape[2], problem.y_shape[2]
+    if problem.target is Role.X:
+        x = cut
+        # A stride may step over the tile: then what is next to it stands in, of which the tile reads nothing.
+        first, last = window.transposed(x).span
+        first = min(first, outputs - 1)
+        y = intersect((first, max(first + 1, last)), (0, outputs))
+    else:
+        y = cut
+        x = intersect(window.inputs(y), (0, inputs))
+    x_format, w_format, y_format = problem.formats
+    before = x[0] - window.inputs(y)[0]
+    part = replace(
+        problem,
+        x_shape=(*problem.x_shape[:2], length(x), *problem.x_shape[3:]),
+        y_shape=(*problem.y_shape[:2], length(y), *problem.y_shape[3:]),
+        padding=(before, *problem.padding[1:]),
+        formats=(_cut_format(x_format, problem.x_shape), w_format, _cut_format(y_format, problem.y_shape)),
+    )
+    return Tile(part, size, 2, x, y)
+
+
+def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) -> Iterator[Tile]:
+    """Consecutive parts along a dim."""
+    for size in sizes:
+        yield tile(problem, dim, start, size)
+        start += size
+
+
+def _cut_format(name: str, shape: Shape) -> str:
+    """The memory format of rows of a tensor: they stay together if nothing lies outside them."""
+    outside = {"contiguous": shape[0] * shape[1], "channels_last": shape[0]}.get(name)
+    return name if outside == 1 else "strided"

@@ -1,0 +1,1 @@
+"""Whole networks: their layers, plans and pictures."""

@@ -1,0 +1,218 @@
+"""Bench: the convolutions of a network, and how each would be computed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.planning.planner import Planner
+from mucudnn.program import NotFound
+from mucudnn.reporting.record import Record
+from mucudnn.settings import Settings
+from mucudnn.timing import progress
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
+
+NETWORKS = "mucudnn.networks.models"
+"""The module whose `NETWORKS`, a dict by name, holds the networks that have a bare name."""
+
+
+ACCEPTED = "module:attribute, file.py:attribute, or the name of a network that ships with mucudnn: "
+"""The forms of a network's name, for people."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A network to look at.
+
+    Attributes:
+        build: makes the module.
+        input_shape: (C, *spatial) of a sample, `None` if unknown.
+        batch: usual number of samples, `None` if unknown.
+    """
+
+    build: Callable[[], nn.Module]
+    input_shape: tuple[int, ...] | None = None
+    batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A convolution in one direction, as a network calls it.
+
+    Attributes:
+        name: of the module that calls it first.
+        problem: the convolution.
+        count: calls in one training step.
+    """
+
+    name: str
+    problem: ConvProblem
+    count: int
+
+
+def find(name: str) -> Subject:
+    """The network that a name stands for.
+
+    Args:
+        name: "package.module:attribute", "path/file.py:attribute", or a key of `mucudnn.networks.models.NETWORKS`. The
+            attribute is a module, something callable that makes one, or has `build`, `input_shape` and `batch`.
+
+    Raises:
+        NotFound: if there is none.
+    """
+    if ":" not in name:
+        networks: Mapping[str, Any] = getattr(_imported(NETWORKS, name), "NETWORKS", {})
+        if name not in networks:
+            raise NotFound(f"no network {name}: there are {', '.join(networks)}")
+        found = networks[name]
+    else:
+        place, _, attribute = name.rpartition(":")
+        module = _loaded(place) if place.endswith(".py") else _imported(place, name)
+        if not hasattr(module, attribute):
+            raise NotFound(f"no network {name}: {place} has no {attribute!r}")
+        found = getattr(module, attribute)
+    if hasattr(found, "build") and hasattr(found, "input_shape"):
+        return Subject(found.build, tuple(found.input_shape), getattr(found, "batch", None))
+    if isinstance(found, nn.Module):
+        return Subject(lambda: copy.deepcopy(found))
+    if callable(found):
+        return Subject(found)
+    raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
+
+
+def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> list[Layer]:
+    """The convolutions of one training step, in the order of the first call of each; nothing of it is computed.
+
+    Args:
+        build: makes the module.
+        input_shape: (N, C, *spatial).
+
+    Raises:
+        NotFound: if `build` makes something else.
+    """
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise NotFound(f"what was built is no torch.nn.Module but a {type(model).__name__}")
+    model = model.to("meta")
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    sample = torch.empty(input_shape, dtype=dtypes[0] if dtypes else torch.float32, device="meta")
+    with _named(model) as name, _Calls(name) as calls:
+        model(sample)
+    return [Layer(name, problem, count) for problem, (name, count) in calls.met.items()]
+
+
+def measure(layers: list[Layer], settings: Settings, store: Store) -> list[Record]:
+    """How each layer is computed on this machine's processor, measured as far as the store does not know it."""
+    planner = Planner(settings, store)
+    environment = Environment.current(torch.device("cpu"))
+    records = []
+    with progress.bar(len(layers), "convolutions", settings.progress) as advance:
+        for layer in layers:
+            records.append(planner.plan(layer.problem, environment).record)
+            advance()
+    return records
+
+
+class _Calls(TorchDispatchMode):
+    """Notes every convolution beneath it, with the directions that training takes it in."""
+
+    def __init__(self, name: Callable[[], str]) -> None:
+        super().__init__()
+        self.met: dict[ConvProblem, tuple[str, int]] = {}
+        self._name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution.default:
+            self._note(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        transposed: bool,
+        output_padding: list[int],
+        groups: int,
+    ) -> None:
+        taken = {
+            Direction.FORWARD: True,
+            Direction.BACKWARD_DATA: input.requires_grad,
+            Direction.BACKWARD_FILTER: weight.requires_grad,
+        }
+        for direction in (direction for direction, is_taken in taken.items() if is_taken):
+            problem = ConvProblem.of_convolution(
+                direction,
+                tuple(input.shape),
+                tuple(weight.shape),
+                stride=tuple(stride),
+                padding=tuple(padding),
+                dilation=tuple(dilation),
+                groups=groups,
+                transposed=transposed,
+                output_padding=tuple(output_padding),
+                dtype=str(input.dtype).removeprefix("torch."),
+            )
+            name, count = self.met.get(problem, (self._name(), 0))
+            self.met[problem] = (name, count + 1)
+
+
+@contextmanager
+def _named(model: nn.Module) -> Iterator[Callable[[], str]]:
+    """Gives the name of the module that runs at the moment."""
+    names = {module: name for name, module in model.named_modules()}
+    running: list[str] = []
+    entering = register_module_forward_pre_hook(lambda module, _: running.append(names.get(module, "")))
+    leaving = register_module_forward_hook(lambda *_: _forget(running), always_call=True)
+    try:
+        yield lambda: running[-1] if running else ""
+    finally:
+        entering.remove()
+        leaving.remove()
+
+
+def _forget(running: list[str]) -> None:
+    # What a hook returns would replace the module's output.
+    running.pop()
+
+
+def _imported(place: str, name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise NotFound(f"no network {name}: there is no module {place}; accepted are {ACCEPTED}") from error
+
+
+def _loaded(path: str) -> ModuleType:
+    if not os.path.isfile(path):
+        raise NotFound(f"no network in {path}: there is no such file")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,194 @@
+"""Plan: how the convolutions of a network would be computed within limits, by times on record alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mucudnn.networks.layers import Layer
+from mucudnn.optimizer import Sharing, share
+from mucudnn.planning.on_record import Choice, Choices, Times
+from mucudnn.planning.plan import MARGIN
+from mucudnn.reporting.record import Record
+from mucudnn.settings import Settings
+from mucudnn.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """Kernels of one layer and direction that are computed alike.
+
+    Attributes:
+        layer: the layer; its count is that of all its kernels, whether computed alike or not.
+        count: kernels that are computed this way.
+        choice: how.
+        choices: what there was to choose from.
+        record: the same for tables.
+    """
+
+    layer: Layer
+    count: int
+    choice: Choice
+    choices: Choices
+    record: Record
+
+    @property
+    def direction(self) -> str:
+        """In words."""
+        return self.record.direction.replace("_", " ")
+
+    @property
+    def fastest(self) -> Choice:
+        """With all the workspace there may be."""
+        return self.choices.desirable[-1]
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """The plan of a network.
+
+    Attributes:
+        rows: in the order of the network's layers.
+        missing: the layers of which no times are on record.
+        sharing: how the total was divided; `None` where one workspace is reused.
+        limit: bytes that one convolution may use.
+        total: bytes that all may use together; `None` where they reuse one workspace.
+    """
+
+    rows: Sequence[Row]
+    missing: Sequence[Layer]
+    sharing: Sharing[Choice] | None
+    limit: float
+    total: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Of all kernels of one training step."""
+        return sum(row.count * row.choice.seconds for row in self.rows)
+
+    @property
+    def stock_seconds(self) -> float:
+        """Of the same by torch's own kernels."""
+        return sum(row.count * row.record.stock_seconds for row in self.rows)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes that must be there: the largest where they are reused, the sum where each kernel has its own."""
+        return self._together([(row, row.choice.workspace) for row in self.rows])
+
+    def sentences(self) -> list[str]:
+        """What the plan gains, what workspace it saves, and what limits it."""
+        if not self.rows:
+            return []
+        return [*self._gain(), *self._saved(), *self._limits()]
+
+    def _gain(self) -> list[str]:
+        kernels = sum(row.count for row in self.rows)
+        text = (
+            f"{kernels} kernels of one step: {_ms(self.seconds)} predicted, "
+            f"{_times(self.stock_seconds, self.seconds)} the speed of torch's own kernels ({_ms(self.stock_seconds)})."
+        )
+        if self.sharing is not None and self.sharing.gap > 0:
+            text += f" No sharing of this total is faster by more than {self.sharing.gap:.2%}."
+        return [text]
+
+    def _saved(self) -> list[str]:
+        used = f"Workspace: {format_bytes(self.workspace)} "
+        used += "at most, reused by all." if self.total is None else f"in all, of {format_bytes(self.total)}."
+        divided = [row for row in self.rows if row.record.is_divided]
+        matched = [(row, size) for row in divided if (size := _undivided_bytes(row)) is not None]
+        if matched:
+            used += (
+                f" As fast undivided, {len(matched)} divided ones would need "
+                f"{format_bytes(self._together([(row, size) for row, size in matched]))} instead of "
+                f"{format_bytes(self._together([(row, row.choice.workspace) for row, _ in matched]))}."
+            )
+        if len(matched) < len(divided):
+            used += f" {len(divided) - len(matched)} are faster divided than any undivided algorithm on record."
+        return [used]
+
+    def _together(self, sizes: Sequence[tuple[Row, int]]) -> int:
+        if self.total is None:
+            return max((size for _, size in sizes), default=0)
+        return sum(row.count * size for row, size in sizes)
+
+    def _limits(self) -> list[str]:
+        sentences = []
+        best = sum(row.count * row.fastest.seconds for row in self.rows)
+        if best < self.seconds * (1 - 1e-9):
+            helped = max(self.rows, key=lambda row: row.count * (row.choice.seconds - row.fastest.seconds))
+            gain = helped.count * (helped.choice.seconds - helped.fastest.seconds)
+            sentences.append(
+                f"The {'limit' if self.total is None else 'total'} costs {_times(self.seconds, best)}: without it "
+                f"{_ms(best)}. Most would be gained in {helped.layer.name}, {helped.direction}: "
+                f"{_ms(gain)} with {format_bytes(helped.fastest.workspace)} instead of "
+                f"{format_bytes(helped.choice.workspace)}{' each' if helped.count > 1 else ''}."
+            )
+        else:
+            sentences.append("More workspace would not make it faster: every kernel has its best division on record.")
+        idle = [row for row in self.rows if len(row.choices.desirable) == 1]
+        if idle:
+            part = sum(row.count * row.choice.seconds for row in idle) / self.seconds
+            sentences.append(
+                f"{part:.0%} of the time is in {sum(row.count for row in idle)} kernels where nothing on record beats "
+                "torch's own."
+            )
+        return sentences
+
+
+def plan(layers: Sequence[Layer], known: Times, settings: Settings) -> NetworkPlan:
+    """The fastest plan of a network within the settings' limit and total.
+
+    Args:
+        layers: of which those that are not known are left out.
+        known: times of one environment.
+    """
+    missing = [layer for layer in layers if not known.knows(layer.problem)]
+    met = [layer for layer in layers if known.knows(layer.problem)]
+    found = [known.choices(layer.problem, settings.policy) for layer in met]
+    within = [[c for c in choices.desirable if c.workspace <= settings.workspace_limit] for choices in found]
+    total, sharing = settings.total_workspace_size, None
+    if total is None:
+        chosen = [[choices[-1]] * layer.count for layer, choices in zip(met, within, strict=True)]
+    else:
+        sharing = share([c for layer, c in zip(met, within, strict=True) for _ in range(layer.count)], total)
+        left = iter(sharing.divisions)
+        chosen = [[next(left) for _ in range(layer.count)] for layer in met]
+    rows = []
+    for layer, choices, kernels in zip(met, found, chosen, strict=True):
+        for choice in dict.fromkeys(kernels):
+            limit = settings.workspace_limit if total is None else choice.workspace
+            record = _record(layer, choice, choices, limit)
+            rows.append(Row(layer, kernels.count(choice), choice, choices, record))
+    return NetworkPlan(rows, missing, sharing, settings.workspace_limit, total)
+
+
+def _record(layer: Layer, choice: Choice, choices: Choices, limit: float) -> Record:
+    undivided = [other.seconds for other in choices.undivided if other.workspace <= limit]
+    if len(choice.options) == 1:
+        undivided.append(choice.seconds)
+    return Record(
+        problem=layer.problem,
+        direction=str(layer.problem.direction),
+        limit=limit,
+        parts=tuple((option.extent, option.algorithm) for option in choice.options),
+        seconds=choice.seconds,
+        undivided_seconds=min(undivided),
+        stock_seconds=choices.stock.seconds,
+        workspace=choice.workspace,
+        dim=choice.dim,
+    )
+
+
+def _undivided_bytes(row: Row) -> int | None:
+    """Workspace of the lightest undivided algorithm on record that is about as fast as the row's division."""
+    fast = [c.workspace for c in row.choices.undivided if c.seconds <= row.choice.seconds * (1 + MARGIN)]
+    return min(fast, default=None)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _times(slower: float, faster: float) -> str:
+    return f"{slower / faster:.2f}x" if faster > 0 else "-"

@@ -1,0 +1,1 @@
+"""A problem and a limit in, a plan out."""

@@ -1,0 +1,152 @@
+"""Recorded: what a database knows of a convolution, as divisions to choose from; nothing is measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mucudnn.convolution.problem import ConvProblem
+from mucudnn.optimizer import Division, Option, desirable_divisions, desirable_set, micro_batch_sizes
+from mucudnn.planning.plan import MARGIN
+from mucudnn.providers import STOCK
+
+_PROBLEM = ("direction", "x", "w", "y", "stride", "padding", "dilation", "groups", "transposed", "dtype", "formats")
+"""What of a database's key is `ConvProblem.launch_key()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Division):
+    """A division on record.
+
+    Attributes:
+        dim: what it cuts: "batch" or a spatial dim.
+    """
+
+    dim: str = "batch"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How a convolution may be computed.
+
+    Attributes:
+        desirable: what no other choice beats in time and workspace, ascending in workspace; first of all torch's own
+            kernel, then what is faster than it by the planner's margin.
+        undivided: every algorithm on the whole, torch's own kernel among them.
+    """
+
+    desirable: list[Choice]
+    undivided: list[Option]
+
+    @property
+    def stock(self) -> Choice:
+        """Torch's own kernel."""
+        return self.desirable[0]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of one environment.
+
+    Attributes:
+        environment: the machine, libraries and switches under which they were measured.
+    """
+
+    environment: dict[str, Any]
+    rows: dict[str, Sequence[Option]]
+
+    @property
+    def name(self) -> str:
+        """The environment in words, the device first."""
+        names = sorted(self.environment, key=lambda name: name != "device")
+        return ", ".join(f"{name} {self.environment[name]}" for name in names)
+
+    def knows(self, problem: ConvProblem) -> bool:
+        """Whether torch's own kernel was timed on the whole of a problem; without that nothing can be said."""
+        return self._stock(problem) is not None
+
+    def choices(self, problem: ConvProblem, policy: str) -> Choices:
+        """What the times know of a problem, the parts of a mini-batch being of the policy's sizes.
+
+        A division that was timed as a whole counts for that time. Divisions along a spatial dim are known as wholes
+        only.
+
+        Raises:
+            KeyError: for a problem that is not known.
+        """
+        stock = self._stock(problem)
+        if stock is None:
+            raise KeyError(str(problem))
+        rows = self._of(problem)
+        sizes = set(micro_batch_sizes(policy, problem.extent))
+        launches = [row for row in rows if row.extent in sizes and not _is_whole(row) and _is_launch(row, problem)]
+        wholes = {_parts(row): row for row in rows if _is_whole(row) and row.extent == problem.extent}
+        found: list[Choice] = []
+        for division in desirable_divisions([stock, *launches], problem.extent):
+            whole = wholes.pop(("batch", _shape(division)), None)
+            found.append(_timed(division, division.seconds if whole is None else whole.seconds))
+        for (dim, parts), row in wholes.items():
+            if dim != "batch" or {extent for extent, _ in parts} <= sizes:
+                found.append(_on_record(dim, parts, row))
+        fast = [choice for choice in desirable_set(found) if choice.seconds <= (1 - MARGIN) * stock.seconds]
+        undivided = [stock, *(row for row in launches if row.extent == problem.extent)]
+        return Choices([Choice((stock,)), *fast], undivided)
+
+    def _stock(self, problem: ConvProblem) -> Option | None:
+        found = (row for row in self._of(problem) if (row.algorithm, row.extent) == (STOCK, problem.extent))
+        return next((replace(row, workspace=0) for row in found), None)
+
+    def _of(self, problem: ConvProblem) -> Sequence[Option]:
+        return self.rows.get(_text(problem.launch_key()), ())
+
+
+def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Times]:
+    """What a database holds, by environment.
+
+    Args:
+        contents: `Store.contents()`.
+    """
+    found: dict[str, Times] = {}
+    for key, options in contents:
+        environment = {name: value for name, value in key.items() if name not in _PROBLEM}
+        problem = {name: value for name, value in key.items() if name in _PROBLEM}
+        entry = found.setdefault(_text(environment), Times(environment, {}))
+        entry.rows[_text(problem)] = options
+    return list(found.values())
+
+
+def _text(key: dict[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
+
+
+def _is_launch(row: Option, problem: ConvProblem) -> bool:
+    """Whether a row tells what a launch takes: torch's kernel on a whole mini-batch is on record without workspace."""
+    return row.algorithm != STOCK or (row.extent < problem.extent and row.workspace > 0)
+
+
+def _is_whole(row: Option) -> bool:
+    return row.algorithm.startswith("division ")
+
+
+def _parts(row: Option) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """The dim and the parts from the name of a whole: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
+    *dims, parts = row.algorithm.split(" ")[1:]
+    pairs = (part.partition(":") for part in parts.split("+"))
+    return (dims[0] if dims else "batch"), tuple((int(extent), algorithm) for extent, _, algorithm in pairs)
+
+
+def _shape(division: Division) -> tuple[tuple[int, str], ...]:
+    return tuple((option.extent, option.algorithm) for option in division.options)
+
+
+def _timed(division: Division, seconds: float) -> Choice:
+    """The division at the time it has as a whole, its launches in proportion."""
+    factor = seconds / division.seconds if division.seconds > 0 else 1.0
+    return Choice(tuple(replace(option, seconds=option.seconds * factor) for option in division.options))
+
+
+def _on_record(dim: str, parts: tuple[tuple[int, str], ...], row: Option) -> Choice:
+    seconds = row.seconds / len(parts)
+    return Choice(tuple(Option(extent, algorithm, seconds, row.workspace) for extent, algorithm in parts), dim)

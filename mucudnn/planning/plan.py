@@ -1,0 +1,117 @@
+"""Plan: how one problem is computed, and what else it could be computed by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mucudnn.convolution.problem import ConvProblem, Dim
+from mucudnn.convolution.tile import dims, extent
+from mucudnn.optimizer import Division, Option, best_division, desirable_divisions, desirable_set
+from mucudnn.providers import STOCK
+from mucudnn.reporting.record import Record
+from mucudnn.timing.schedule import LaunchError
+
+MARGIN = 0.05
+"""A division replaces torch's own kernel only if, both run in turn, it takes less than 1 - MARGIN of its time."""
+
+Options = Mapping[Dim, Sequence[Option]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a problem is computed.
+
+    Attributes:
+        problem: the convolution.
+        limit: bytes of workspace that were allowed.
+        dim: along which it is divided.
+        division: the launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
+        options: all launches that are known beside that one, from which another division can be made.
+        seconds: of the division, as it compares with torch's own kernel when both run in turn.
+        undivided_seconds: of the best algorithm that fits and takes the whole at once, compared alike.
+        stock_seconds: of torch's own kernel on the whole.
+        whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
+    """
+
+    problem: ConvProblem
+    limit: float
+    dim: Dim
+    division: Division
+    options: Options
+    seconds: float
+    undivided_seconds: float
+    stock_seconds: float
+    whole_workspace: int = 0
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether torch's own kernel serves the problem undivided."""
+        return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
+
+    @property
+    def record(self) -> Record:
+        """The plan for people."""
+        return Record(
+            problem=self.problem,
+            direction=str(self.problem.direction),
+            limit=self.limit,
+            parts=tuple((option.extent, option.algorithm) for option in self.division.options),
+            seconds=self.seconds,
+            undivided_seconds=self.undivided_seconds,
+            stock_seconds=self.stock_seconds,
+            workspace=self.division.workspace,
+            dim=str(self.dim),
+            whole_workspace=self.whole_workspace,
+        )
+
+    def records(self) -> list[Record]:
+        """The record alone, as others have several."""
+        return [self.record]
+
+    def without(self, failed: LaunchError) -> Plan:
+        """The next best plan once an algorithm has failed: without it at the failed extent and above."""
+        options = {**self.options, self.dim: surviving(self.options.get(self.dim, ()), failed)}
+        dim, division = best(self.problem, options, self.stock_seconds, self.limit)
+        return replace(self, dim=dim, division=division, options=options, seconds=division.seconds)
+
+    def desirable(self) -> list[Division]:
+        """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
+        worthwhile = (1 - MARGIN) * self.stock_seconds
+        fast = [
+            division
+            for dim in dims(self.problem)
+            for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim))
+            if division.seconds <= worthwhile and division.workspace <= self.limit
+        ]
+        return [Division((self._stock(Dim.BATCH),)), *desirable_set(fast)]
+
+    def taking(self, division: Division, limit: float) -> Plan:
+        """The plan with one of the desirable divisions, which a limit allows."""
+        known = {dim: {*self.options.get(dim, ()), self._stock(dim)} for dim in dims(self.problem)}
+        dim = next(
+            dim for dim in known if division.extent == self._extent(dim) and known[dim].issuperset(division.options)
+        )
+        return replace(self, dim=dim, division=division, seconds=division.seconds, limit=limit)
+
+    def _stock(self, dim: Dim) -> Option:
+        return Option(self._extent(dim), STOCK, self.stock_seconds, 0)
+
+    def _extent(self, dim: Dim) -> int:
+        return extent(self.problem, dim)
+
+
+def best(problem: ConvProblem, options: Options, stock_seconds: float, limit: float) -> tuple[Dim, Division]:
+    """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the choices."""
+    found: list[tuple[Dim, Division]] = []
+    for dim in dims(problem):
+        whole = extent(problem, dim)
+        division = best_division((*options.get(dim, ()), Option(whole, STOCK, stock_seconds, 0)), whole, limit)
+        assert division is not None, "torch's own kernel fits any limit"
+        found.append((dim, division))
+    return min(found, key=lambda choice: choice[1].seconds)
+
+
+def surviving(options: Iterable[Option], failed: LaunchError) -> list[Option]:
+    """The options left when an algorithm has failed: those of others, and its own on smaller parts."""
+    return [option for option in options if option.algorithm != failed.algorithm or option.extent < failed.extent]

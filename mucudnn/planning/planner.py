@@ -1,0 +1,250 @@
+"""Planner: a problem and a limit in, the fastest measured division out."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Shape
+from mucudnn.convolution.tile import dims, extent
+from mucudnn.optimizer import Division, Option, micro_batch_sizes
+from mucudnn.planning.plan import MARGIN, Plan, best, surviving
+from mucudnn.providers import STOCK, Provider, providers_on
+from mucudnn.settings import Settings
+from mucudnn.timing import progress
+from mucudnn.timing.board import Alone, Board
+from mucudnn.timing.environment import Environment, memory
+from mucudnn.timing.measurement import Candidate, Measurement, middle, workspace_of
+from mucudnn.timing.schedule import LaunchError, Schedule
+from mucudnn.timing.store import Store
+from mucudnn.timing.survey import Survey, Worker, peers
+
+PARTS_MARGIN = 0.15
+"""The same for a division into parts of torch's own kernel alone: it computes the same way, and what it gains may be
+what caches and allocator happened to hold when it was timed."""
+
+LEAST_SECONDS = 1e-4
+"""What torch's own kernel does in less is left to it: an algorithm called from Python costs about as much."""
+
+HOPELESS = 3.0
+"""An algorithm that takes more than this many times torch's time per sample, at its smallest micro-batch and at one
+that takes torch `PROBE_SECONDS`, is not measured at others."""
+
+PROBE_SECONDS = 0.25
+
+ATTEMPTS = 3
+"""Divisions that are compared with torch's own kernel before it is left to that."""
+
+HOST = torch.device("cpu")
+
+_log = logging.getLogger("mucudnn")
+
+
+class Planner:
+    """Measures what the database does not know yet, then decides."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        providers: Sequence[Provider] | None = None,
+        device: torch.device = HOST,
+        board: Board | None = None,
+    ) -> None:
+        """
+        Args:
+            providers: of algorithms; those of the device if not given.
+            device: where the problems are.
+            board: where other processes with the same program post what they measure.
+
+        Raises:
+            Unavailable: where cuDNN cannot be used, for a GPU.
+        """
+        self._settings = settings
+        self._store = store
+        self._device = device
+        self._board = board or Alone()
+        self._providers = providers_on(device, settings.engines) if providers is None else providers
+        self._peers = [
+            Planner(replace(settings, benchmark_devices=None), store, device=peer)
+            for peer in peers(device, settings.benchmark_devices)
+        ]
+
+    def providers(self, problem: ConvProblem) -> dict[str, Provider]:
+        """Who serves the problem or parts of it, by algorithm."""
+        found: dict[str, Provider] = {}
+        for dim in dims(problem):
+            found |= {algorithm: provider for provider, algorithm in self._candidates(problem, dim)}
+        return found
+
+    def plan(
+        self,
+        problem: ConvProblem,
+        environment: Environment,
+        operands: Operands | None = None,
+        strides: Shape | None = None,
+        limit: float | None = None,
+    ) -> Plan:
+        """The fastest division within a limit.
+
+        Args:
+            problem: the convolution.
+            environment: under which it runs.
+            operands: tensors to measure with, of which nothing is written; made up if not given.
+            strides: of the result; those of the target among the operands if not given.
+            limit: bytes of workspace; that of the settings if not given.
+        """
+        measurement = self._measurement(problem, environment, operands, strides)
+        stock = self._measured(measurement, self._settings.workspace_limit if limit is None else limit)
+        plan = self._fastest(measurement, stock)
+        if len(plan.division.options) > 1:
+            whole = [option for option in stock.options.get(Dim.BATCH, ()) if option.extent == problem.extent]
+            undivided = self._fastest(measurement, replace(stock, options={Dim.BATCH: whole}))
+            divided = replace(plan, undivided_seconds=undivided.seconds)
+            plan = min(replace(undivided, options=stock.options), divided, key=lambda plan: plan.seconds)
+        plan = replace(plan, whole_workspace=self._whole_workspace(plan))
+        _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
+        return plan
+
+    def _whole_workspace(self, plan: Plan) -> int:
+        """What the division's algorithms other than torch's own would need undivided."""
+        whole = {name: provider for provider, name in self._candidates(plan.problem, Dim.BATCH) if name != STOCK}
+        used = {algorithm for algorithm, _ in plan.division.runs()}
+        return max((whole[name].workspace(plan.problem, name) for name in used & whole.keys()), default=0)
+
+    def _fastest(self, measurement: Measurement, stock: Plan) -> Plan:
+        """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that."""
+        problem, limit, stock_seconds = stock.problem, stock.limit, stock.stock_seconds
+        options = {**stock.options}
+        for _ in range(ATTEMPTS):
+            dim, division = best(problem, options, stock_seconds, limit)
+            attempt = replace(stock, dim=dim, division=division)
+            if attempt.is_stock:
+                break
+            schedule = Schedule(problem, dim, division, self.providers(problem))
+            larger = _enlarged(options[dim], division, schedule.workspaces)
+            if larger != options[dim]:
+                options[dim] = larger
+                continue
+            try:
+                seconds = measurement.division_seconds(dim, division, schedule)
+            except LaunchError as error:
+                _log.warning("%s %s: %s", problem.direction, problem, error)
+                options[dim] = surviving(options[dim], error)
+                continue
+            margin = PARTS_MARGIN if {algorithm for algorithm, _ in division.runs()} == {STOCK} else MARGIN
+            if seconds <= (1 - margin) * stock_seconds:
+                return replace(attempt, seconds=seconds, undivided_seconds=seconds)
+            # Its algorithms were timed in a lucky moment: what their launches took together is what they count for.
+            correction, suspects = seconds / division.seconds, {algorithm for algorithm, _ in division.runs()}
+            options[dim] = [
+                replace(option, seconds=option.seconds * correction) if option.algorithm in suspects else option
+                for option in options[dim]
+            ]
+        return stock
+
+    def measured(
+        self,
+        problem: ConvProblem,
+        environment: Environment,
+        operands: Operands | None,
+        limit: float,
+        strides: Shape | None = None,
+    ) -> Plan:
+        """Torch's own kernel as the plan, beside it all options that were measured within the limit; as `plan`."""
+        return self._measured(self._measurement(problem, environment, operands, strides), limit)
+
+    def _measurement(
+        self, problem: ConvProblem, environment: Environment, operands: Operands | None, strides: Shape | None
+    ) -> Measurement:
+        return Measurement(problem, environment, self._store, operands, strides, self._device, self._board)
+
+    def _measured(self, measurement: Measurement, limit: float) -> Plan:
+        problem, stock_seconds = measurement.problem, measurement.stock_seconds()
+        options: dict[Dim, list[Option]] = {}
+        if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
+            tasks = [(dim, name) for dim in dims(problem) for _, name in self._candidates(problem, dim)]
+            workers = [self._worker(measurement, limit)]
+            workers += [peer._worker(measurement.elsewhere(peer._device), limit) for peer in self._peers]
+            with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
+                found = Survey(measurement, tasks, self._board, {"limit": limit, "policy": self._settings.policy})
+                for (dim, _), launches in zip(tasks, found.by(workers, advance), strict=True):
+                    options.setdefault(dim, []).extend(launches)
+        whole = Division((Option(problem.extent, STOCK, stock_seconds, 0),))
+        return Plan(problem, limit, Dim.BATCH, whole, options, stock_seconds, stock_seconds, stock_seconds)
+
+    def _worker(self, measurement: Measurement, limit: float) -> Worker:
+        """Measures the launches of an algorithm along a dim, on this planner's device."""
+        problem = measurement.problem
+        known = {(dim, name): who for dim in dims(problem) for who, name in self._candidates(problem, dim)}
+
+        def worker(dim: Dim, name: str) -> list[Option]:
+            provider = known.get((dim, name))
+            return [] if provider is None else list(self._options(measurement, (provider, name), dim, limit))
+
+        return worker
+
+    def _candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
+        part = problem if dim is Dim.BATCH else middle(problem, dim, extent(problem, dim) // 2).problem
+        return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
+
+    def _options(self, measurement: Measurement, candidate: Candidate, dim: Dim, limit: float) -> Iterator[Option]:
+        """The candidate's launches at the sizes that fit and are worth measuring."""
+        sizes = self._sizes(measurement.problem, candidate, dim, limit)
+        if not sizes:
+            return
+        hopeless = HOPELESS * measurement.stock_seconds() / extent(measurement.problem, dim)
+        quick = [size for size in sizes if size * hopeless <= HOPELESS * PROBE_SECONDS]
+        probes = [max(quick, default=sizes[0])]
+        if dim is Dim.BATCH:
+            probes = list(dict.fromkeys((*probes, sizes[0])))
+            rest = [size for size in sizes if size not in probes]
+        else:
+            # The smaller the tiles, the more they overlap: below one that is hopeless there is nothing to be found.
+            rest = [size for size in reversed(sizes) if size not in probes]
+        promising = False
+        for size in (*probes, *rest):
+            if size not in probes and not promising:
+                return
+            option = measurement.option(candidate, dim, size, hopeless * size)
+            if option is not None:
+                is_promising = option.seconds <= hopeless * size
+                promising = is_promising or (promising and dim is Dim.BATCH)
+                yield option
+
+    def _sizes(self, problem: ConvProblem, candidate: Candidate, dim: Dim, limit: float) -> list[int]:
+        """The sizes of parts that the policy tries and that fit, ascending."""
+        whole = extent(problem, dim)
+        allowed = min(limit, memory(self._device) // 2)
+
+        def fits(size: int) -> bool:
+            workspace = workspace_of(problem, candidate, dim, size)
+            return workspace is not None and workspace <= allowed
+
+        sizes = {size for size in micro_batch_sizes(self._settings.policy, whole) if fits(size)}
+        if candidate[1] == STOCK or dim is not Dim.BATCH:
+            sizes.discard(whole)
+        if dim is not Dim.BATCH and sizes:
+            # Tiles overlap, so what fits is used to the full: in as few tiles as possible, of equal size.
+            largest = bisect_left(range(whole), True, lo=max(sizes) + 1, key=lambda size: not fits(size)) - 1
+            even = -(-whole // -(-whole // largest))
+            if fits(even):
+                sizes.add(even)
+        return sorted(sizes)
+
+
+def _enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:
+    """The options with no less workspace than launches of the division turn out to need."""
+    needed: dict[tuple[str, int], int] = {}
+    for option, workspace in zip(division.options, workspaces, strict=True):
+        key = option.algorithm, option.extent
+        needed[key] = max(workspace, needed.get(key, 0))
+    return [
+        replace(option, workspace=max(option.workspace, needed.get((option.algorithm, option.extent), 0)))
+        for option in options
+    ]

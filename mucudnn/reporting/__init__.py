@@ -1,0 +1,1 @@
+"""What was chosen, as records, files and tables."""

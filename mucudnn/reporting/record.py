@@ -1,0 +1,84 @@
+"""Record: what was chosen for one convolution, and its form in JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import Any
+
+from mucudnn.convolution.problem import ConvProblem, Direction
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one convolution is computed in one direction, and what else could have been.
+
+    Attributes:
+        problem: the convolution.
+        direction: "forward", "backward_data" or "backward_filter".
+        limit: bytes of workspace that were allowed; `math.inf` for no limit.
+        parts: the division, as (extent, algorithm) per launch.
+        seconds: of the division, predicted from the times of its launches.
+        undivided_seconds: of the best algorithm within the limit that takes the whole mini-batch at once.
+        stock_seconds: of torch's own kernel.
+        workspace: bytes that the division uses.
+        dim: what is cut: "batch", where extents are samples, or "depth", "height" or "length", where they are rows.
+        whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
+    """
+
+    problem: ConvProblem
+    direction: str
+    limit: float
+    parts: tuple[tuple[int, str], ...]
+    seconds: float
+    undivided_seconds: float
+    stock_seconds: float
+    workspace: int
+    dim: str = "batch"
+    whole_workspace: int = 0
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the convolution is cut into several launches."""
+        return len(self.parts) > 1
+
+    @property
+    def division(self) -> str:
+        """The parts in short: "4xfft(16) + gemm(3)", or "depth 4xfft(16)" if not along the batch."""
+        runs = ((len(list(group)), extent, algorithm) for (extent, algorithm), group in groupby(self.parts))
+        parts = " + ".join(
+            f"{f'{count}x' if count > 1 else ''}{algorithm}({extent})" for count, extent, algorithm in runs
+        )
+        return parts if self.dim == "batch" else f"{self.dim} {parts}"
+
+
+def to_json(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """The records as plain values for `json.dump`; a limit of `null` means unlimited."""
+    return [asdict(record) | {"limit": None if record.limit == math.inf else record.limit} for record in records]
+
+
+def from_json(values: Any) -> list[Record]:
+    """The records that `to_json` made, after `json.load` or before `json.dump`.
+
+    Raises:
+        ValueError: if the values are something else.
+    """
+    try:
+        return [_record(value) for value in values]
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ValueError(f"these are no records of mucudnn: {type(error).__name__}: {error}") from error
+
+
+def _record(value: dict[str, Any]) -> Record:
+    problem: dict[str, Any] = {
+        name: tuple(item) if isinstance(item, list) else item for name, item in value["problem"].items()
+    }
+    problem["direction"] = Direction(problem["direction"])
+    record = Record(**value | {"problem": ConvProblem(**problem)})
+    return replace(
+        record,
+        limit=math.inf if record.limit is None else record.limit,
+        parts=tuple((int(extent), str(algorithm)) for extent, algorithm in record.parts),
+    )

@@ -1,0 +1,65 @@
+"""Outcome: what a run leaves in the file of `run --report`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mucudnn.reporting.record import Record, from_json, to_json
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A convolution in the one step whose memory was recorded, in the order of the calls.
+
+    Attributes:
+        name: the convolution, for people.
+        live: bytes that are alive when it is called, its result among them.
+        workspace: bytes that its plan uses.
+        budget: bytes that it may use; `math.inf` for no limit.
+    """
+
+    name: str
+    live: int
+    workspace: int
+    budget: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was chosen, and, where a step's memory was recorded, how it went.
+
+    Attributes:
+        records: of every convolution met.
+        timeline: of one step; empty where none was recorded.
+    """
+
+    records: Sequence[Record]
+    timeline: Sequence[Moment] = field(default=())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dump`; a limit or budget of `null` means unlimited."""
+        timeline = [
+            asdict(moment) | {"budget": None if moment.budget == math.inf else moment.budget}
+            for moment in self.timeline
+        ]
+        return {"plans": to_json(self.records), "timeline": timeline}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Outcome:
+        """The outcome that `to_json` made.
+
+        Raises:
+            ValueError: if the values are something else.
+        """
+        try:
+            timeline = [
+                Moment(**moment | {"budget": math.inf if moment["budget"] is None else moment["budget"]})
+                for moment in values["timeline"]
+            ]
+            plans = values["plans"]
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"this is no report of a run: {type(error).__name__}: {error}") from error
+        return cls(from_json(plans), timeline)

@@ -1,0 +1,177 @@
+"""Tables of records, and of what a database holds, for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.optimizer import Option
+from mucudnn.reporting.record import Record
+from mucudnn.sizes import format_bytes
+
+
+def table(records: Sequence[Record], names: Sequence[str] | None = None) -> Table:
+    """A row per record, in the given order.
+
+    Args:
+        names: the first column, for instance the layers' names; left out if not given.
+    """
+    limits = {record.limit for record in records}
+    title = f"workspace limit {format_bytes(*limits)}" if len(limits) == 1 else None
+    shown = _narrow_table(title)
+    if names is not None:
+        shown.add_column("layer", overflow="fold")
+    shown.add_column("convolution", overflow="fold", min_width=8)
+    shown.add_column("direction")
+    shown.add_column("division", overflow="fold")
+    for heading in ("ms", "over\nundivided", "over\nstock", "workspace", *(["limit"] if title is None else [])):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for index, record in enumerate(records):
+        shown.add_row(
+            *([] if names is None else [names[index]]),
+            str(record.problem),
+            _spaced(record.direction),
+            record.division,
+            f"{record.seconds * 1e3:.3f}",
+            _times(record.undivided_seconds, record.seconds),
+            _times(record.stock_seconds, record.seconds),
+            format_bytes(record.workspace),
+            *([format_bytes(record.limit)] if title is None else []),
+        )
+    return shown
+
+
+def summary(records: Sequence[Record], counts: Sequence[int] | None = None) -> str:
+    """What the records say together: what is gained, what workspace is saved, and what limits it.
+
+    Args:
+        counts: how often each is called; once if not given.
+    """
+    if not records:
+        return "No convolution was met."
+    divided = sum(record.is_divided for record in records)
+    weights = [1] * len(records) if counts is None else counts
+    seconds, undivided, stock = (
+        sum(weight * time for weight, time in zip(weights, times, strict=True))
+        for times in zip(*((r.seconds, r.undivided_seconds, r.stock_seconds) for r in records), strict=True)
+    )
+    calls = "One call of each" if counts is None else "All calls of one pass"
+    gain = (
+        f"{len(records)} convolution{'s' * (len(records) > 1)}, {divided} of them divided. {calls}: "
+        f"{seconds * 1e3:.3f} ms predicted, {_times(stock, seconds)} the speed of torch's own kernels "
+        f"({stock * 1e3:.3f} ms) and {_times(undivided, seconds)} that of the best undivided algorithms within the "
+        f"limit ({undivided * 1e3:.3f} ms)."
+    )
+    return " ".join((gain, *_saved(records), *_limited(records, weights)))
+
+
+def _saved(records: Sequence[Record]) -> list[str]:
+    cut = [record for record in records if record.is_divided and record.whole_workspace > record.workspace]
+    if not cut:
+        return []
+    most = max(cut, key=lambda record: record.whole_workspace / max(record.workspace, 1))
+    used, whole = (max(sizes) for sizes in zip(*((r.workspace, r.whole_workspace) for r in cut), strict=True))
+    return [
+        f"Workspace of the divided ones: {format_bytes(used)} at most, undivided up to {format_bytes(whole)}, which "
+        f"{sum(record.whole_workspace > record.limit for record in cut)} could not have within the limit. Most is "
+        f"saved in {_spaced(most.direction)} of {most.problem}: {format_bytes(most.workspace)} instead of "
+        f"{format_bytes(most.whole_workspace)}."
+    ]
+
+
+def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
+    torchs = [weight * r.seconds for r, weight in zip(records, weights, strict=True) if r.seconds == r.stock_seconds]
+    whole = sum(weight * record.seconds for record, weight in zip(records, weights, strict=True))
+    if not torchs or whole == 0:
+        return []
+    return [
+        f"{len(torchs)} of them, {sum(torchs) / whole:.0%} of the time, stay with torch's own kernel, which nothing "
+        "within the limit beats."
+    ]
+
+
+def _narrow_table(title: str | None) -> Table:
+    """An empty table whose lines leave most of a terminal to what is in it."""
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+
+
+def _spaced(direction: str) -> str:
+    """A direction as words, between which a narrow table may break."""
+    return direction.replace("_", " ")
+
+
+def _times(slower: float, faster: float) -> str:
+    """A speed-up for people."""
+    return f"{slower / faster:.2f}x" if faster > 0 else "-"
+
+
+def known_tables(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Table]:
+    """What a database holds: a table per environment, in it a row per convolution and algorithm.
+
+    Args:
+        contents: `Store.contents()`; launches whose algorithm is a whole division (its name has a space) are left out.
+    """
+    tables: dict[str, Table] = {}
+    for key, options in contents:
+        problem, environment = _split(key)
+        if environment not in tables:
+            tables[environment] = _known_table(environment)
+        by_algorithm: dict[str, list[Option]] = {}
+        for option in options:
+            if " " not in option.algorithm:
+                by_algorithm.setdefault(option.algorithm, []).append(option)
+        for algorithm, launches in by_algorithm.items():
+            best = min(launches, key=lambda option: option.seconds / option.extent)
+            tables[environment].add_row(
+                str(problem),
+                _spaced(problem.direction),
+                algorithm,
+                _ranges([option.extent for option in launches]),
+                f"{best.seconds / best.extent * 1e3:.3f}",
+                str(best.extent),
+                format_bytes(best.workspace),
+            )
+    return list(tables.values())
+
+
+def _known_table(environment: str) -> Table:
+    shown = _narrow_table(environment)
+    for heading in ("convolution\nof one sample", "direction", "algorithm", "micro-batches"):
+        shown.add_column(heading, overflow="fold")
+    for heading in ("least ms\nper sample", "at", "workspace"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: "1-3 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _split(key: dict[str, Any]) -> tuple[ConvProblem, str]:
+    """The problem, of one sample, and the environment in words, from a key of the database."""
+    left = dict(key)
+    problem = ConvProblem(
+        direction=Direction(left.pop("direction")),
+        x_shape=(1, *left.pop("x")),
+        w_shape=tuple(left.pop("w")),
+        y_shape=(1, *left.pop("y")),
+        stride=tuple(left.pop("stride")),
+        padding=tuple(left.pop("padding")),
+        dilation=tuple(left.pop("dilation")),
+        groups=left.pop("groups"),
+        transposed=left.pop("transposed"),
+        dtype=left.pop("dtype"),
+        formats=tuple(left.pop("formats")),
+    )
+    return problem, ", ".join(f"{name} {value}" for name, value in left.items())

@@ -1,0 +1,91 @@
+"""Shared: convolutions of one shape whose workspaces come out of a total for all (WD)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from mucudnn.budgets.total import Ledger, Menu, Shares
+from mucudnn.convolution.call import Call
+from mucudnn.optimizer import Division
+from mucudnn.planning.plan import Plan
+from mucudnn.reporting.record import Record
+from mucudnn.runtime.fixed_limit import Planned
+
+
+class Workspace:
+    """The total of a session: who may hold how much of it, and what is held now."""
+
+    def __init__(self, total: float) -> None:
+        self.shares = Shares(total)
+        self.ledger = Ledger(total)
+        self.lock = threading.Lock()
+
+
+class Shared:
+    """The kernels of one shape and direction: one per weight, so one per layer.
+
+    They have been measured once. Each runs the division that its share allows; a division is held against torch's own
+    kernel when a kernel first runs it, and leaves the menu if it does not hold.
+    """
+
+    def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], Planned]) -> None:
+        """
+        Args:
+            stock: torch's own kernel as the plan, with all options that were measured.
+            confirm: the best plan of a call within so many bytes, measured as a whole.
+        """
+        self._workspace, self._stock, self._confirm = workspace, stock, confirm
+        self._menu = Menu(stock.desirable())
+        self._planned: dict[int, Planned] = {}  # by share
+        self._found: dict[Division, Plan] = {}  # what came on the menu later
+        self._lock = threading.Lock()
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel shall serve it."""
+        with self._workspace.lock:
+            kernel = self._workspace.shares.call((self, call.weight.data_ptr()), self._menu)
+            if kernel is None or kernel.division is None or kernel.division == self._stock.division:
+                return None
+            division, share = kernel.division, kernel.share
+        planned = self._planned.get(share) or self._confirmed(division, share, call)
+        if planned.plan.is_stock or not self._workspace.ledger.take(share):
+            return None
+        try:
+            return planned.run(call)
+        finally:
+            self._workspace.ledger.give(share)
+
+    def records(self) -> list[Record]:
+        """A record for each kernel, its share as the limit."""
+        with self._workspace.lock:
+            kernels = [kernel for kernel in self._workspace.shares.kernels.values() if kernel.menu is self._menu]
+            return [self._plan(kernel.division or self._stock.division, kernel.share).record for kernel in kernels]
+
+    def _plan(self, division: Division, share: int) -> Plan:
+        """What runs within a share, or would by the times of its launches."""
+        if share in self._planned:
+            return self._planned[share].plan
+        if division in self._found:
+            return replace(self._found[division], limit=share)
+        return self._stock.taking(division, share)
+
+    def _confirmed(self, division: Division, share: int, call: Call) -> Planned:
+        with self._lock:
+            if share not in self._planned:
+                planned = self._confirm(call, share)
+                if planned.plan.division != division:
+                    self._disappoint(share, planned.plan)
+                self._planned[share] = planned
+            return self._planned[share]
+
+    def _disappoint(self, share: int, best: Plan) -> None:
+        """Takes from the menu what within a share promises to be better than what was found to be best there."""
+        with self._workspace.lock:
+            self._found[best.division] = best
+            others = [d for d in self._menu.divisions if d.workspace > share or d.seconds >= best.seconds]
+            self._menu.divisions = [best.division, *(other for other in others if other != best.division)]
+            self._workspace.shares.change()

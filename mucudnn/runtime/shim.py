@@ -1,0 +1,176 @@
+"""The shim: kernels of mucudnn's own beneath `aten::convolution` and `aten::convolution_backward`."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import Direction
+from mucudnn.providers import stock_kernel
+from mucudnn.runtime.fixed_limit import Planned
+from mucudnn.runtime.session import Session
+from mucudnn.runtime.shared_total import Shared
+from mucudnn.runtime.step_budget import Neutral
+from mucudnn.timing.environment import switches
+
+DEVICE_TYPES = {"CPU": "cpu"} | ({"CUDA": "cuda"} if torch.version.cuda is not None else {})
+"""The dispatch keys that are served, with their device types."""
+
+_UNMET = object()
+_lock = threading.Lock()
+_library: torch.library.Library | None = None
+_session: Session | None = None
+
+
+def install(session: Session | None) -> Session | None:
+    """Makes `session` serve this process's convolutions; None takes the shim out and leaves torch as it was.
+
+    Returns:
+        The session that served before.
+    """
+    global _library, _session
+    with _lock:
+        before, _session = _session, session
+        if session is not None and _library is None:
+            _library = _register()
+        elif session is None and _library is not None:
+            _library._destroy()
+            _library = None
+        return before
+
+
+def current() -> Session | None:
+    """The session that serves this process's convolutions."""
+    return _session
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    for key, device_type in DEVICE_TYPES.items():
+        # Taken before the registration: afterwards these names mean the shim.
+        forward = stock_kernel("convolution", device_type)
+        backward = stock_kernel("convolution_backward", device_type)
+        kernels = {
+            "convolution": _convolution(forward, device_type),
+            "convolution_backward": _convolution_backward(backward, device_type),
+        }
+        with warnings.catch_warnings():
+            # Torch has a kernel of its own under CUDA's key: to override it is what is meant.
+            warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
+            for name, kernel in kernels.items():
+                library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+    return library
+
+
+def _convolution(stock: Any, device_type: str) -> Any:
+    """The kernel of `aten::convolution` above torch's own."""
+    forward, on_host = Direction.FORWARD, device_type == "cpu"
+
+    def convolution(
+        keyset: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+    ) -> torch.Tensor:
+        session = _session
+        if session is not None:
+            geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+            key = (forward, _look(input), _look(weight), geometry, switches(device_type))
+            planned = session.decisions.get(key, _UNMET)
+            if planned is not None:
+                call = Call(forward, input, weight, bias, None, *geometry)
+                if planned is _UNMET:
+                    planned = session.decide(key, call)
+                served = planned.run(call) if isinstance(planned, Planned | Shared | Neutral) else None
+                if served is not None:
+                    return served
+        if on_host:
+            # What torch's own kernel does, with no boxing of arguments, which takes longer; the flags are cuDNN's.
+            with torch._C.DisableTorchFunction():
+                return torch._convolution(
+                    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
+                    False, False, False, False,
+                )  # fmt: skip
+        result: torch.Tensor = stock.call_boxed(
+            keyset, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+        )
+        return result
+
+    return convolution
+
+
+def _convolution_backward(stock: Any, device_type: str) -> Any:
+    """The kernel of `aten::convolution_backward` above torch's own."""
+    directions = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
+
+    def convolution_backward(
+        keyset: Any,
+        grad_output: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias_sizes: Sequence[int] | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        transposed: bool,
+        output_padding: Sequence[int],
+        groups: int,
+        output_mask: Sequence[bool],
+    ) -> tuple[torch.Tensor | None, ...]:
+        def by_torch(mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+            found: Sequence[torch.Tensor | None] = stock.call_boxed(
+                keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
+                transposed, output_padding, groups, mask,
+            )  # fmt: skip
+            return found
+
+        session = _session
+        left = list(output_mask)
+        gradients: list[torch.Tensor | None] = [None, None, None]
+        if session is not None:
+            geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches(device_type))
+            for place, direction in enumerate(directions):
+                if not left[place]:
+                    continue
+                planned = session.decisions.get((direction, *looks), _UNMET)
+                if planned is None:
+                    continue
+                call = Call(direction, input, weight, None, grad_output, *geometry)
+                if planned is _UNMET:
+                    planned = session.decide((direction, *looks), call)
+                if isinstance(planned, Neutral):
+                    planned = planned.chosen(call)
+                    if planned is not None and place == 1 and left[0]:
+                        # In torch's order: were the weight's gradient alive beside it, it would need more memory.
+                        gradients[0], left[0] = by_torch([True, False, False])[0], False
+                gradients[place] = planned.run(call) if isinstance(planned, Planned | Shared) else None
+                left[place] = gradients[place] is None
+            if left[2] and not left[1] and left != list(output_mask):
+                # Torch computes the bias's gradient along with the weight's, at its cost; alone it is a sum.
+                gradients[2] = grad_output.sum((0, *range(2, grad_output.dim())))
+                left[2] = False
+        if any(left):
+            rest = by_torch(left)
+            for place, wanted in enumerate(left):
+                if wanted:
+                    gradients[place] = rest[place]
+        return tuple(gradients)
+
+    return convolution_backward
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What of a tensor decides how it is convolved."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

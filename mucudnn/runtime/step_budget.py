@@ -1,0 +1,133 @@
+"""Neutral: convolutions that may use what memory a step leaves at their moment, so that its peak does not rise."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from mucudnn.budgets.memory import held, recorder
+from mucudnn.budgets.steps import Steps
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.optimizer import Timeline
+from mucudnn.reporting.record import Record
+from mucudnn.reporting.run_file import Moment
+from mucudnn.runtime.fixed_limit import Planned
+from mucudnn.settings import Settings
+from mucudnn.sizes import PEAK
+
+
+class Allowance:
+    """What the memory of the program's steps allows, per device."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.limit = math.inf if settings.memory_limit is None else settings.memory_limit
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._steps: dict[torch.device, Steps] = {}
+        self._gradient: tuple[int, int] | None = None
+
+    def bytes(self, neutral: Neutral, call: Call) -> int | None:
+        """What the call may use; `None` while that is not known."""
+        with self._lock:
+            device = call.input.device
+            if device not in self._steps:
+                self._steps[device] = Steps(recorder(device), self._budgets)
+            size = _result_bytes(call)
+            # Torch computes both gradients in one call, the input's first: it is alive beside the weight's.
+            gradient = None if call.grad_output is None else (call.grad_output.data_ptr(), call.input.data_ptr())
+            if call.direction is Direction.BACKWARD_FILTER and gradient == self._gradient:
+                size += call.input.numel() * call.input.element_size()
+            self._gradient = gradient if call.direction is Direction.BACKWARD_DATA else None
+            return self._steps[device].call(neutral, call.direction is Direction.FORWARD, size)
+
+    def timeline(self) -> list[Moment]:
+        """The step that was last gone through among those that are known, on the device that was used first."""
+        with self._lock:
+            for steps in self._steps.values():
+                if (step := steps.last) is not None:
+                    moments = zip(step.calls, step.timeline.live, step.budgets, strict=True)
+                    return [neutral.moment(live, budget) for neutral, live, budget in moments]  # type: ignore[attr-defined]
+        return []
+
+    def close(self) -> None:
+        """Ends recordings that are going on."""
+        with self._lock:
+            for steps in self._steps.values():
+                steps.close()
+
+    def _budgets(self, timeline: Timeline) -> tuple[int, ...]:
+        found = timeline.budgets(self.limit)
+        if self._settings.workspace_limit is PEAK:
+            return tuple(map(min, found, timeline.budgets()))
+        return tuple(int(min(budget, self._settings.workspace_limit)) for budget in found)
+
+
+class Neutral:
+    """The convolutions of one shape and direction, each call with the budget of its place in the step."""
+
+    def __init__(self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], Planned | None]) -> None:
+        """
+        Args:
+            problem: as far as it is known before it was computed, for its name.
+            plan: the best plan of a call within so many bytes, None where it cannot be measured.
+        """
+        self._allowance, self._plan = allowance, plan
+        formats = cast(tuple[str, str, str], tuple(name or "contiguous" for name in problem.formats))
+        self._name = f"{problem.direction} {replace(problem, formats=formats)}"
+        self._planned: dict[int, Planned | None] = {}  # by budget
+        self._lock = threading.Lock()
+
+    def chosen(self, call: Call) -> Planned | None:
+        """What serves the call, to be run at once; `None` where torch's own kernel shall."""
+        budget = self._allowance.bytes(self, call)
+        if not budget:
+            return None
+        if budget not in self._planned and _is_captured(call):
+            return None  # nothing can be measured in a CUDA graph's capture
+        planned = self._planned[budget] if budget in self._planned else self._made(call, budget)
+        if planned is None or planned.plan.is_stock:
+            return None
+        if self._allowance.limit < math.inf:
+            # More may be alive than when the step was recorded.
+            needed = held(call.input.device) + _result_bytes(call) + planned.plan.division.workspace
+            if needed > self._allowance.limit:
+                return None
+        return planned
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel shall serve it."""
+        planned = self.chosen(call)
+        return None if planned is None else planned.run(call)
+
+    def records(self) -> list[Record]:
+        """A record for each budget, as the limit."""
+        with self._lock:
+            return [planned.plan.record for planned in self._planned.values() if planned is not None]
+
+    def moment(self, live: int, budget: int) -> Moment:
+        """A call in the recorded step."""
+        planned = self._planned.get(budget)
+        workspace = 0 if planned is None else planned.plan.division.workspace
+        return Moment(self._name, live, workspace, budget)
+
+    def _made(self, call: Call, budget: int) -> Planned | None:
+        with self._lock:
+            if budget not in self._planned:
+                self._planned[budget] = self._plan(call, budget)
+            return self._planned[budget]
+
+
+def _result_bytes(call: Call) -> int:
+    problem = call.problem()
+    assert problem is not None, "others are torch's"
+    return math.prod(problem.target_shape) * problem.element_bytes
+
+
+def _is_captured(call: Call) -> bool:
+    return call.input.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,1 @@
+"""How times of launches come to be, and where they are kept."""

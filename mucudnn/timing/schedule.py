@@ -1,0 +1,121 @@
+"""Schedule: a division that can be run on any operands of its problem's shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Role
+from mucudnn.convolution.tile import Tile, tiles
+from mucudnn.optimizer import Division
+from mucudnn.providers import Provider
+
+
+class LaunchError(RuntimeError):
+    """An algorithm failed while it ran.
+
+    Attributes:
+        algorithm: its name.
+        extent: samples, or rows, of the largest part it was given.
+    """
+
+    def __init__(self, algorithm: str, extent: int, cause: BaseException) -> None:
+        super().__init__(f"{algorithm} on a part of {extent}: {str(cause).splitlines()[0] if str(cause) else cause!r}")
+        self.algorithm = algorithm
+        self.extent = extent
+
+
+class Run(NamedTuple):
+    """Consecutive parts by one algorithm."""
+
+    algorithm: str
+    provider: Provider
+    tiles: tuple[Tile, ...]
+    accumulate: bool
+
+
+class Schedule:
+    """A division made ready: its parts one after the other, each by its algorithm, into one result."""
+
+    def __init__(self, problem: ConvProblem, dim: Dim, division: Division, providers: Mapping[str, Provider]) -> None:
+        """
+        Args:
+            dim: along which the problem is divided.
+            providers: by algorithm, for every algorithm in the division.
+        """
+        self._problem = problem
+        self._runs: list[Run] = []
+        start = 0
+        for algorithm, extents in division.runs():
+            accumulate = problem.target is Role.W and start > 0
+            cut = tuple(tiles(problem, dim, extents, start))
+            self._runs.append(Run(algorithm, providers[algorithm], cut, accumulate))
+            start += sum(extents)
+
+    @property
+    def workspaces(self) -> Iterator[int]:
+        """Bytes of each launch: parts at an edge may differ in them."""
+        extra = rounding_bytes(self._problem)
+        for run in self._runs:
+            for tile in run.tiles:
+                yield run.provider.workspace(tile.problem, run.algorithm) + extra
+
+    def run(self, operands: Operands) -> None:
+        """Computes the problem's target.
+
+        Args:
+            operands: of the whole; the target is overwritten.
+
+        Raises:
+            LaunchError: where an algorithm fails; the target's contents are then undefined.
+        """
+        result = operands.target(self._problem)
+        if rounding_bytes(self._problem):
+            operands = replace(operands, w=torch.empty_like(operands.w, dtype=torch.float32))
+        with _BeneathTransforms():
+            for algorithm, provider, cut, accumulate in self._runs:
+                try:
+                    provider.launch(algorithm, [tile.part(operands) for tile in cut], accumulate)
+                except (RuntimeError, MemoryError) as error:
+                    largest = max(tile.extent for tile in cut)
+                    raise LaunchError(algorithm, largest, error) from error
+            if operands.target(self._problem) is not result:
+                result.copy_(operands.target(self._problem))
+
+
+def rounding_bytes(problem: ConvProblem) -> int:
+    """Bytes of the float32 sum of a half-type weight gradient, which is rounded once at the end."""
+    if problem.is_half and problem.target is Role.W:
+        return 4 * math.prod(problem.w_shape)
+    return 0
+
+
+class _BeneathTransforms:
+    """Calls go straight to the backend: no autograd, and no autocast of what an algorithm computes with.
+
+    A backward pass may run while its caller's autocast is still on.
+    """
+
+    def __enter__(self) -> None:
+        self._guards: list[Any] = [torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)]
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*exception)
+
+
+def _key_set(keys: Iterable[Any]) -> Any:
+    union = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    for key in keys:
+        union = union | torch._C.DispatchKeySet(key)
+    return union
+
+
+_AUTOCAST = _key_set((torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA))

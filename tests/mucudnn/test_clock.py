@@ -1,0 +1,53 @@
+"""Medians and ratios on a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from mucudnn.timing import clock
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time now, in a list of one; it moves only when a test says so."""
+    time = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def takes(now: list[float], seconds: list[float]) -> clock.Work:
+    """Work that takes the given seconds, call by call, the last of them for ever."""
+    left = list(seconds)
+
+    def work() -> None:
+        now[0] += left.pop(0) if len(left) > 1 else left[0]
+
+    return work
+
+
+def test_seconds_are_the_median_after_a_warm_up(now: list[float]) -> None:
+    assert clock.seconds(takes(now, [0.1, 0.01, 0.05, 0.02, 0.03, 0.04])) == pytest.approx(0.03)
+
+
+def test_long_work_is_called_once(now: list[float]) -> None:
+    assert clock.seconds(takes(now, [2.0, 1.0])) == pytest.approx(2.0)
+
+
+def test_a_slow_baseline_is_called_once_where_the_work_is_far_faster(now: list[float]) -> None:
+    calls: list[float] = []
+    slow = takes(now, [20.0])
+    assert clock.ratio(takes(now, [0.2, 0.1]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.005)
+    assert len(calls) == 1
+    assert clock.ratio(takes(now, [19.0]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.95)
+    assert len(calls) == 1 + 4
+
+
+def test_ratio_does_not_trust_a_lucky_half(now: list[float]) -> None:
+    work = takes(now, [1e-3, *[1e-3, 3e-3] * 6])
+    assert clock.ratio(work, takes(now, [2e-3])) == pytest.approx(1.5)
+
+
+def test_ratio_cancels_a_drift_of_the_machine(now: list[float]) -> None:
+    drift = [1e-3 * 1.5**i for i in range(12)]
+    ratio = clock.ratio(takes(now, [1.0, *drift]), takes(now, [2 * seconds for seconds in drift]))
+    assert ratio == pytest.approx(0.5)
