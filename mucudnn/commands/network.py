@@ -12,7 +12,7 @@ from mucudnn.program import NotFound
 
 NAMES = (
     "NETWORK is module:attribute or file.py:attribute, the attribute a torch.nn.Module or something that\n"
-    "makes one; within the repository it may be a name of benchmarks/networks."
+    "makes one; or the name of a network that ships with mucudnn, such as resnet18."
 )
 """What NETWORK may be, for a help text."""
 

@@ -38,12 +38,12 @@ BARE = f"""
 import sys, types
 package = sys.modules["mucudnn"] = types.ModuleType("mucudnn")
 package.__path__ = [{str(ROOT / "mucudnn")!r}]
-from mucudnn import run
+from mucudnn import program
 if sys.argv[1] == "-m":
     del sys.argv[1]
-    run.module(sys.argv[1]).run(sys.argv[2:])
+    program.module(sys.argv[1]).run(sys.argv[2:])
 else:
-    run.script(sys.argv[1]).run(sys.argv[2:])
+    program.script(sys.argv[1]).run(sys.argv[2:])
 """
 
 

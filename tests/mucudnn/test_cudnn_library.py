@@ -286,6 +286,6 @@ def test_torch_without_cudnn_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_loads_no_cudnn() -> None:
-    code = "import mucudnn, mucudnn.session, sys; print(any('cudnn.card' in name for name in sys.modules))"
+    code = "import mucudnn, mucudnn.runtime.session, sys; print(any('cudnn.card' in name for name in sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

@@ -101,8 +101,8 @@ def test_the_path_is_kept_when_the_working_directory_changes(tmp_path: Path, mon
 
 WRITER = """
 import os, sys, warnings
-from mucudnn.store import Store
-from optimizer import Option
+from mucudnn.timing.store import Store
+from mucudnn.optimizer import Option
 path, me, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 store = Store(path)
 print("ready", flush=True)
