@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.channels import check_algorithm
+from distconv.gpu import take_gpu
 from distconv.model.checkpoint import whole_state
 from distconv.model.parallelize import distributed_script, parallelize, shard
 from distconv.model.parameters import partition_of
@@ -53,8 +54,9 @@ def init(
     ``None`` reads DISTCONV_PARTITION. Uses the default process group where one exists; makes one, over DISTCONV_BACKEND
     (default: gloo, nccl for GPUs), from torchrun's environment, or of this process alone. May be called again for
     another partition. channel_algorithm: what stays where it is in layers whose channels are sharded, x, y, w or auto
-    (what moves least; see distconv.channels); ``None`` reads DISTCONV_CHANNEL_ALGORITHM, default auto. Every rank of
-    the job must call it. ValueError, one line, for what does not fit.
+    (what moves least; see distconv.channels); ``None`` reads DISTCONV_CHANNEL_ALGORITHM, default auto. On GPUs each
+    rank's current device becomes the one of its local rank: call it before tensors go to "cuda". Every rank of the job
+    must call it. ValueError, one line, for what does not fit.
     """
     if isinstance(partition, DeviceMesh):
         mesh = adopt(partition)
@@ -65,6 +67,8 @@ def init(
         raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
     parsed = Partition.parse(text)
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and torch.cuda.is_available():
+        take_gpu()
     if not dist.is_initialized():
         _init_process_group(device)
     mesh = make_mesh(parsed, ranks=ranks, device_type=device)

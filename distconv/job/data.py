@@ -72,23 +72,24 @@ class _Alike:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         ranks = mesh.mesh.flatten().tolist()
-        self._first, self._device = ranks[0], mesh.device_type
+        self._first = ranks[0]
         # A group of its own: a script may prefetch in another thread, where the order among other collectives is open.
-        self._group = dist.new_group(ranks) if len(ranks) > 1 else None
+        # The states stay on the host, so that no rank waits for its GPU; NCCL has no collectives there.
+        host = "gloo" if dist.get_backend() == "nccl" else None
+        self._group = dist.new_group(ranks, backend=host) if len(ranks) > 1 else None
 
     def __call__(self) -> None:
         if self._group is None:
             return
         numpy = sys.modules.get("numpy")
-        state = torch.zeros(_STATE_BYTES, dtype=torch.uint8)
+        state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device="cpu")
         if dist.get_rank() == self._first:
             mine = (torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
             packed = pickle.dumps(mine)
             state[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        state = state.to(self._device)
         dist.broadcast(state, self._first, group=self._group)
         if dist.get_rank() != self._first:
-            for_torch, for_python, for_numpy = pickle.loads(state.cpu().numpy().tobytes())
+            for_torch, for_python, for_numpy = pickle.loads(state.numpy().tobytes())
             torch.set_rng_state(for_torch)
             random.setstate(for_python)
             if numpy and for_numpy:

@@ -54,6 +54,26 @@ class _EnableInBackward(torch.autograd.Function):
         return grad
 
 
+_mixing: set[torch.device] = set()
+"""The devices whose backward thread mixes plain tensors with DTensors."""
+
+
+def mix_in_backward(device: torch.device) -> None:
+    """As `_mix_plain_tensors`, in the thread in which autograd runs the backward of a GPU; once for each.
+
+    The switch belongs to a thread. The caller may be under `no_grad`, `inference_mode`, or in autograd's own thread.
+    """
+    if device in _mixing:
+        return
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.set_multithreading_enabled(True),
+    ):
+        _EnableInBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()
+    _mixing.add(device)
+
+
 def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     """From now on modules run distributed at their outermost call, and a plain tensor beside a DTensor counts as
     replicated.
@@ -66,8 +86,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     nn.Module.__call__ = call  # type: ignore[method-assign]
     _mix_plain_tensors()
     if mesh.device_type == "cuda":
-        # The switch belongs to a thread, and autograd runs the backward of a GPU in a thread of its own.
-        _EnableInBackward.apply(torch.zeros((), device="cuda", requires_grad=True)).backward()
+        mix_in_backward(torch.device("cuda", torch.cuda.current_device()))
 
 
 def parallelize(

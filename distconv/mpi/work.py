@@ -32,6 +32,11 @@ class MPIWork(dist.Work):
     ) -> None:
         super().__init__()
         self._requests, self._outputs, self._keep = requests, outputs, keep
+        # What the caller has enqueued until now may still read or write the outputs when the requests are complete.
+        self._issued = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in {output.device for output in outputs if output.is_cuda}
+        }
         self._finish = [step for step in finish if step is not None]
         self._timeout = timeout
         self._lock = threading.RLock()
@@ -61,11 +66,13 @@ class MPIWork(dist.Work):
             return True
 
     def _put_in_place(self) -> None:
+        for device, issued in self._issued.items():
+            torch.cuda.current_stream(device).wait_event(issued)  # that of whichever thread has found it complete
         inference = any(output.is_inference() for output in self._outputs)
         with torch.inference_mode() if inference else torch.no_grad():
             for step in self._finish:
                 step()
-        for device in {output.device for output in self._outputs if output.is_cuda}:
+        for device in self._issued:
             torch.cuda.current_stream(device).synchronize()  # another thread's stream may use the result next
 
     def wait(self, timeout: timedelta | None = None) -> bool:

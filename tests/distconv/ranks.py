@@ -124,7 +124,7 @@ class Ranks:
         else:
             store = os.path.join(self._directory.name, "store")
             commands = [[*program, str(rank), str(self.size), store] for rank in range(self.size)]
-        environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=_root())
+        environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=_path())
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(self.size)
@@ -156,8 +156,10 @@ class Ranks:
         return [by_rank[rank] for rank in range(self.size)]
 
 
-def _root() -> str:
-    return str(Path(__file__).resolve().parents[2])
+def _path() -> str:
+    """The repository before what the caller's own PYTHONPATH names, which may be where torch is found."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
 
 
 def _answer(task: bytes) -> bytes:

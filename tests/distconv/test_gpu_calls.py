@@ -1,0 +1,128 @@
+"""What distconv asks of CUDA, tried on a host: stand-ins take the place of streams, devices and meshes."""
+
+from __future__ import annotations
+
+import os
+import random
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import missing_for_mpi
+from torch.utils.data import DataLoader, TensorDataset
+
+from distconv.gpu import take_gpu
+from distconv.job.data import loading
+from distconv.model import parallelize
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_backward_thread_is_told_once_in_any_mode(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallelize, "_mixing", set())
+    told: list[bool] = []
+    monkeypatch.setattr(parallelize, "_mix_plain_tensors", lambda: told.append(True))
+    with mode():
+        parallelize.mix_in_backward(torch.device("cpu"))
+        parallelize.mix_in_backward(torch.device("cpu"))
+        assert torch.is_grad_enabled() is False
+    assert len(told) == 1
+
+
+GPUS = {
+    "torchrun": ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "1"}, 0, 4, 1),
+    "more ranks than GPUs": (
+        {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "3"},
+        0,
+        2,
+        1,
+    ),
+    "mpiexec": ({"PMI_RANK": "6", "PMI_SIZE": "8", "MPI_LOCALRANKID": "2"}, 0, 4, 2),
+    "alone": ({}, 0, 4, 0),
+    "chosen by the program": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "1"},
+        3,
+        4,
+        3,
+    ),
+}
+"""The environment, the current GPU, how many there are, and the current GPU afterwards."""
+
+
+@pytest.mark.parametrize("how", GPUS)
+def test_a_rank_takes_the_gpu_of_its_local_rank(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, current, count, expected = GPUS[how]
+    taken = [current]
+    for name in [name for name in os.environ if name in {key for given, *_ in GPUS.values() for key in given}]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: taken[-1])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    take_gpu()
+    assert taken[-1] == expected
+
+
+def draws_on_the_host() -> tuple[list[float], bool]:
+    """Batches of a mesh of GPUs that are not there: its random states must not go to them."""
+    mesh: Any = SimpleNamespace(mesh=torch.arange(2), mesh_dim_names=("sample",), device_type="cuda")
+    random.seed(dist.get_rank())
+    torch.manual_seed(dist.get_rank())
+    with loading(mesh):
+        batches = [batch for (batch,) in DataLoader(TensorDataset(torch.arange(6.0)), 2, shuffle=True)]
+        alike = random.random()
+    return [*torch.cat(batches).tolist(), alike], dist.get_rank() == 0
+
+
+def test_random_states_travel_between_hosts(ranks: Any) -> None:
+    (first, _), (second, _) = ranks(2).run(draws_on_the_host)
+    assert first == second
+
+
+def test_over_nccl_random_states_have_a_group_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append(options))
+    mesh: Any = SimpleNamespace(mesh=torch.arange(2), mesh_dim_names=("sample",), device_type="cuda")
+    with loading(mesh):
+        pass
+    assert made == [{"backend": "gloo"}]
+
+
+class _Stream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def record_event(self) -> str:
+        self.log.append(f"{self.name} records")
+        return f"the event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"{self.name} is waited for")
+
+
+@pytest.mark.skipif(missing_for_mpi() is not None, reason=str(missing_for_mpi()))
+def test_results_over_mpi_are_put_in_place_after_what_the_issuer_had_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distconv.mpi.work import MPIWork
+
+    log: list[str] = []
+    current = _Stream("the issuer's stream", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    output: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), is_inference=lambda: False)
+    work = MPIWork([], [output], (), [lambda: log.append("the copy")], timedelta(seconds=5))
+    current = _Stream("the finder's stream", log)
+    assert work.wait()
+    assert log == [
+        "the issuer's stream records",
+        "the finder's stream waits for the event of the issuer's stream",
+        "the copy",
+        "the finder's stream is waited for",
+    ]
