@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv import settings as _settings
 from distconv.channels import check_algorithm
 from distconv.gpu import take_gpu
+from distconv.mesh_options import channel_algorithms
 from distconv.model.checkpoint import whole_state
 from distconv.model.parallelize import distributed_script, parallelize, shard
 from distconv.model.parameters import partition_of
@@ -24,11 +26,12 @@ from distconv.model.shard_gather import gather
 from distconv.partition import Partition, adopt, make_mesh
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.registry import discover, install_guard
-from distconv.settings import channel_algorithms
 from distconv.transfer.redistribution import redistribute
+from mucudnn.version import VERSION as __version__
 
 __all__ = [
     "UnsupportedOperation",
+    "__version__",
     "distributed_script",
     "gather",
     "init",
@@ -51,21 +54,25 @@ def init(
 ) -> DeviceMesh:
     """The mesh of a partition such as ``"sample=2,height=2"`` over all ranks, or over the ascending ``ranks``.
 
-    ``None`` reads DISTCONV_PARTITION. Uses the default process group where one exists; makes one, over DISTCONV_BACKEND
-    (default: gloo, nccl for GPUs), from torchrun's environment, or of this process alone. May be called again for
-    another partition. channel_algorithm: what stays where it is in layers whose channels are sharded, x, y, w or auto
-    (what moves least; see distconv.channels); ``None`` reads DISTCONV_CHANNEL_ALGORITHM, default auto. On GPUs each
+    ``None`` takes the partition of `distconv run`, else reads DISTCONV_PARTITION. Uses the default process group where
+    one exists; makes one, over DISTCONV_BACKEND (default: gloo, nccl for GPUs), from torchrun's environment, or of this
+    process alone. May be called again for another partition. On GPUs each
     rank's current device becomes the one of its local rank: call it before tensors go to "cuda". Every rank of the job
-    must call it. ValueError, one line, for what does not fit.
+    must call it.
+
+    channel_algorithm: what stays where it is in layers whose channels are sharded, x, y, w or auto (what moves least;
+    see distconv.channels); ``None`` takes --channel-algorithm of `distconv run`, else DISTCONV_CHANNEL_ALGORITHM, else
+    auto.
+
+    ValueError, one line, for what does not fit.
     """
     if isinstance(partition, DeviceMesh):
         mesh = adopt(partition)
         _set_algorithm(mesh, partition_of(mesh), channel_algorithm)
         return mesh
-    text = os.environ.get("DISTCONV_PARTITION") if partition is None else partition
-    if text is None:
+    parsed: Partition | None = Partition.parse(partition) if partition is not None else _settings.value("partition")
+    if parsed is None:
         raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
-    parsed = Partition.parse(text)
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available():
         take_gpu()
@@ -77,12 +84,11 @@ def init(
 
 
 def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:
-    chosen = os.environ.get("DISTCONV_CHANNEL_ALGORITHM", "auto") if algorithm is None else algorithm
-    channel_algorithms[mesh] = check_algorithm(chosen, partition)
+    channel_algorithms[mesh] = check_algorithm(algorithm or _settings.value("channel_algorithm"), partition)
 
 
 def _init_process_group(device: str) -> None:
-    backend = os.environ.get("DISTCONV_BACKEND") or ("nccl" if device == "cuda" else "gloo")
+    backend = _settings.value("backend") or ("nccl" if device == "cuda" else "gloo")
     if backend == "mpi":
         from distconv.mpi import init_process_group
 

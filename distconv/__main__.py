@@ -7,8 +7,9 @@ import os
 import sys
 from typing import NoReturn
 
-from distconv.channels import ALGORITHMS, check_algorithm
-from distconv.job.launcher import BACKENDS, BadInput, Job, Place, find_place, start
+from distconv import settings
+from distconv.channels import check_algorithm
+from distconv.job.launcher import BadInput, Job, Place, find_place, start
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
 
@@ -19,7 +20,7 @@ activation; the losses are those of one process, to rounding.
 A partition names mesh axes and the ranks along each, for example sample=2,height=2 on 4 ranks. Axes: {", ".join(AXES)}.
 """
 
-EPILOG = """\
+EXAMPLES = """\
 examples:
   python -m distconv run --partition sample=2,height=2 train.py --lr 0.1      4 ranks of this machine
   python -m distconv run --nproc 4 --backend mpi --partition depth=4 train.py
@@ -34,16 +35,22 @@ one decides. What moves between layers is redistributed. For example:
   [layers]
   "layer4.*" = "channel=4"
   "*" = "sample=4"
+"""
 
-environment:
-  DISTCONV_PARTITION, DISTCONV_BACKEND   defaults of --partition and --backend
-  DISTCONV_CHANNEL_ALGORITHM             default of --channel-algorithm
-  MUCUDNN_WORKSPACE_LIMIT                where set (or MUCUDNN_MEMORY_LIMIT, MUCUDNN_TOTAL_WORKSPACE_SIZE),
-                                         mucudnn runs the local convolutions within it
-  OMP_NUM_THREADS                        threads per rank; the cores shared out where not set
+VARIABLES = """\
+  MUCUDNN_WORKSPACE_LIMIT     where set (or MUCUDNN_MEMORY_LIMIT, MUCUDNN_TOTAL_WORKSPACE_SIZE), mucudnn runs the
+                              local convolutions within it
+  OMP_NUM_THREADS             threads per rank; the cores shared out where not set
+"""
 
+EXIT_CODES = """\
 exit codes: the script's own; 2 for a job that cannot run as given; 128 + n where signal n ended a rank.
 """
+
+
+def _epilog() -> str:
+    defaults = [f"  {s.variable:<27} default of {settings.flag(name)}" for name, s in settings.SETTINGS.items()]
+    return "\n".join([EXAMPLES, "environment:", *defaults, VARIABLES, EXIT_CODES])
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,29 +64,22 @@ def _parser() -> _Parser:
         "run",
         help="run a script on many ranks",
         description=DESCRIPTION,
-        epilog=EPILOG,
+        epilog=_epilog(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    run.add_argument(
-        "--partition",
-        default=os.environ.get("DISTCONV_PARTITION"),
-        metavar="AXIS=RANKS,...",
-        help="mesh axes and the ranks along each; their product is the number of ranks "
-        "(default: that of '*' in the strategy)",
-    )
+    for name, option in settings.SETTINGS.items():
+        flag, text = settings.flag(name), option.meaning.replace("%", "%%")
+        if option.metavar:
+            run.add_argument(flag, dest=name, metavar=option.metavar, help=text)
+        else:
+            run.add_argument(flag, dest=name, action="store_const", const="on", help=text)
     run.add_argument(
         "--strategy",
         metavar="FILE",
         help="a TOML file that says which layers run under another partition; see below",
     )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
-    run.add_argument(
-        "--backend",
-        default=os.environ.get("DISTCONV_BACKEND"),
-        metavar="|".join(BACKENDS),
-        help="default: mpi under mpiexec, nccl where every rank has a GPU, gloo elsewhere",
-    )
     run.add_argument(
         "--shard-data",
         action="store_true",
@@ -92,13 +92,6 @@ def _parser() -> _Parser:
         default="global",
         help="statistics over the whole batch, as one process has them (default), or over each rank's part",
     )
-    run.add_argument(
-        "--channel-algorithm",
-        default=os.environ.get("DISTCONV_CHANNEL_ALGORITHM", "auto"),
-        metavar="|".join(ALGORITHMS),
-        help="what stays where it is in layers split by the axes channel and filter: the input (x: best where a layer "
-        "has fewer filters than channels), the output (y), the weight (w, on both axes), or what moves least (auto)",
-    )
     run.add_argument("--print-all-ranks", action="store_true", help="show every rank's output, each line after [rank]")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script")
@@ -107,7 +100,7 @@ def _parser() -> _Parser:
 
 
 def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
-    partition = None if options.partition is None else Partition.parse(options.partition)
+    partition: Partition | None = settings.value("partition")
     strategy = None if options.strategy is None else read(options.strategy, partition.ranks if partition else None)
     if partition is None and strategy is not None:
         partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
@@ -117,11 +110,10 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None
 
 
 def _job(options: argparse.Namespace, place: Place | None) -> Job:
-    if options.backend is not None and options.backend not in BACKENDS:
-        raise BadInput(f"backend {options.backend!r}: accepted: {', '.join(BACKENDS)}")
     try:
         partition, strategy = _partitions(options)
-        check_algorithm(options.channel_algorithm, partition)
+        check_algorithm(settings.value("channel_algorithm"), partition)
+        backend = settings.value("backend")
     except ValueError as error:
         raise BadInput(str(error)) from None
     started = partition.ranks if place is None else place.size
@@ -136,11 +128,10 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         script=options.script,
         arguments=tuple(options.arguments),
         module=options.module,
-        backend=options.backend,
+        backend=backend,
         shard_data=options.shard_data,
         batch_norm=options.batch_norm,
         strategy=strategy,
-        channel_algorithm=options.channel_algorithm,
         print_all_ranks=options.print_all_ranks,
     )
 
@@ -152,15 +143,16 @@ def main() -> int:
         sys.stdout, shown = quiet, sys.stdout
     try:
         options = _parser().parse_args()
-        job = _job(options, place)
-        if place is None:
-            return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
-        from distconv.job.script import run
+        with settings.options({name: getattr(options, name) for name in settings.SETTINGS}):
+            job = _job(options, place)
+            if place is None:
+                return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
+            from distconv.job.script import run
 
-        if place.rank:
-            sys.stdout = shown
-        return run(job, place)
-    except BadInput as error:
+            if place.rank:
+                sys.stdout = shown
+            return run(job, place)
+    except (BadInput, settings.SettingError) as error:
         if place is None or place.rank == 0:
             print(f"distconv: {error}", file=sys.stderr)
         return 2

@@ -1,17 +1,135 @@
-"""What is chosen for each mesh."""
+"""Settings: what a user may choose for a job, by an option of `distconv run`, an argument or the environment.
+
+This is the one place that reads the environment for them. An argument of a call wins over an option of
+`distconv run`, an option over the environment, and the environment over the default.
+"""
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
-batch_norm_statistics: dict[DeviceMesh, str] = {}
-"""Per mesh in use: batch norm's statistics are over the "global" batch, or over each rank's "local" share."""
+from distconv.channels import ALGORITHMS
+from distconv.partition import Partition
+from mucudnn.settings import Setting, SettingError
+
+__all__ = ["BACKENDS", "SETTINGS", "Option", "SettingError", "flag", "options", "value"]
+
+BACKENDS = ("gloo", "nccl", "mpi")
 
 
-channel_algorithms: dict[DeviceMesh | None, str] = {None: "auto"}
-"""Per mesh, and for all others: which of distconv.channels.ALGORITHMS shards the weights of its layers."""
+@dataclass(frozen=True)
+class Option(Setting):
+    """A setting that is an option of `distconv run`, too.
+
+    Attributes:
+        metavar: what the option's value looks like, for its help text; "" for an option without one, which means "on".
+    """
+
+    metavar: str
+
+    def value(self, name: str, given: object) -> Any:
+        """The value from what was given under `name`. SettingError, one line, that says what is accepted."""
+        try:
+            return self.parse(given)
+        except ValueError as error:
+            raise SettingError(f"{name}: {error}") from None
 
 
-def channel_algorithm(mesh: DeviceMesh) -> str:
-    """The algorithm of a mesh."""
-    return channel_algorithms.get(mesh, channel_algorithms[None])
+def _parse_partition(given: object) -> Partition:
+    return given if isinstance(given, Partition) else Partition.parse(str(given))
+
+
+def _parse_backend(given: object) -> str:
+    if given not in BACKENDS:
+        raise ValueError(f"backend {given!r}: accepted: {', '.join(BACKENDS)}")
+    return str(given)
+
+
+def _parse_algorithm(given: object) -> str:
+    if given not in ALGORITHMS:
+        raise ValueError(f"channel algorithm {given!r}: accepted: {', '.join(ALGORITHMS)}")
+    return str(given)
+
+
+SETTINGS = {
+    "partition": Option(
+        "DISTCONV_PARTITION",
+        lambda: None,
+        "axis=ranks,...",
+        "mesh axes and the ranks along each; their product is the number of ranks (default: that of '*' in the "
+        "strategy)",
+        _parse_partition,
+        "AXIS=RANKS,...",
+    ),
+    "backend": Option(
+        "DISTCONV_BACKEND",
+        lambda: None,
+        ", ".join(BACKENDS),
+        "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU, gloo "
+        "elsewhere",
+        _parse_backend,
+        "|".join(BACKENDS),
+    ),
+    "channel_algorithm": Option(
+        "DISTCONV_CHANNEL_ALGORITHM",
+        lambda: "auto",
+        ", ".join(ALGORITHMS),
+        "what stays where it is in layers split by the axes channel and filter: the input (x: best where a layer has "
+        "fewer filters than channels), the output (y), the weight (w, on both axes), or what moves least (auto, the "
+        "default)",
+        _parse_algorithm,
+        "|".join(ALGORITHMS),
+    ),
+}
+"""Every setting by its name. A new one is an entry here: `distconv run` then has its option and names its variable."""
+
+_options: dict[str, Any] = {}
+"""The values that the options of this process's `distconv run` gave."""
+
+
+def flag(name: str) -> str:
+    """The option of a setting, such as `--channel-algorithm`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def value(name: str, argument: object = None, environ: Mapping[str, str] = os.environ) -> Any:
+    """The value of a setting now; None where nothing gives one and it has no default.
+
+    Args:
+        name: a key of `SETTINGS`.
+        argument: what a call was given, None for nothing.
+        environ: the environment; an empty variable counts as unset.
+
+    Raises:
+        SettingError: one line, for a value that is not accepted.
+    """
+    setting = SETTINGS[name]
+    if argument is not None:
+        return setting.value(name, argument)
+    if name in _options:
+        return _options[name]
+    if environ.get(setting.variable):
+        return setting.value(setting.variable, environ[setting.variable])
+    default = setting.default()
+    return None if default is None else setting.value(setting.variable, default)
+
+
+@contextmanager
+def options(given: Mapping[str, object]) -> Iterator[None]:
+    """For a while, what the options of `distconv run` gave; those that are None leave their setting to the environment.
+
+    Raises:
+        SettingError: one line, for a value that is not accepted.
+    """
+    before = dict(_options)
+    values = {name: SETTINGS[name].value(flag(name), text) for name, text in given.items() if text is not None}
+    _options.update(values)
+    try:
+        yield
+    finally:
+        _options.clear()
+        _options.update(before)

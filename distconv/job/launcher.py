@@ -22,7 +22,6 @@ from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from mucudnn.settings import SETTINGS, SettingError, Settings
 
-BACKENDS = ("gloo", "nccl", "mpi")
 GRACE_SECONDS = 3.0  # what ranks get to end by themselves, and again between SIGTERM and SIGKILL
 
 
@@ -42,7 +41,6 @@ class Job:
     shard_data: bool = False
     batch_norm: str = "global"
     strategy: Strategy | None = None
-    channel_algorithm: str = "auto"
     print_all_ranks: bool = False
 
 

@@ -72,14 +72,12 @@ def _join(backend: str, place: Place) -> Store:
 
 def _run_distributed(job: Job, store: Store) -> None:
     from distconv.model.parallelize import distributed_script
-    from distconv.settings import channel_algorithms
 
     size = dist.get_world_size()
     if size != job.partition.ranks:
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {size}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = make_mesh(job.partition, device_type=device_type)
-    channel_algorithms[None] = job.channel_algorithm
     with contextlib.ExitStack() as around:
         if divides_locally():
             import mucudnn

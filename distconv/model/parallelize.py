@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distconv.mesh_options import batch_norm_statistics
 from distconv.model.assignment import Place, meshes, places
 from distconv.model.calls import call, placed, scripts
 from distconv.model.checkpoint import saving_whole
@@ -21,7 +22,6 @@ from distconv.model.parameters import known_optimizers, optimizers_known, shard_
 from distconv.model.shard_gather import cut
 from distconv.model.strategy import Strategy
 from distconv.partition import adopt, is_ours, whole_group
-from distconv.settings import batch_norm_statistics
 
 M = TypeVar("M", bound=nn.Module)
 

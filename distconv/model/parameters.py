@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map
 
 from distconv.channels import parameter_placements
 from distconv.dtensors import local_as, wrap
+from distconv.mesh_options import channel_algorithm
 from distconv.partition import Partition, is_ours
-from distconv.settings import channel_algorithm
 from distconv.transfer.redistribution import moved
 
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.channels import Block, Layer, block, boxes, weight_dims
 from distconv.layouts import coordinate, owners
+from distconv.mesh_options import channel_algorithm
 from distconv.partition import CHANNEL
 from distconv.refusal import refuse
-from distconv.settings import channel_algorithm
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from mucudnn.convolution.geometry import Interval

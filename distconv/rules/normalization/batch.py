@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import layout
+from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.normalization.statistics import (
     Share,
     check_vector,
@@ -28,7 +29,6 @@ from distconv.rules.normalization.statistics import (
     vector_layout,
 )
 from distconv.rules.registry import rule
-from distconv.settings import batch_norm_statistics
 
 aten = torch.ops.aten
 
