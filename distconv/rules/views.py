@@ -1,10 +1,14 @@
-"""Views: shards stay where they are if both shapes cut the flat order alike, else one all-to-all moves them.
+"""Views: shards stay where they are if every rank owns the same elements before and after, else one all-to-all moves
+them.
 
 A view splits into groups of dims that merge into, or divide from, one another. A group without a sharded dim, or with
-one dim before and after, is local. Where a sharded dim divides, its shard goes to the dim it came from if an earlier
-view merged it, as every backward does, else to the dim of the mesh axis (height to the last but one), else to the first
-dim of the group. Where several sharded dims merge, all their axes shard the result, one within the other: to flatten an
-activation for a linear layer leaves each rank 1/p of the features, of which the layer makes its partial sum.
+one dim before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the
+other: flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes
+its partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations
+(``height`` to the last but one), else to the first dim of the group.
+
+The backward of a view divides what its forward merged, and must lay the gradient out as the forward's input lay. That
+layout is kept on the autograd node that computed the input, where the backward finds it as its next node.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
@@ -28,8 +33,8 @@ from distconv.transfer.reshuffle import is_run, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
 
-_merged: dict[Any, dict[int, int]] = {}
-"""(mesh, extents after, {axis: dim} after, extents before) of a group -> {axis: dim} before."""
+_VIEWED = "distconv.viewed"
+"""In an autograd node's metadata: {number of an output: (its mesh, placements and shape)} of what has been viewed."""
 
 
 def whole_size(size: Sequence[int], elements: int) -> tuple[int, ...]:
@@ -68,30 +73,64 @@ def _divided(mesh: DeviceMesh, axis: int, dims: Sequence[int], shape: Sequence[i
     return next((dim for dim in dims if shape[dim] > 1), dims[0])
 
 
+@functools.lru_cache(maxsize=4096)
 def place(
-    mesh: DeviceMesh, placements: Sequence[Placement], before: tuple[int, ...], after: tuple[int, ...]
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    wanted: tuple[Placement, ...] | None = None,
 ) -> tuple[Placement, ...]:
-    """The layout of a view."""
+    """The layout of a view. A sharded dim that divides goes where ``wanted`` has its axis, if that is a choice."""
     result = list(placements)
     for ins, outs in dim_groups(before, after):
-        sharded = {axis: dim for axis, dim in sharded_dims(mesh, placements) if dim in ins}
+        sharded = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins]
         if not sharded:
             continue
         if not outs:
             raise UnsupportedOperation(f"view of {before} as {after}: dim {ins[0]} is sharded and would vanish")
-        extents = tuple(before[dim] for dim in ins), tuple(after[dim] for dim in outs)
-        relative = tuple((axis, dim - ins[0]) for axis, dim in sharded.items())
-        earlier = _merged.get((mesh, *extents, relative)) if len(ins) != len(outs) else None
         for axis in sharded:
-            if len(outs) == 1 or earlier is None:
-                target = outs[0] if len(outs) == 1 else _divided(mesh, axis, outs, after, len(after))
+            there = None if wanted is None else wanted[axis]
+            if isinstance(there, Shard) and there.dim in outs:
+                result[axis] = Shard(there.dim)
             else:
-                target = outs[0] + earlier[axis]
-            result[axis] = Shard(target)
-        if len(ins) > len(outs):
-            made = tuple((axis, result[axis].dim - outs[0]) for axis in sharded)  # type: ignore[attr-defined]
-            _merged[mesh, extents[1], extents[0], made] = dict(relative)
+                result[axis] = Shard(outs[0] if len(outs) == 1 else _divided(mesh, axis, outs, after, len(after)))
     return tuple(result)
+
+
+@functools.lru_cache(maxsize=4096)
+def _merges(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], before: tuple[int, ...], after: tuple[int, ...]
+) -> bool:
+    """Whether several dims, some of them sharded, become others: the view back has a choice of dims to shard."""
+    dims = {dim for _, dim in sharded_dims(mesh, placements)}
+    return any(len(ins) > 1 and not dims.isdisjoint(ins) for ins, _ in dim_groups(before, after))
+
+
+def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
+    """Keep how the input of a view lies, for the view's backward."""
+    node = x.grad_fn
+    if node is not None:
+        mesh, placements = layout(x)
+        node.metadata.setdefault(_VIEWED, {})[x.output_nr] = mesh, tuple(placements), shape
+
+
+def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
+    """In the backward of a view: how the view's input lay, whose gradient is being computed."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None or not node.next_functions:
+        return None
+    source, output = node.next_functions[0]
+    if source is None:
+        return None
+    leaf = getattr(source, "variable", None)
+    if leaf is not None:
+        found = (*layout(leaf), tuple(leaf.shape)) if isinstance(leaf, DTensor) else None
+    else:
+        found = source.metadata.get(_VIEWED, {}).get(output)
+    return found[1] if found is not None and (found[0], found[2]) == (mesh, shape) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,7 +181,9 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     if not math.prod(before):
         result = tuple(placements) if before == after else _unsharded(mesh, placements, before, after)
     else:
-        result = place(mesh, placements, before, after)
+        result = place(mesh, placements, before, after, _remembered(mesh, after))
+        if _merges(mesh, placements, before, after):
+            _remember(x, before)
     local = x._local_tensor
     moves = not stays(mesh, tuple(placements), before, result, after)
     if moves:

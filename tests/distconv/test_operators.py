@@ -12,7 +12,6 @@ from ranks import Ranks
 from torch import Tensor
 
 import distconv
-from distconv.rules.views import dim_groups
 
 Operator = Callable[[Tensor], Tensor]
 
@@ -251,18 +250,3 @@ def test_operators_equal_one_process(
 def test_activations_of_a_dim_shorter_than_its_axis(ranks: Callable[[int], Ranks]) -> None:
     for rank, wrong in enumerate(ranks(4).run(compare, list(ACTIVATIONS), "height=4", (2, 3, 2, 5))):
         assert not wrong, f"rank {rank}"
-
-
-@pytest.mark.parametrize(
-    "before, after, groups",
-    [
-        ((2, 3, 4, 5), (2, 60), [((0,), (0,)), ((1, 2, 3), (1,))]),
-        ((2, 60), (2, 3, 4, 5), [((0,), (0,)), ((1,), (1, 2, 3))]),
-        ((2, 6, 4), (2, 2, 3, 4), [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]),
-        ((4, 6), (6, 4), [((0, 1), (0, 1))]),
-        ((2, 1, 3), (2, 3), [((0,), (0,)), ((1, 2), (1,))]),
-        ((2, 3), (2, 3, 1), [((0,), (0,)), ((1,), (1,)), ((), (2,))]),
-    ],
-)
-def test_dim_groups(before: tuple[int, ...], after: tuple[int, ...], groups: list[Any]) -> None:
-    assert list(dim_groups(before, after)) == groups

@@ -1,0 +1,111 @@
+"""Views of maps whose dims look alike: each view's gradient lies as that view's own input lay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor
+
+import distconv
+from distconv.rules.views import dim_groups
+
+
+def both_flattened(x: Tensor) -> Tensor:
+    """One map flattened twice, once transposed: after the views nothing tells the two apart."""
+    return torch.cat([(x * 1).flatten(1), (x * 2).transpose(2, 3).flatten(1)], 1)
+
+
+def flattened_again_without_grad(x: Tensor) -> Tensor:
+    y = (x * 1).flatten(1)
+    with torch.no_grad():
+        (x * 2).transpose(2, 3).flatten(1)
+    return y
+
+
+def transposed_again_without_grad(x: Tensor) -> Tensor:
+    y = (x * 2).transpose(2, 3).flatten(1)
+    with torch.no_grad():
+        (x * 1).flatten(1)
+    return y
+
+
+def leaf_flattened(x: Tensor) -> Tensor:
+    """The view of a tensor that no operator has made, and another view of it before."""
+    x.transpose(2, 3).flatten(1)
+    return x.flatten(1)
+
+
+def flattened_in_turn(x: Tensor) -> Tensor:
+    """Dims that merge in two steps."""
+    return (x * 3).transpose(2, 3).flatten(2).square().flatten(1) + (x * 1).flatten(2).flatten(1)
+
+
+VIEWS = (
+    both_flattened,
+    flattened_again_without_grad,
+    transposed_again_without_grad,
+    leaf_flattened,
+    flattened_in_turn,
+)
+
+
+def compare(partition: str) -> dict[str, float]:
+    """{view: the largest error of its output or its gradient against one process}."""
+    mesh = distconv.init(partition, device_type="cpu")
+    values = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    errors = {}
+    for view in VIEWS:
+        alone, here = values.clone().requires_grad_(), values.clone().requires_grad_()
+        expected = view(alone)
+        found = view(distconv.shard(here, mesh))
+        weights = torch.randn_like(expected)
+        (expected * weights).sum().backward()
+        (distconv.gather(found) * weights).sum().backward()
+        pairs = (distconv.gather(found), expected), (here.grad, alone.grad)
+        errors[view.__name__] = max(float((a - b).detach().abs().max()) for a, b in pairs)  # type: ignore[operator, union-attr]
+    return errors
+
+
+@pytest.mark.parametrize(
+    "size, partition", [(2, "height=2"), (2, "width=2"), (4, "sample=2,height=2"), (4, "height=2,width=2")]
+)
+def test_views_of_square_maps(ranks: Callable[[int], Ranks], size: int, partition: str) -> None:
+    for rank, errors in enumerate(ranks(size).run(compare, partition)):
+        assert {name: error for name, error in errors.items() if not error < 1e-11} == {}, f"rank {rank}"
+
+
+def leaf_gradient() -> tuple[bool, float]:
+    """Of a sharded leaf: whether its gradient lies as it does, and how far it is from that of one process."""
+    mesh = distconv.init("width=2", device_type="cpu")
+    values = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    leaf = distconv.shard(values, mesh).detach().transpose(2, 3).requires_grad_()
+    alone = values.transpose(2, 3).requires_grad_()
+    leaf.flatten(1).square().sum().backward()
+    alone.flatten(1).square().sum().backward()
+    assert leaf.grad is not None and alone.grad is not None
+    return leaf.grad.placements == leaf.placements, float((distconv.gather(leaf.grad) - alone.grad).abs().max())
+
+
+def test_the_gradient_of_a_leaf_lies_as_the_leaf(ranks: Callable[[int], Ranks]) -> None:
+    for alike, error in ranks(2).run(leaf_gradient):
+        assert alike and error < 1e-11
+
+
+@pytest.mark.parametrize(
+    "before, after, groups",
+    [
+        ((2, 3, 4, 5), (2, 60), [((0,), (0,)), ((1, 2, 3), (1,))]),
+        ((2, 60), (2, 3, 4, 5), [((0,), (0,)), ((1,), (1, 2, 3))]),
+        ((2, 6, 4), (2, 2, 3, 4), [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]),
+        ((4, 6), (6, 4), [((0, 1), (0, 1))]),
+        ((2, 1, 3), (2, 3), [((0,), (0,)), ((1, 2), (1,))]),
+        ((2, 3), (2, 3, 1), [((0,), (0,)), ((1,), (1,)), ((), (2,))]),
+    ],
+)
+def test_dim_groups(
+    before: tuple[int, ...], after: tuple[int, ...], groups: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    assert list(dim_groups(before, after)) == groups
