@@ -128,15 +128,19 @@ class Session:
         self._plans[shared] = shared  # layers of one problem may differ in their strides
         return shared
 
-    def _confirm(self, call: Call, share: int) -> Planned:
-        """The best plan of a call within a share, its division measured as a whole."""
+    def _confirm(self, call: Call, share: int) -> Planned | None:
+        """The best plan of a call within a share, its division measured as a whole; None where it cannot be measured."""
         assert self._workspace is not None
         with self._lock, self._workspace.ledger.alone():
             met = self._met(call)
             assert met is not None, "it was met before"
             problem, strides, planner = met
             environment = Environment.current(call.input.device)
-            plan = planner.plan(problem, environment, call.operands(), strides, limit=share)
+            try:
+                plan = planner.plan(problem, environment, call.operands(), strides, limit=share)
+            except (torch.OutOfMemoryError, CudnnError) as error:
+                _warn(f"{call.direction} of {problem} is left to torch, as it could not be measured: {error}")
+                return None
             return Planned(plan, planner, strides)
 
     def _met(self, call: Call) -> tuple[ConvProblem, Shape, Planner] | None:

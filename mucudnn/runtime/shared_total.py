@@ -32,15 +32,15 @@ class Shared:
     kernel when a kernel first runs it, and leaves the menu if it does not hold.
     """
 
-    def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], Planned]) -> None:
+    def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], Planned | None]) -> None:
         """
         Args:
             stock: torch's own kernel as the plan, with all options that were measured.
-            confirm: the best plan of a call within so many bytes, measured as a whole.
+            confirm: the best plan of a call within so many bytes, measured as a whole; None where it cannot be measured.
         """
         self._workspace, self._stock, self._confirm = workspace, stock, confirm
         self._menu = Menu(stock.desirable())
-        self._planned: dict[int, Planned] = {}  # by share
+        self._planned: dict[int, Planned | None] = {}  # by share; None where torch's own kernel serves
         self._found: dict[Division, Plan] = {}  # what came on the menu later
         self._lock = threading.Lock()
 
@@ -51,8 +51,8 @@ class Shared:
             if kernel is None or kernel.division is None or kernel.division == self._stock.division:
                 return None
             division, share = kernel.division, kernel.share
-        planned = self._planned.get(share) or self._confirmed(division, share, call)
-        if planned.plan.is_stock or not self._workspace.ledger.take(share):
+        planned = self._planned[share] if share in self._planned else self._confirmed(division, share, call)
+        if planned is None or planned.plan.is_stock or not self._workspace.ledger.take(share):
             return None
         try:
             return planned.run(call)
@@ -67,18 +67,20 @@ class Shared:
 
     def _plan(self, division: Division, share: int) -> Plan:
         """What runs within a share, or would by the times of its launches."""
-        if share in self._planned:
-            return self._planned[share].plan
+        planned = self._planned.get(share)
+        if planned is not None:
+            return planned.plan
         if division in self._found:
             return replace(self._found[division], limit=share)
         return self._stock.taking(division, share)
 
-    def _confirmed(self, division: Division, share: int, call: Call) -> Planned:
+    def _confirmed(self, division: Division, share: int, call: Call) -> Planned | None:
         with self._lock:
             if share not in self._planned:
                 planned = self._confirm(call, share)
-                if planned.plan.division != division:
-                    self._disappoint(share, planned.plan)
+                plan = self._stock if planned is None else planned.plan
+                if plan.division != division:
+                    self._disappoint(share, plan)
                 self._planned[share] = planned
             return self._planned[share]
 

@@ -286,6 +286,22 @@ def test_divisions_that_disappoint_give_their_workspace_back(quick: None, monkey
     assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
 
 
+def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
+    slow_stock: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(network(), 6)
+
+    def exhausted(self: Measurement, *_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Measurement, "division_seconds", exhausted)
+    with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
+        with pytest.warns(RuntimeWarning, match="left to torch, as it could not be measured: CUDA out of memory"):
+            assert train(network(), 6) == pytest.approx(expected, rel=1e-10)
+        records = session.records()
+    assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
+
+
 def test_records_tell_of_what_came_on_the_menu_later(slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first division that is confirmed disappoints, so that another one, at corrected times, takes its place."""
     counts = iter(range(10**6))
