@@ -289,7 +289,7 @@ def test_divisions_that_disappoint_give_their_workspace_back(quick: None, monkey
 def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
     slow_stock: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = train(network(), 6)
+    expected = train(network(), 30)
 
     def exhausted(self: Measurement, *_: object) -> float:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -297,7 +297,7 @@ def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
     monkeypatch.setattr(Measurement, "division_seconds", exhausted)
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
         with pytest.warns(RuntimeWarning, match="left to torch, as it could not be measured: CUDA out of memory"):
-            assert train(network(), 6) == pytest.approx(expected, rel=1e-10)
+            assert train(network(), 30) == pytest.approx(expected, rel=1e-10)
         records = session.records()
     assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
 
