@@ -34,7 +34,7 @@ from brain import (
     train,
     with_noise,
 )
-from networks.unet3d import UNet3d
+from mucudnn.networks.models import UNet3d
 from torch import Tensor
 
 
