@@ -34,8 +34,9 @@ from brain import (
     train,
     with_noise,
 )
-from mucudnn.networks.models import UNet3d
 from torch import Tensor
+
+from mucudnn.networks.models import UNet3d
 
 
 def volume(size: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -93,6 +93,12 @@ def _parser() -> _Parser:
         help="statistics over the whole batch, as one process has them (default), or over each rank's part",
     )
     run.add_argument("--print-all-ranks", action="store_true", help="show every rank's output, each line after [rank]")
+    run.add_argument(
+        "--report",
+        metavar="FILE",
+        help="write what mucudnn chose for rank 0's local convolutions to FILE at the end, as JSON "
+        "(python -m mucudnn report FILE shows it)",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
@@ -133,6 +139,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         batch_norm=options.batch_norm,
         strategy=strategy,
         print_all_ranks=options.print_all_ranks,
+        report=options.report,
     )
 
 

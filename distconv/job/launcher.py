@@ -20,6 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition
+from mucudnn.commands.arguments import check_writable
+from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
 
 GRACE_SECONDS = 3.0  # what ranks get to end by themselves, and again between SIGTERM and SIGKILL
@@ -42,6 +44,7 @@ class Job:
     batch_norm: str = "global"
     strategy: Strategy | None = None
     print_all_ranks: bool = False
+    report: str | None = None  # a file for what mucudnn chose on rank 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,13 @@ def check(job: Job, size: int | None, backend: str) -> None:
             )
     if backend == "mpi" and importlib.util.find_spec("mpi4py") is None:
         raise BadInput("backend 'mpi' needs mpi4py: pip install mpi4py mpich")
+    if job.report is not None:
+        if not divides_locally():
+            raise BadInput("--report tells what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
+        try:
+            check_writable("--report", job.report)
+        except NotFound as error:
+            raise BadInput(str(error)) from None
     if divides_locally():
         try:
             Settings.from_environment()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import runpy
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from distconv.job.launcher import BadInput, Job, Place, check, choose_backend, d
 from distconv.job.output import direct_output
 from distconv.partition import make_mesh
 
+if TYPE_CHECKING:
+    from mucudnn.runtime.session import Session
 
 def run(job: Job, place: Place) -> int:
     """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other."""
@@ -74,10 +77,22 @@ def _run_distributed(job: Job, store: Store) -> None:
             import mucudnn
             from distconv.job.board import StoreBoard
 
-            around.enter_context(mucudnn.patched(board=StoreBoard(store)))
+            session = around.enter_context(mucudnn.patched(board=StoreBoard(store)))
+            if job.report is not None and dist.get_rank() == 0:
+                around.callback(_write_report, job.report, session)
         around.enter_context(loading(mesh, shard=job.shard_data))
         around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         _execute(job)
+
+
+def _write_report(path: str, session: Session) -> None:
+    """Writes what mucudnn chose for this rank's local convolutions, whatever became of the script."""
+    from mucudnn.reporting.run_file import Outcome
+
+    try:
+        Outcome(session.records(), session.timeline()).write(path)
+    except OSError as error:
+        print(f"distconv: --report {path}: {error.strerror}", file=sys.stderr)
 
 
 def _execute(job: Job) -> None:

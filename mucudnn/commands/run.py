@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import mucudnn
@@ -75,7 +73,7 @@ def _tell(arguments: Any, outcome: Outcome) -> None:
     """Writes and prints what the user asked for, whatever became of the script."""
     if arguments.report is not None:
         try:
-            Path(arguments.report).write_text(json.dumps(outcome.to_json(), indent=2) + "\n")
+            outcome.write(arguments.report)
         except OSError as error:
             print(f"{arguments.parser.prog}: --report {arguments.report}: {error.strerror}", file=sys.stderr)
     if arguments.verbose:

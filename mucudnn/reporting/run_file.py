@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mucudnn.reporting.record import Record, from_json, to_json
@@ -46,6 +49,14 @@ class Outcome:
             for moment in self.timeline
         ]
         return {"plans": to_json(self.records), "timeline": timeline}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes the file that `run --report` promises.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def from_json(cls, values: Any) -> Outcome:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import torch
 
 from distconv import __main__ as command_line
 from distconv.job.launcher import Place, divides_locally, find_place, mpiexec
+from mucudnn.reporting.run_file import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -173,6 +175,7 @@ BAD = [
     ("--partition height=2 --batch-norm none {hello}", "invalid choice: 'none'"),
     ("--partition channel=2 --channel-algorithm z {hello}", "channel algorithm 'z': accepted: x, y, w, auto"),
     ("--partition channel=2 --channel-algorithm w {hello}", "accepted with axes channel and filter"),
+    ("--partition height=2 --report {hello}.json {hello}", "--report tells what mucudnn chose: it needs"),
     ("--partition height=2", "required"),
     ("{hello}", "no partition"),
 ]
@@ -310,11 +313,25 @@ def test_losses_are_the_same_within_any_limit(alone, limit):
 
 
 @pytest.mark.parametrize("limit", ["WORKSPACE_LIMIT=64MiB", "TOTAL_WORKSPACE_SIZE=64MiB"])
-def test_ranks_share_the_times_that_they_plan_with(limit):
+def test_ranks_share_the_times_that_they_plan_with(limit, tmp_path):
     name, value = limit.split("=")
     within = {f"MUCUDNN_{name}": value, "MUCUDNN_DATABASE": ":memory:"}
-    done = launch("alone", 2, "--print-all-ranks", "--partition", "sample=2", SHARES, **within)
+    report = tmp_path / "plans.json"
+    options = ("--print-all-ranks", "--report", str(report), "--partition", "sample=2")
+    done = launch("alone", 2, *options, SHARES, **within)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     first, second = ([line[4:] for line in lines if line.startswith(f"[{rank}] ")] for rank in (0, 1))
     assert first == second and len(first) == 2
+    records = Outcome.from_json(json.loads(report.read_text())).records
+    assert [f"{r.direction} {r.division} {r.seconds} {r.stock_seconds}" for r in records] == first
+    assert all(record.problem.x_shape[0] == 4 for record in records), "the shard of rank 0"
+
+
+def test_a_report_that_cannot_be_written_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("MUCUDNN_WORKSPACE_LIMIT", "64MiB")
+    nowhere = str(tmp_path / "missing" / "plans.json")
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", "--partition", "height=2", "--report", nowhere, HELLO])
+    assert command_line.main() == 2
+    printed = capsys.readouterr().err
+    assert f"cannot write --report {nowhere}" in printed and printed.count("\n") == 1
