@@ -56,9 +56,8 @@ def init(
 
     ``None`` takes the partition of `distconv run`, else reads DISTCONV_PARTITION. Uses the default process group where
     one exists; makes one, over DISTCONV_BACKEND (default: gloo, nccl for GPUs), from torchrun's environment, or of this
-    process alone. May be called again for another partition. On GPUs each
-    rank's current device becomes the one of its local rank: call it before tensors go to "cuda". Every rank of the job
-    must call it.
+    process alone. May be called again for another partition. On GPUs each rank's current device becomes the one of its
+    local rank: call it before tensors go to "cuda". Every rank of the job must call it.
 
     channel_algorithm: what stays where it is in layers whose channels are sharded, x, y, w or auto (what moves least;
     see distconv.channels); ``None`` takes --channel-algorithm of `distconv run`, else DISTCONV_CHANNEL_ALGORITHM, else

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypedDict
 
-import platformdirs
-
 from mucudnn.optimizer import POLICIES
 from mucudnn.sizes import PEAK, format_bytes, parse_bytes, parse_limit
 
@@ -80,7 +78,17 @@ def _parse_level(value: object) -> str:
 
 
 def _default_database() -> str:
-    return str(Path(platformdirs.user_cache_dir("mucudnn", appauthor=False)) / "times.sqlite")
+    return str(_cache_folder() / "times.sqlite")
+
+
+def _cache_folder() -> Path:
+    """Where this system keeps what can be computed again; without platformdirs, where the XDG standard says."""
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (given if given.is_absolute() else Path.home() / ".cache") / "mucudnn"
+    return Path(platformdirs.user_cache_dir("mucudnn", appauthor=False))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,9 @@
 """The mathematics of dividing convolutions: numbers in, decisions out, no torch."""
 
+if __name__ != "mucudnn.optimizer":
+    # With a checkout on the path this folder is found under its bare name, which belongs to the user's programs.
+    raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
+
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from mucudnn.commands import findings
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.output import print_json, show
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.store import Store
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def add(commands: Commands) -> None:
@@ -51,6 +52,8 @@ def _cudnn_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _doctor_tables(found: dict[str, Any]) -> list[Table]:
+    from rich.table import Table
+
     machine = Table("found", "", show_header=False)
     for name, version in found["versions"].items():
         machine.add_row(name, "none" if version is None else str(version), end_section=name == "cuDNN")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _PIPED_WIDTH = 1000
 
 
 def show(file: IO[str], *parts: RenderableType) -> None:
     """Prints for people: as wide as the terminal, or, into a pipe or a file, as wide as it takes."""
+    from rich.console import Console
+
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.optimizer import Option
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table  # imported where a table is made: whoever prints none needs no rich
 
 
 def table(records: Sequence[Record], names: Sequence[str] | None = None) -> Table:
@@ -96,6 +96,9 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
 
 def _narrow_table(title: str | None) -> Table:
     """An empty table whose lines leave most of a terminal to what is in it."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
 
 

@@ -1,0 +1,3 @@
+"""The script's own module of this name."""
+
+OWNER = "the script's run"
