@@ -53,7 +53,7 @@ class Program:
         except SystemExit:
             raise
         except BaseException:
-            _print_from_below_here()
+            _print_from_program_on()
             raise
 
 
@@ -124,16 +124,20 @@ def _put_on_path(place: str, always: bool = False) -> None:
         sys.path.insert(0, place)
 
 
-def _print_from_below_here() -> None:
+def from_program(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback from the program's first line on; the whole of one that does not come from a program."""
+    below = trace
+    while below is not None and below.tb_frame.f_code is not Program.run.__code__:
+        below = below.tb_next
+    return trace if below is None else below.tb_next
+
+
+def _print_from_program_on() -> None:
     """Leaves the frames above and of `Program.run` out of the traceback that an uncaught exception prints."""
     hook = sys.excepthook
 
     def shortened(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        below = trace
-        while below is not None and below.tb_frame.f_code is not Program.run.__code__:
-            below = below.tb_next
-        if below is not None:
-            trace = below.tb_next
+        trace = from_program(trace)
         hook(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = shortened

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import sys
 import time
 import traceback
@@ -17,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distconv.job.output import Prefixed
+from mucudnn import program
 
 ALIKE_SECONDS = 2.0  # within which ranks that fail for the same reason all have failed
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
-_SCRIPT = str(Path(__file__).with_name("script.py"))
 
 
 class Ending:
@@ -100,11 +99,4 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 def as_python_prints(error: BaseException) -> str:
     """As python prints it: from the script's first line on."""
-    trace = error.__traceback__
-    while trace is not None and _starts(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
-
-
-def _starts(name: str) -> bool:
-    return name == _SCRIPT or name.startswith("<frozen runpy") or name == getattr(runpy, "__file__", None)
+    return "".join(traceback.format_exception(type(error), error, program.from_program(error.__traceback__)))

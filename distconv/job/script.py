@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,9 +16,11 @@ from distconv.job.ending import Ending, as_python_prints, refusal_of
 from distconv.job.launcher import BadInput, Job, Place, check, choose_backend, divides_locally
 from distconv.job.output import direct_output
 from distconv.partition import make_mesh
+from mucudnn import program
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
+
 
 def run(job: Job, place: Place) -> int:
     """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other."""
@@ -96,10 +97,8 @@ def _write_report(path: str, session: Session) -> None:
 
 
 def _execute(job: Job) -> None:
-    sys.argv = [job.script, *job.arguments]
-    if job.module:
-        runpy.run_module(job.script, run_name="__main__", alter_sys=True)
-        return
-    if not sys.flags.safe_path and os.path.isfile(job.script):
-        sys.path[0] = os.path.dirname(os.path.realpath(job.script))
-    runpy.run_path(job.script, run_name="__main__")
+    try:
+        found = program.module(job.script) if job.module else program.script(job.script)
+    except program.NotFound as error:
+        raise BadInput(str(error)) from None
+    found.run(job.arguments)
