@@ -1,0 +1,162 @@
+"""What is installed works without the checkout: from a wheel, and from an editable install."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NEIGHBOURS = Path(__file__).with_name("neighbours")
+NEEDED = ("pyproject.toml", "README.md", "LICENSE", "mucudnn", "distconv", "optimizer", "benchmarks", "tests")
+BLOCK = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    """What a command prints, without the checkout on the path."""
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("PYTHONPATH", "DISTCONV", "MUCUDNN", "PMI"))}
+    own = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONDONTWRITEBYTECODE": "1", **environment}
+    done = subprocess.run(
+        command, cwd=cwd, env=kept | own, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pip(*arguments: str, cwd: Path) -> None:
+    run(sys.executable, "-m", "pip", *arguments, "--quiet", "--no-deps", "--no-index", cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout to build from: building leaves folders behind."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy)
+    return copy
+
+
+def environment(folder: Path) -> Path:
+    """A new environment that sees torch and all else that is installed here, but not what .pth files add; its bin."""
+    venv.create(folder, symlinks=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    (packages / "installed_here.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    return folder / "bin"
+
+
+def install(bin: Path, *what: str, cwd: Path) -> None:
+    # --ignore-installed: what is installed here, of the same name, is not to be touched.
+    python = str(bin / "python")
+    run(sys.executable, "-m", "pip", "--python", python, *_INSTALL, *what, cwd=cwd)
+
+
+_INSTALL = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("wheel")
+    pip("wheel", ".", "--no-build-isolation", "--wheel-dir", str(built), cwd=source)
+    (found,) = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    bin = environment(tmp_path_factory.mktemp("from-wheel"))
+    install(bin, str(wheel), cwd=wheel.parent)
+    return bin
+
+
+def test_a_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    tops = {name.parts[0] for name in names if not name.parts[0].endswith(".dist-info")}
+    assert tops == {"mucudnn", "distconv"}
+    sources = {
+        path.relative_to(ROOT)
+        for package in ("mucudnn", "distconv", "mucudnn/optimizer")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    assert sources == {name for name in names if name.suffix == ".py"}
+    assert {Path("mucudnn/py.typed"), Path("distconv/py.typed")} <= names
+
+
+def results(printed: str) -> list[str]:
+    """What the script tells after its sys.path, which is another where another python runs it."""
+    return printed.splitlines()[1:]
+
+
+def test_commands_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    """On one database: what `bench` measures is what `plan` and `report` tell."""
+    where = {"MUCUDNN_DATABASE": str(tmp_path / "times.sqlite")}
+
+    def mucudnn(*arguments: str) -> str:
+        return run(str(installed / "mucudnn"), *arguments, cwd=tmp_path, **where)
+
+    small = ("resnet18", "--batch", "2", "--input", "3,32,32")
+    layers = json.loads(mucudnn("bench", *small, "--policy", "undivided", "--json"))
+    assert {layer["direction"] for layer in layers} == {"forward", "backward_data", "backward_filter"}
+    assert len(json.loads(mucudnn("plan", *small, "--policy", "undivided", "--json"))["plans"]) == len(layers)
+    plain = run(sys.executable, str(NEIGHBOURS / "train.py"), cwd=tmp_path)
+    assert (
+        mucudnn("run", "--report", "run.json", str(NEIGHBOURS / "train.py")).splitlines()[1:] == plain.splitlines()[1:]
+    )
+    assert "forward" in mucudnn("report", "run.json")
+    assert json.loads(mucudnn("doctor", "--json"))["shim"] == "works"
+
+
+def test_distconv_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    plain = run(sys.executable, str(NEIGHBOURS / "train.py"), cwd=tmp_path)
+    many = run(
+        str(installed / "distconv"), "run", "--partition", "height=2", str(NEIGHBOURS / "train.py"), cwd=tmp_path
+    )
+    assert many.splitlines()[1:] == plain.splitlines()[1:]  # the first line is sys.path
+
+
+def test_an_editable_install_takes_no_other_name(source: Path, tmp_path: Path) -> None:
+    bin = environment(tmp_path / "environment")
+    install(bin, "--editable", str(source), cwd=tmp_path)
+    program = """
+import importlib.util, mucudnn.optimizer, distconv
+assert mucudnn.__version__ == distconv.__version__
+print(mucudnn.__file__, distconv.__file__, mucudnn.optimizer.__file__)
+print([importlib.util.find_spec(name) for name in ("optimizer", "tests", "benchmarks", "networks")])
+"""
+    files, others = run(str(bin / "python"), "-c", program, cwd=tmp_path).splitlines()
+    assert all(file.startswith(str(source)) for file in files.split())
+    assert others == "[None, None, None, None]"
+
+
+def test_imports_without_what_is_used_later(tmp_path: Path) -> None:
+    absent = ("rich", "tqdm", "platformdirs", "pulp", "highspy", "matplotlib", "mpi4py")
+    program = BLOCK.format(absent=absent) + (
+        "import mucudnn, distconv\n"
+        "from mucudnn.__main__ import main\n"
+        "from mucudnn.settings import Settings\n"
+        "print(Settings.from_environment().database)\n"
+        "main(['run', 'script.py'])\n"
+    )
+    (tmp_path / "script.py").write_text("import torch\nprint(torch.ones(2).sum().item())\n")
+    for given, expected in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / ".cache")):
+        told = run(
+            sys.executable, "-c", program, cwd=tmp_path, XDG_CACHE_HOME=given, HOME=str(tmp_path), PYTHONPATH=str(ROOT)
+        )
+        assert told.splitlines() == [str(expected / "mucudnn" / "times.sqlite"), "2.0"]
