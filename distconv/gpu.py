@@ -25,8 +25,6 @@ def take_gpu() -> None:
             torch.cuda.set_device(bound)
             return
     place = find_place(os.environ)
-    if place is not None:
-        local = place.local_rank
-    else:
-        local = dist.get_rank() if dist.is_initialized() else 0
+    alone = dist.get_rank() if dist.is_initialized() else 0
+    local = alone if place is None else place.local_rank
     torch.cuda.set_device(local % torch.cuda.device_count())

@@ -40,7 +40,7 @@ def saving_whole() -> Iterator[None]:
 
     def save_whole(obj: object, *args: Any, **kwargs: Any) -> None:
         for module in (leaf for leaf in tree_leaves(obj) if isinstance(leaf, nn.Module)):
-            if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            if any(isinstance(p, DTensor) and is_ours(p.device_mesh) for p in module.parameters()):
                 raise ValueError(
                     f"torch.save of a {type(module).__name__}, whose parameters are sharded; accepted: its state_dict()"
                 )

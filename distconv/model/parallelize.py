@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv.mesh_options import batch_norm_statistics
+from distconv.mixing import mix_plain_tensors
 from distconv.model.assignment import Place, meshes, places
 from distconv.model.calls import call, placed, scripts
 from distconv.model.checkpoint import saving_whole
@@ -22,6 +23,7 @@ from distconv.model.parameters import known_optimizers, optimizers_known, shard_
 from distconv.model.shard_gather import cut
 from distconv.model.strategy import Strategy
 from distconv.partition import adopt, is_ours, whole_group
+from distconv.rules.registry import watch_plain_tensors
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -38,11 +40,6 @@ def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return cut(x, mesh)
 
 
-def _mix_plain_tensors() -> None:
-    # The context manager `implicit_replication` would clear the switch as soon as it is dropped.
-    DTensor._op_dispatcher._allow_implicit_replication = True
-
-
 class _EnableInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -50,7 +47,7 @@ class _EnableInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        _mix_plain_tensors()
+        mix_plain_tensors()
         return grad
 
 
@@ -59,7 +56,7 @@ _mixing: set[torch.device] = set()
 
 
 def mix_in_backward(device: torch.device) -> None:
-    """As `_mix_plain_tensors`, in the thread in which autograd runs the backward of a GPU; once for each.
+    """As `mix_plain_tensors`, in the thread in which autograd runs the backward of a GPU; once for each.
 
     The switch belongs to a thread. The caller may be under `no_grad`, `inference_mode`, or in autograd's own thread.
     """
@@ -84,7 +81,8 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
         adopt(mesh)
     batch_norm_statistics[mesh] = batch_norm or batch_norm_statistics.get(mesh, "global")
     nn.Module.__call__ = call  # type: ignore[method-assign]
-    _mix_plain_tensors()
+    watch_plain_tensors()
+    mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))
 

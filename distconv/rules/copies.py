@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distconv.refusal import refuse
-from distconv.rules.registry import checks, leave, registered, rule
+from distconv.rules.registry import checks, rule, unruled
+from distconv.rules.stock import leave
 
 
 def copy_of(view: DTensor, x: DTensor) -> DTensor:
@@ -54,11 +55,7 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 def _guard() -> None:
     """From the first copy on, look at every operator that changes a tensor, whether it has a rule or not."""
     checks.append(_refuse_change)
-    known = set(torch._C._dispatch_get_all_op_names())
-    for schema in torch._C._jit_get_all_schemas():
-        name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        if name.startswith("aten::") and name in known - registered and _changes_elements(schema):
-            rule(name)(_unruled)
+    rule(*unruled(_changes_elements))(leave)
 
 
 _NO_ELEMENTS = {"aten::requires_grad_", "aten::retain_grad", "aten::set_data", "aten::record_stream"}
@@ -72,9 +69,3 @@ def _changes_elements(schema: Any) -> bool:
         and torch.Tag.inplace_view not in getattr(packet, schema.overload_name or "default").tags
         and schema.name not in _NO_ELEMENTS
     )
-
-
-def _unruled(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """As without a rule; in inference mode some operators do not fall apart before they reach a DTensor."""
-    parts = func.decompose(*args, **kwargs)
-    return leave(func, args, kwargs) if parts is NotImplemented else parts

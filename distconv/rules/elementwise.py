@@ -13,7 +13,8 @@ from distconv.dtensors import local_as, wrap
 from distconv.layouts import Layout, layout, replicated
 from distconv.refusal import refuse
 from distconv.rules.losses import aligned, common_layout
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import rule
+from distconv.rules.stock import stock
 
 OPERATORS = (
     *(f"{name}.Tensor" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from distconv.dtensors import wrap
 from distconv.layouts import layout
 from distconv.memory_format import CHANNELS_LAST
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import rule
+from distconv.rules.stock import stock
 
 
 @rule("aten::new_empty_strided")

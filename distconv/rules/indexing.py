@@ -13,7 +13,8 @@ from distconv.dtensors import local_as, wrap
 from distconv.layouts import layout, replicated
 from distconv.refusal import refuse
 from distconv.rules.losses import common_layout
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import rule
+from distconv.rules.stock import stock
 
 
 @rule("aten::index_add", "aten::index_add_")

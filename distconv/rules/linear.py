@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from distconv.channels import Layer
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import coordinate, dim_axes, find_layout, owners
-from distconv.partition import CHANNEL, is_ours
+from distconv.partition import CHANNEL
 from distconv.refusal import refuse
 from distconv.rules.channel_split import Split, channel_layout, split
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from mucudnn.convolution.geometry import Interval
@@ -141,12 +141,10 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
     return Whole.apply(tensor) if sharded else tensor
 
 
+@above_autograd("aten::linear")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``aten::linear`` of DTensors or plain tensors. Differentiable."""
-    distributed = [tensor for tensor in (x, weight, bias) if isinstance(tensor, DTensor)]
-    if not distributed or not is_ours(distributed[0].device_mesh):
-        return aten.linear.default.decompose(x, weight, bias)
-    mesh = distributed[0].device_mesh
+    mesh, _ = find_layout(x, weight, bias)
     split_channels = any(mesh.size(a) > 1 for a, name in enumerate(mesh.mesh_dim_names or ()) if name in CHANNEL)
     if split_channels and x.dim() == 2:
         return Linear.apply(x, weight, bias)
@@ -157,9 +155,3 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_alone(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """In inference mode."""
     return linear(x, weight, bias)
-
-
-# `aten::linear` falls apart above DTensor, so it must be caught where autograd is.
-_library = torch.library.Library("aten", "IMPL")
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    _library.impl("linear", linear, _key)

@@ -19,7 +19,7 @@ from distconv.layouts import Layout, dim_axes, find_layout, layout, local_box, l
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.reduction import all_reduce
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 
 NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
 
@@ -216,15 +216,11 @@ class Nll(torch.autograd.Function):
         return nll_backward("nll_loss", grad, x, target, weight, reduction, ignore, count), None, None, None, None
 
 
-def _nll_loss_nd(
+@above_autograd("aten::nll_loss_nd")
+def nll_of_any_dims(
     x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN, ignore_index: int = -100
 ) -> Tensor:
+    """The loss of scores with any number of spatial dims."""
     if isinstance(x, DTensor) and (x.dim() == 3 or x.dim() > 4):
         return Nll.apply(x, target, weight, reduction, ignore_index)
     return torch.ops.aten.nll_loss_nd.default.decompose(x, target, weight, reduction, ignore_index)
-
-
-# `aten::nll_loss_nd` falls apart above DTensor, so it must be caught where autograd is.
-_library = torch.library.Library("aten", "IMPL")
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    _library.impl("nll_loss_nd", _nll_loss_nd, _key)

@@ -12,7 +12,8 @@ from distconv.dtensors import wrap
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.elementwise import in_place
 from distconv.rules.reduction import settled
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import method, rule
+from distconv.rules.stock import stock
 
 
 @rule("aten::_local_scalar_dense")
@@ -31,23 +32,25 @@ def _replicated(x: DTensor, what: str) -> Tensor:
     return local
 
 
-def _format(self: DTensor, spec: str) -> str:
-    return format(self.item(), spec) if self.dim() == 0 and spec else object.__format__(self, spec)
+# PyTorch refuses these three for every subclass.
+@method("__format__")
+def formatted(stock_method: Any, x: DTensor, spec: str) -> str:
+    """A number, as one process writes it."""
+    return format(x.item(), spec) if x.dim() == 0 and spec else object.__format__(x, spec)
 
 
-def _tolist(self: DTensor) -> Any:
-    return _replicated(self, ".tolist()").tolist()
+@method("tolist")
+def as_list(stock_method: Any, x: DTensor) -> Any:
+    """Numbers in lists, of a tensor without shards."""
+    return _replicated(x, ".tolist()").tolist()
 
 
-def _numpy(self: DTensor, *, force: bool = False) -> Any:
-    if self.requires_grad and not force:
+@method("numpy")
+def as_array(stock_method: Any, x: DTensor, *, force: bool = False) -> Any:
+    """An array, of a tensor without shards."""
+    if x.requires_grad and not force:
         raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-    return _replicated(self, ".numpy()").numpy(force=force)
-
-
-# PyTorch refuses these for every subclass.
-for _name, _method in {"__format__": _format, "tolist": _tolist, "numpy": _numpy}.items():
-    setattr(DTensor, _name, _method)
+    return _replicated(x, ".numpy()").numpy(force=force)
 
 
 @rule("aten::add_.Tensor")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import dim_axes, find_layout, layout, owners
 from distconv.refusal import UnsupportedOperation
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece
 from distconv.transfer.needs import make_plan as make_exchange_plan
@@ -183,13 +183,8 @@ def _whole_dims(shape: Sequence[int], pad: Sequence[int]) -> list[Exchange]:
     return result
 
 
-def _pad_circular(x: Tensor, pad: list[int]) -> Tensor:
-    if isinstance(x, DTensor):
-        return Circular.apply(x, pad)
-    return torch.ops.aten._pad_circular.default.decompose(x, pad)
-
-
-# `aten::_pad_circular` falls apart into slices above DTensor, so it must be caught where autograd is.
-_library = torch.library.Library("aten", "IMPL")
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    _library.impl("_pad_circular", _pad_circular, _key)
+# torch makes of it slices that are written in place.
+@above_autograd("aten::_pad_circular")
+def circular_differentiably(x: DTensor, pad: list[int]) -> DTensor:
+    """Circular padding."""
+    return Circular.apply(x, pad)

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distconv.refusal import refuse
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import rule
+from distconv.rules.stock import stock
 
 REFUSED = (
     "nonzero",

@@ -1,10 +1,15 @@
-"""Which rule runs for which operator, and what DTensor may do where there is none."""
+"""Which rule runs for which operator, and what DTensor may do where there is none.
+
+Rules are for DTensors on meshes that distconv made or adopted. A program may have others: with these every operator
+does what it does without distconv.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +18,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.layouts import undoes_shard
 from distconv.partition import is_ours
-from distconv.refusal import UnsupportedOperation, refuse
+from distconv.refusal import UnsupportedOperation
+from distconv.rules.stock import leave, leave_to_torch
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -31,15 +37,60 @@ def rule(*operators: str) -> Callable[[H], H]:
 
     def register(handler: H) -> H:
         def dispatch(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
-            if not _on_our_mesh(args):
-                return leave(func, args, kwargs or {})
+            kwargs = kwargs or {}
+            if not _on_our_mesh(args, kwargs):
+                return leave_to_torch(func, args, kwargs)
             for check in checks:
-                check(func, args, kwargs or {})
-            return handler(func, *args, **(kwargs or {}))
+                check(func, args, kwargs)
+            return handler(func, *args, **kwargs)
 
         for operator in operators:
             torch.library.register_torch_dispatch(operator, DTensor, dispatch)
             registered.add(operator)
+        return handler
+
+    return register
+
+
+def above_autograd(operator: str) -> Callable[[H], H]:
+    """Register ``function(*args)`` for an operator that torch takes apart before a DTensor is reached.
+
+    The function runs where autograd does, for arguments among which is a DTensor of our meshes, and must be
+    differentiable itself. Everything else takes the operator apart as before.
+    """
+
+    def register(function: H) -> H:
+        packet, _, overload = operator.removeprefix("aten::").partition(".")
+        stock_operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+        @functools.wraps(function)
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            ours = has_ours((*args, *kwargs.values()))
+            return function(*args, **kwargs) if ours else stock_operator.decompose(*args, **kwargs)
+
+        for key in ("AutogradCPU", "AutogradCUDA"):
+            _library.impl(operator.removeprefix("aten::"), kernel, key)
+        return function
+
+    return register
+
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def method(name: str) -> Callable[[H], H]:
+    """Register ``handler(stock_method, x, *args)`` for a method of DTensor, called for tensors on our meshes."""
+
+    def register(handler: H) -> H:
+        stock_method = getattr(DTensor, name)
+
+        @functools.wraps(stock_method)
+        def chosen(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+            if not is_ours(self.device_mesh):
+                return stock_method(self, *args, **kwargs)
+            return handler(stock_method, self, *args, **kwargs)
+
+        setattr(DTensor, name, chosen)
         return handler
 
     return register
@@ -69,44 +120,54 @@ def _taken_apart(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func.decompose(*args, **kwargs)
 
 
-def _on_our_mesh(args: Sequence[Any]) -> bool:
-    """Whether the first DTensor, found in lists too, lies on one of our meshes; a program may use others for itself."""
+def has_ours(values: Iterable[Any]) -> bool:
+    """Whether a DTensor on one of our meshes is among some values, or in lists of them."""
+    return any(
+        is_ours(value.device_mesh)
+        if isinstance(value, DTensor)
+        else isinstance(value, list | tuple) and has_ours(value)
+        for value in values
+    )
+
+
+def _on_our_mesh(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the first DTensor, found in lists too, lies on one of our meshes."""
     for arg in args:
         if isinstance(arg, DTensor):
             return is_ours(arg.device_mesh)
         if isinstance(arg, list | tuple) and any(isinstance(item, DTensor) for item in arg):
-            return _on_our_mesh(arg)
-    return True
+            return _on_our_mesh(arg, {})
+    return bool(kwargs) and _on_our_mesh(list(kwargs.values()), {})
 
 
-def leave(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What DTensor does with an operator where distconv has nothing to say."""
-    special = DTensor._op_dispatcher._custom_op_handlers.get(func)
-    if special is not None:
-        return special(func, tuple(args), kwargs)
-    parts = func.decompose(*args, **kwargs)
-    if parts is not NotImplemented:
-        return parts
-    result = stock(func, args, kwargs)
-    if func._schema.name.endswith("_"):
-        return args[0]
-    outputs = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
-    for output, computed in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
-        output._spec = computed._spec
-    return result if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
+def unruled(wanted: Callable[[Any], bool]) -> list[str]:
+    """torch's operators without a rule whose schema is wanted."""
+    known = set(torch._C._dispatch_get_all_op_names())
+    schemas = (
+        (f"{s.name}.{s.overload_name}" if s.overload_name else s.name, s) for s in torch._C._jit_get_all_schemas()
+    )
+    return [
+        name
+        for name, schema in schemas
+        if name.startswith("aten::") and name in known and name not in registered and wanted(schema)
+    ]
 
 
-def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-    """DTensor's own behaviour of an operator that has a rule here; what would gather a shard is refused."""
-    dispatcher = DTensor._op_dispatcher
-    info = dispatcher.unwrap_to_op_info(func, tuple(args), kwargs or {})
-    dispatcher.sharding_propagator.propagate(info)
-    assert info.output_sharding is not None
-    spec: Any = info.output_sharding.output_spec
-    if func._schema.name.endswith("_") and isinstance(spec, DTensorSpec) and spec.placements != args[0].placements:
-        raise refuse(func, f"in place on {args[0].placements}, what it computes would be laid out as {spec.placements}")
-    results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
-    return dispatcher.wrap(results, spec)
+@functools.cache
+def watch_plain_tensors() -> None:
+    """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
+
+    Ours and a program's own DTensors treat the plain one differently (see `distconv.mixing`).
+    """
+    left_alone = {handled._schema.name for handled in DTensor._op_dispatcher._custom_op_handlers}
+
+    def takes_several(schema: Any) -> bool:
+        tensors = [
+            a for a in schema.arguments if isinstance(a.type, torch.TensorType | torch.ListType | torch.OptionalType)
+        ]
+        return len(tensors) > 1 and schema.name not in left_alone and not any(a.is_out for a in schema.arguments)
+
+    rule(*unruled(takes_several))(leave)
 
 
 def install_guard() -> None:

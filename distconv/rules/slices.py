@@ -22,7 +22,8 @@ from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.copies import copy_of
 from distconv.rules.losses import common_layout
 from distconv.rules.padding import cut
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import method, rule
+from distconv.rules.stock import stock
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, window
 
@@ -205,10 +206,8 @@ def roll(func: Any, x: DTensor, shifts: Sequence[int], dims: Sequence[int] = ())
     return x
 
 
-_assign = DTensor.__setitem__
-
-
-def _assign_to_whole_dims(self: DTensor, key: Any, value: Any) -> None:
+@method("__setitem__")
+def assign(stock_method: Any, x: DTensor, key: Any, value: Any) -> None:
     """Assignment where every part of a sharded dim, or a mask, is named: a slice of one is a copy."""
     keys = list(key) if isinstance(key, tuple) else [key]
     named = sum(1 for item in keys if item is not None and item is not Ellipsis and not isinstance(item, Tensor))
@@ -216,15 +215,12 @@ def _assign_to_whole_dims(self: DTensor, key: Any, value: Any) -> None:
         dim = 0
         for item in keys:
             if item is Ellipsis:
-                dim += self.dim() - named
+                dim += x.dim() - named
             elif item is not None:
-                if item != slice(None) and _sharding_axes(self, dim):
+                if item != slice(None) and _sharding_axes(x, dim):
                     raise UnsupportedOperation(
-                        f"assignment to [{key}] of a tensor laid out as {self.placements}: dim {dim} is sharded;"
+                        f"assignment to [{key}] of a tensor laid out as {x.placements}: dim {dim} is sharded;"
                         f" accepted: all of that dim"
                     )
                 dim += 1
-    _assign(self, key, value)
-
-
-DTensor.__setitem__ = _assign_to_whole_dims  # type: ignore[method-assign,assignment]
+    stock_method(x, key, value)

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distconv.dtensors import wrap
 from distconv.refusal import refuse
-from distconv.rules.registry import rule, stock
+from distconv.rules.registry import rule
+from distconv.rules.stock import stock
 
 
 @rule("aten::stack")

@@ -109,7 +109,7 @@ def _merges(
 
 def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
     """Keep how the input of a view lies, for the view's backward."""
-    node = x.grad_fn
+    node: Any = x.grad_fn
     if node is not None:
         mesh, placements = layout(x)
         node.metadata.setdefault(_VIEWED, {})[x.output_nr] = mesh, tuple(placements), shape
@@ -122,14 +122,14 @@ def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ..
     node = torch._C._current_autograd_node()
     if node is None or not node.next_functions:
         return None
-    source, output = node.next_functions[0]
+    source: Any = node.next_functions[0][0]
     if source is None:
         return None
     leaf = getattr(source, "variable", None)
     if leaf is not None:
         found = (*layout(leaf), tuple(leaf.shape)) if isinstance(leaf, DTensor) else None
     else:
-        found = source.metadata.get(_VIEWED, {}).get(output)
+        found = source.metadata.get(_VIEWED, {}).get(node.next_functions[0][1])
     return found[1] if found is not None and (found[0], found[2]) == (mesh, shape) else None
 
 

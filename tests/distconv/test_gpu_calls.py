@@ -23,7 +23,7 @@ from distconv.model import parallelize
 def test_the_backward_thread_is_told_once_in_any_mode(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallelize, "_mixing", set())
     told: list[bool] = []
-    monkeypatch.setattr(parallelize, "_mix_plain_tensors", lambda: told.append(True))
+    monkeypatch.setattr(parallelize, "mix_plain_tensors", lambda: told.append(True))
     with mode():
         parallelize.mix_in_backward(torch.device("cpu"))
         parallelize.mix_in_backward(torch.device("cpu"))

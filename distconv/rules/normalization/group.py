@@ -36,7 +36,7 @@ from distconv.rules.normalization.statistics import (
     update_running,
     vector_layout,
 )
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.group import joint_group
 
 aten = torch.ops.aten
@@ -221,16 +221,13 @@ def instance_norm(
     return y
 
 
-def _instance_norm(x: Tensor, *arguments: Any) -> Tensor:
+# torch makes of it a batch norm of a view that mixes samples and channels.
+@above_autograd("aten::instance_norm")
+def instance_norm_of_any(x: Tensor, *arguments: Any) -> Tensor:
+    """Instance norm of a distributed input, or of a plain one with distributed parameters."""
     if isinstance(x, DTensor):
         return instance_norm(x, *arguments[:-1])
     return aten.instance_norm.default.decompose(x, *arguments)
-
-
-# `aten::instance_norm` falls apart above DTensor, into a batch norm of a view that mixes samples and channels.
-_library = torch.library.Library("aten", "IMPL")
-for _key in ("AutogradCPU", "AutogradCUDA"):
-    _library.impl("instance_norm", _instance_norm, _key)
 
 
 @rule("aten::instance_norm")

@@ -6,16 +6,11 @@ of an operator.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distconv.rules.pooling import window as _window
 from distconv.rules.pooling.operator import adaptive
-from distconv.rules.registry import rule
+from distconv.rules.registry import above_autograd, rule
 
 RULES = (_window,)
 """The modules whose import registers the rules: this one imports the adaptive pools."""
@@ -31,19 +26,12 @@ def composite(func: Any, *arguments: Any) -> Any:
     return func.decompose(*arguments)
 
 
-def _whole_averages(spatial: int) -> Any:
-    """`aten::adaptive_avg_poolNd` falls apart above DTensor, into a mean where the output size is 1."""
-    operator, inner = getattr(torch.ops.aten, f"adaptive_avg_pool{spatial}d").default, adaptive("avg", spatial)
-
-    def pool(x: Tensor, size: Sequence[int]) -> Tensor:
-        return inner(x, size) if isinstance(x, DTensor) else operator.decompose(x, size)
-
+def _whole_averages(spatial: int) -> None:
+    """torch makes a mean of ``aten::adaptive_avg_poolNd`` where the output size is 1."""
+    inner = adaptive("avg", spatial)
     rule(f"aten::adaptive_avg_pool{spatial}d")(lambda _, x, size: inner(x, size))
-    return pool
+    above_autograd(f"aten::adaptive_avg_pool{spatial}d")(lambda x, size: inner(x, size))
 
 
-_library = torch.library.Library("aten", "IMPL")
 for _spatial in (2, 3):
-    _pool = _whole_averages(_spatial)
-    for _key in ("AutogradCPU", "AutogradCUDA"):
-        _library.impl(f"adaptive_avg_pool{_spatial}d", _pool, _key)
+    _whole_averages(_spatial)

@@ -1,0 +1,63 @@
+"""Plain tensors beside DTensors: beside ours they count as replicated, beside a program's own as the program wants.
+
+torch has one switch for this, which belongs to a thread and holds for all DTensors; operators without a rule read it in
+C++. Once a thread uses distconv its switch stays on. What the program itself sets is kept here, and holds while an
+operator runs on the program's own DTensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+
+class _Thread(threading.local):
+    ours = False
+    """Whether the switch is kept on for distconv."""
+    program = False
+    """What the program has set it to, as with `torch.distributed.tensor.experimental.implicit_replication`."""
+
+
+_thread = _Thread()
+
+
+def mix_plain_tensors() -> None:
+    """From now on, in this thread, a plain tensor beside one of our DTensors counts as replicated."""
+    if not _thread.ours:
+        dispatcher = DTensor._op_dispatcher
+        _keep_what_the_program_sets()
+        _thread.program, _thread.ours = dispatcher._allow_implicit_replication, True
+        _switch.fset(dispatcher, True)
+
+
+_switch: Any = type(DTensor._op_dispatcher).__dict__["_allow_implicit_replication"]
+"""torch's own property."""
+
+
+@functools.cache
+def _keep_what_the_program_sets() -> None:
+    def keep(dispatcher: Any, value: bool) -> None:
+        _thread.program = value
+        if not _thread.ours:
+            _switch.fset(dispatcher, value)
+
+    type(DTensor._op_dispatcher)._allow_implicit_replication = property(_switch.fget, keep)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def as_the_program_set() -> Iterator[None]:
+    """Within it, torch's switch is what it would be without distconv."""
+    if not _thread.ours or _thread.program:
+        yield
+        return
+    dispatcher = DTensor._op_dispatcher
+    _switch.fset(dispatcher, False)
+    try:
+        yield
+    finally:
+        _switch.fset(dispatcher, True)

@@ -1,0 +1,82 @@
+"""What torch's DTensor does with an operator by itself, for operators without a rule and for tensors that are not ours.
+
+A rule that is registered for an operator hides DTensor's own dispatch of it, so its steps are repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from distconv.mixing import as_the_program_set
+from distconv.refusal import refuse
+
+
+def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    """DTensor's own behaviour of an operator that has a rule here; what would gather a shard is refused."""
+    dispatcher = DTensor._op_dispatcher
+    info = dispatcher.unwrap_to_op_info(func, tuple(args), kwargs or {})
+    dispatcher.sharding_propagator.propagate(info)
+    assert info.output_sharding is not None
+    spec: Any = info.output_sharding.output_spec
+    if func._schema.name.endswith("_") and isinstance(spec, DTensorSpec) and spec.placements != args[0].placements:
+        raise refuse(func, f"in place on {args[0].placements}, what it computes would be laid out as {spec.placements}")
+    results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
+    return dispatcher.wrap(results, spec)
+
+
+def leave(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operator on our tensors for which distconv has no rule of its own."""
+    special = DTensor._op_dispatcher._custom_op_handlers.get(func)
+    if special is not None:
+        return special(func, args, kwargs)
+    parts = func.decompose(*args, **kwargs)
+    return _finished(func, args, kwargs, stock(func, args, kwargs)) if parts is NotImplemented else parts
+
+
+def leave_to_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator on a program's own DTensors, as without distconv."""
+    dispatcher = DTensor._op_dispatcher
+    special = dispatcher._custom_op_handlers.get(func)
+    if special is not None:
+        return special(func, tuple(args), kwargs)
+    with as_the_program_set():
+        info = dispatcher.unwrap_to_op_info(func, tuple(args), kwargs)
+    try:
+        dispatcher.sharding_propagator.propagate(info)
+    except NotImplementedError:
+        parts = func.decompose(*args, **kwargs)
+        if parts is NotImplemented:
+            raise
+        return parts
+    except Exception as error:
+        raise RuntimeError(f"{error}\n\nSharding propagation failed for {info.schema}") from error
+    assert info.output_sharding is not None
+    results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
+    return _finished(func, args, kwargs, dispatcher.wrap(results, info.output_sharding.output_spec))
+
+
+def _finished(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
+    """What an operator returns that computed this: the tensors that it changed, where it changes some."""
+    if func is torch.ops.aten.equal.default:
+        return _equal_on_all(result, args)
+    if func._schema.name.endswith("_"):
+        if isinstance(args[0], DTensor) and isinstance(result, DTensor):
+            args[0]._spec = result._spec
+        return args[0]
+    outputs = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
+    for output, computed in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):
+        output._spec = computed._spec
+    return result if not outputs else outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _equal_on_all(local: bool, args: Sequence[Any]) -> bool:
+    mesh = next(arg.device_mesh for arg in args if isinstance(arg, DTensor))
+    flag = torch.tensor(int(local), device=mesh.device_type)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())

@@ -1,0 +1,25 @@
+"""A program's own DTensors, on meshes that are not distconv's, behave as without distconv."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("scripts") / "own_dtensors.py"
+
+
+@cache
+def lines(how: str) -> list[str]:
+    done = subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("how", ["imported", "used"])
+def test_own_dtensors_do_what_they_do_alone(how: str) -> None:
+    assert len(lines("alone")) > 40
+    assert lines(how) == lines("alone")
