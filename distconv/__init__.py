@@ -8,6 +8,10 @@ full = distconv.gather(y)
 
 from __future__ import annotations
 
+from distconv.job.hash_seed import settle
+
+settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
+
 import os
 from collections.abc import Sequence
 

@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from distconv import settings
 from distconv.channels import check_algorithm
-from distconv.job.launcher import BadInput, Job, Place, find_place, start
+from distconv.job.launcher import BadInput, Job, start
+from distconv.job.place import Place, find_place
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
@@ -18,9 +16,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from distconv.job.random_state import set_generators, state_of_generators
 from distconv.partition import ownership
 
-_STATE_BYTES = 16384  # torch's, Python's and NumPy's generators, pickled, take about 10,000
+_STATE_BYTES = 16384  # the states of all generators, pickled, take about 10,000
 
 
 @contextlib.contextmanager
@@ -81,19 +80,13 @@ class _Alike:
     def __call__(self) -> None:
         if self._group is None:
             return
-        numpy = sys.modules.get("numpy")
         state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device="cpu")
         if dist.get_rank() == self._first:
-            mine = (torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
-            packed = pickle.dumps(mine)
+            packed = pickle.dumps(state_of_generators())
             state[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         dist.broadcast(state, self._first, group=self._group)
         if dist.get_rank() != self._first:
-            for_torch, for_python, for_numpy = pickle.loads(state.numpy().tobytes())
-            torch.set_rng_state(for_torch)
-            random.setstate(for_python)
-            if numpy and for_numpy:
-                numpy.random.set_state(for_numpy)
+            set_generators(pickle.loads(state.numpy().tobytes()))
 
 
 class _Samples:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from distconv.job.hash_seed import drawn_seed
+from distconv.job.place import MPI_VARIABLES, Place
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from mucudnn.commands.arguments import check_writable
@@ -45,38 +46,9 @@ class Job:
     strategy: Strategy | None = None
     print_all_ranks: bool = False
     report: str | None = None  # a file for what mucudnn chose on rank 0
+    show_ranks: bool = False
 
 
-@dataclass(frozen=True)
-class Place:
-    """This process among the ranks of a job that mpiexec or a torchrun-like launcher started."""
-
-    rank: int
-    size: int | None  # None where only MPI itself can tell
-    local_rank: int
-    mpi: bool
-
-
-_MPI_VARIABLES = (
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
-
-
-def find_place(environment: Mapping[str, str]) -> Place | None:
-    """The rank that the environment tells of; None where this process was started alone."""
-    if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        return Place(rank, size, int(environment.get("LOCAL_RANK", rank)), mpi=False)
-    for rank_name, size_name, local_name in _MPI_VARIABLES:
-        if rank_name in environment:
-            rank = int(environment[rank_name])
-            known = int(environment[size_name]) if size_name in environment else None
-            if known == 1:
-                continue  # a batch system's shell looks like this too
-            return Place(rank, known, int(environment.get(local_name, rank)), mpi=True)
-    return None
 
 
 def check(job: Job, size: int | None, backend: str) -> None:
@@ -142,9 +114,10 @@ def start(job: Job, command: list[str]) -> int:
     backend = choose_backend(job, None)
     check(job, size, backend)
     environment = dict(os.environ)
+    environment["PYTHONHASHSEED"] = drawn_seed(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
     if backend == "mpi":
-        for names in _MPI_VARIABLES:
+        for names in MPI_VARIABLES:
             for name in names:
                 environment.pop(name, None)
         try:

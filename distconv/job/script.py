@@ -13,8 +13,9 @@ from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
 
 from distconv.job.data import loading
 from distconv.job.ending import Ending, as_python_prints, refusal_of
-from distconv.job.launcher import BadInput, Job, Place, check, choose_backend, divides_locally
+from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
 from distconv.job.output import direct_output
+from distconv.job.place import Place
 from distconv.partition import make_mesh
 from mucudnn import program
 

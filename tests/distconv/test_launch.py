@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from distconv import __main__ as command_line
-from distconv.job.launcher import Place, divides_locally, find_place, mpiexec
+from distconv.job.launcher import divides_locally, mpiexec
+from distconv.job.place import Place, find_place
 from mucudnn.reporting.run_file import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,0 +1,57 @@
+"""The seed of string hashes, and with it the order of sets of strings: the same on every rank of a job.
+
+Python reads PYTHONHASHSEED once, when it starts. `distconv run` sets it for the ranks that it starts itself. A rank
+that mpiexec or torchrun has started without it starts itself anew, once, before it imports anything large.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import sys
+import zlib
+from collections.abc import Mapping
+
+from distconv.job.place import find_place
+
+VARIABLE = "PYTHONHASHSEED"
+
+_SHARED = (
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+)
+"""What launchers tell all ranks of a job alike; some of it differs from job to job."""
+
+
+def is_fixed(environment: Mapping[str, str]) -> bool:
+    """Whether the environment gives a seed; Python takes the word "random" for none."""
+    return environment.get(VARIABLE, "random") != "random"
+
+
+def drawn_seed(environment: Mapping[str, str]) -> str:
+    """The user's own seed, or a new one."""
+    return environment[VARIABLE] if is_fixed(environment) else str(secrets.randbelow(1 << 32))
+
+
+def common_seed(environment: Mapping[str, str]) -> str:
+    """The user's own seed, or one that every rank of the job computes alike: "0" where nothing names the job."""
+    if is_fixed(environment):
+        return environment[VARIABLE]
+    told = [f"{name}={environment[name]}" for name in _SHARED if name in environment]
+    return str(zlib.crc32("\n".join(told).encode())) if told else "0"
+
+
+def settle() -> None:
+    """Starts this rank anew with the job's seed, where it runs `python -m distconv run` and has none yet."""
+    command = sys.orig_argv
+    # While Python imports the package that -m names, "-m" stands for the program.
+    ours = sys.argv[:2] == ["-m", "run"] and ("-m", "distconv") in itertools.pairwise(command)
+    if ours and not is_fixed(os.environ) and find_place(os.environ) is not None:
+        os.environ[VARIABLE] = common_seed(os.environ)
+        os.execv(sys.executable, [sys.executable, *command[1:]])

@@ -1,0 +1,39 @@
+"""Where this process runs among the ranks of a job; without torch, since a rank asks before it imports that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among the ranks of a job that mpiexec or a torchrun-like launcher started."""
+
+    rank: int
+    size: int | None  # None where only MPI itself can tell
+    local_rank: int
+    mpi: bool
+
+
+MPI_VARIABLES = (
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+"""By which variables MPI's launchers tell a process its rank, the number of ranks, and the rank on its machine."""
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """The rank that the environment tells of; None where this process was started alone."""
+    if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        return Place(rank, size, int(environment.get("LOCAL_RANK", rank)), mpi=False)
+    for rank_name, size_name, local_name in MPI_VARIABLES:
+        if rank_name in environment:
+            rank = int(environment[rank_name])
+            known = int(environment[size_name]) if size_name in environment else None
+            if known == 1:
+                continue  # a batch system's shell looks like this too
+            return Place(rank, known, int(environment.get(local_name, rank)), mpi=True)
+    return None

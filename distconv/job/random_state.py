@@ -1,0 +1,131 @@
+"""The random state of a process: Python's, NumPy's and torch's generators, and the entropy of unseeded ones."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import numpy.random.bit_generator
+import torch
+
+State = tuple[torch.Tensor, tuple[Any, ...], Any, torch.Tensor | None]
+
+KEY_BYTES = 32
+
+
+def state_of_generators() -> State:
+    """The states of torch's, Python's and NumPy's default generators, and of the current GPU's where one is in use."""
+    device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state(), device
+
+
+def set_generators(state: State, *, every_device: bool = False) -> None:
+    """Takes a state that `state_of_generators` gave; with `every_device` that of the GPU for each GPU of this process.
+
+    A GPU's state is left as it is where either process has none in use.
+    """
+    host, python, for_numpy, device = state
+    torch.set_rng_state(host)
+    random.setstate(python)
+    numpy.random.set_state(for_numpy)
+    if device is not None and torch.cuda.is_available():
+        devices = range(torch.cuda.device_count()) if every_device else [torch.cuda.current_device()]
+        for index in devices:
+            torch.cuda.set_rng_state(device, index)
+
+
+class Entropy:
+    """What the operating system's random numbers are replaced with: a stream that all processes with one key share.
+
+    Bytes are SHAKE-256 of the key, of what they are for, and of how many times that was asked. A forked process goes on
+    with a key of its own, which it shares with the processes that other ranks forked in the same order.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._forks = key, 0
+        self._asked: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def draw(self, purpose: str, size: int) -> bytes:
+        """`size` bytes; what one purpose asks for does not disturb another."""
+        with self._lock:
+            self._asked[purpose] += 1
+            asked = self._asked[purpose]
+        return hashlib.shake_256(self._key + f"{purpose} {asked}".encode()).digest(size)
+
+    def forking(self) -> None:
+        """Before a fork, in the parent."""
+        self._forks += 1
+
+    def forked(self) -> None:
+        """After a fork, in the child."""
+        self._key = hashlib.shake_256(self._key + f"fork {self._forks}".encode()).digest(KEY_BYTES)
+        self._lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def common_entropy(key: bytes) -> Iterator[None]:
+    """Within it generators made or seeded without a seed take it from a stream that all ranks with `key` share.
+
+    These are numpy.random.default_rng(), RandomState() and seed(), random.Random(), random.seed() and SystemRandom,
+    secrets, uuid.uuid4, os.urandom and torch.seed().
+    """
+    entropy = Entropy(key)
+    seed_of_random, bits = random.Random.seed, numpy.random.bit_generator
+
+    def randbits(count: int) -> int:
+        return int.from_bytes(entropy.draw("numpy", -(-count // 8))) % (1 << count)
+
+    def urandom(size: int) -> bytes:
+        return entropy.draw("system", size)
+
+    def seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        seed_of_random(self, int.from_bytes(entropy.draw("python", 32)) if a is None else a, version)
+
+    def seed_torch() -> int:
+        drawn = int.from_bytes(entropy.draw("torch", 8))
+        torch.manual_seed(drawn)
+        return drawn
+
+    instead: list[tuple[Any, str, Callable[..., Any]]] = [
+        (bits, "randbits", randbits),
+        (os, "urandom", urandom),
+        (random, "_urandom", urandom),  # SystemRandom's own name for it
+        (random.Random, "seed", seed),
+        (random, "seed", seed.__get__(random._inst)),
+        (torch, "seed", seed_torch),
+        (torch.random, "seed", seed_torch),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in instead]
+    for owner, name, function in instead:
+        setattr(owner, name, function)
+    _forking.append(entropy)
+    try:
+        yield
+    finally:
+        _forking.remove(entropy)
+        for owner, name, function in before:
+            setattr(owner, name, function)
+
+
+_forking: list[Entropy] = []
+
+
+def _before_fork() -> None:
+    for entropy in _forking:
+        entropy.forking()
+
+
+def _after_fork() -> None:
+    for entropy in _forking:
+        entropy.forked()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
