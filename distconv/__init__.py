@@ -39,6 +39,7 @@ __all__ = [
     "distributed_script",
     "gather",
     "init",
+    "is_first",
     "parallelize",
     "redistribute",
     "shard",
@@ -84,6 +85,15 @@ def init(
     mesh = make_mesh(parsed, ranks=ranks, device_type=device)
     _set_algorithm(mesh, parsed, channel_algorithm)
     return mesh
+
+
+def is_first() -> bool:
+    """Whether this process is the job's first rank, or runs without a job: where to do what must be done once.
+
+    A script that `distconv run` runs needs it only for what is not kept to one rank anyway, a subprocess that writes,
+    say. What is done on the first rank alone must not call the model.
+    """
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:

@@ -100,6 +100,12 @@ def _parser() -> _Parser:
         help="write what mucudnn chose for rank 0's local convolutions to FILE at the end, as JSON "
         "(python -m mucudnn report FILE shows it)",
     )
+    run.add_argument(
+        "--show-ranks",
+        action="store_true",
+        help="let the script see RANK, WORLD_SIZE and torch.distributed as they are (default: it is told of one "
+        "process)",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
@@ -141,6 +147,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         strategy=strategy,
         print_all_ranks=options.print_all_ranks,
         report=options.report,
+        show_ranks=options.show_ranks,
     )
 
 

@@ -56,9 +56,9 @@ class Ending:
         elif mpi and self.store is not None and dist.is_initialized() and dist.get_world_size() > 1:
             # Where all ranks fail alike each ends by itself. One that fails alone ends the others, which wait for it.
             if not self._all_failed(self.store):
-                from mpi4py import MPI
+                from distconv.mpi.world import WORLD
 
-                MPI.COMM_WORLD.Abort(self.code)
+                WORLD.Abort(self.code)
             os._exit(self.code)  # without MPI_Finalize, which waits for messages that will not come
 
     def _all_failed(self, store: Store) -> bool:

@@ -49,8 +49,6 @@ class Job:
     show_ranks: bool = False
 
 
-
-
 def check(job: Job, size: int | None, backend: str) -> None:
     """BadInput where `job` cannot run on `size` ranks over `backend`."""
     if size is not None and job.partition.ranks != size:

@@ -16,6 +16,7 @@ from distconv.job.ending import Ending, as_python_prints, refusal_of
 from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
 from distconv.job.output import direct_output
 from distconv.job.place import Place
+from distconv.job.surroundings import surroundings
 from distconv.partition import make_mesh
 from mucudnn import program
 
@@ -82,6 +83,7 @@ def _run_distributed(job: Job, store: Store) -> None:
             session = around.enter_context(mucudnn.patched(board=StoreBoard(store)))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
+        around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data))
         around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         _execute(job)

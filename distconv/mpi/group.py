@@ -16,6 +16,7 @@ from distconv.mpi.backend import BACKEND, mpi_lock
 from distconv.mpi.reduction import Reduction, divide
 from distconv.mpi.staging import copy_back, deal, memory, message, packed, readable, room_for, sizes, writable
 from distconv.mpi.work import MPIWork, progress, together
+from distconv.mpi.world import WORLD
 
 _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
 
@@ -263,7 +264,7 @@ def _split_bytes(tensor: Tensor, rows: Sequence[int] | None, size: int) -> list[
 
 def create(options: Any, _: Any) -> MPIProcessGroup:
     """Called on the members of a group, in the order in which each makes its groups."""
-    world = MPI.COMM_WORLD
+    world = WORLD
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     if ranks[options.group_rank] != world.rank or max(ranks) >= world.size:
         raise ValueError(

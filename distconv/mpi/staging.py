@@ -11,10 +11,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from distconv.mpi.world import WORLD
+
 
 def _knows_cuda() -> bool:
     """Whether this MPI can address CUDA memory: MPI 4.1's info key, else the extension of Open MPI and MPICH."""
-    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")
+    kinds = WORLD.Get_info().Get("mpi_memory_alloc_kinds")
     if kinds is not None:
         return any(kind.split(":")[0] == "cuda" for kind in kinds.split(","))
     for library in (MPI.__file__, None):

@@ -13,6 +13,7 @@ from mpi4py import MPI
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from distconv.mpi.backend import BACKEND
+from distconv.mpi.world import WORLD
 
 
 def init_process_group(timeout: timedelta | None = None, backend: str = BACKEND) -> Store:
@@ -23,7 +24,7 @@ def init_process_group(timeout: timedelta | None = None, backend: str = BACKEND)
     """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise RuntimeError(f"{BACKEND}: this MPI was initialised for one thread; autograd calls it from its own")
-    world = MPI.COMM_WORLD
+    world = WORLD
     if world.size > 1:
         sys.excepthook = _abort_after(sys.excepthook)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -37,7 +38,7 @@ def _abort_after(report: Callable[..., Any]) -> Callable[..., None]:
         report(*exception)
         sys.stdout.flush()
         sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        WORLD.Abort(1)
 
     return hook
 
