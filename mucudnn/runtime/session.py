@@ -129,7 +129,7 @@ class Session:
         return shared
 
     def _confirm(self, call: Call, share: int) -> Planned | None:
-        """The best plan of a call within a share, its division measured as a whole; None where it cannot be measured."""
+        """The best plan of a call within a share, its division measured as a whole; None where that cannot be."""
         assert self._workspace is not None
         with self._lock, self._workspace.ledger.alone():
             met = self._met(call)

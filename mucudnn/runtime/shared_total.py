@@ -36,7 +36,7 @@ class Shared:
         """
         Args:
             stock: torch's own kernel as the plan, with all options that were measured.
-            confirm: the best plan of a call within so many bytes, measured as a whole; None where it cannot be measured.
+            confirm: the best plan of a call within so many bytes, measured as a whole; None where that cannot be.
         """
         self._workspace, self._stock, self._confirm = workspace, stock, confirm
         self._menu = Menu(stock.desirable())
