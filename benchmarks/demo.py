@@ -34,7 +34,7 @@ RESULT = "demo-cpu"
 
 SLICES = "benchmarks/brain_slices.py", "--batch", "20", "--width", "8", "--steps", "30"
 SLICES_LIMIT = "8MiB"
-"""Undivided, the Fourier transform of a 31x31 convolution needs 14.4 MiB here; torch's own kernel takes many times as long."""
+"""Undivided, the Fourier transform of a 31x31 convolution needs 14.4 MiB here, and torch's own kernel is far slower."""
 
 VOLUME = "benchmarks/brain_volume.py", "--size", "40x48x40"
 VOLUME_LIMIT = "1MiB"
