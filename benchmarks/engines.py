@@ -48,6 +48,9 @@ class NoCard:
     def __init__(self, library: Library) -> None:
         self.library, self.device = library, Device.known(library, H200)
 
+    def planning(self) -> AbstractContextManager[Device]:
+        return nullcontext(self.device)
+
     def handle(self) -> c_void_p:
         raise RuntimeError("there is no card")
 
@@ -81,7 +84,7 @@ def served(place: NoCard, problem: ConvProblem) -> dict[int, dict[str, Any]]:
     if put is None:
         return found
     try:
-        graph = Graph(place.library, place.device, put, put.alignment, accumulate=False)
+        graph = Graph(place.library, place.device, put, accumulate=False)
     except CudnnError:
         return found
     for index in range(graph.engines):

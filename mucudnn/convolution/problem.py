@@ -41,6 +41,9 @@ class Role(enum.StrEnum):
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """The element types that are divided, with their sizes."""
 
+ALIGNMENT = 16
+"""Bytes of the largest alignment that any algorithm asks for; tensors of torch's own start at multiples of more."""
+
 
 @dataclass(frozen=True)
 class ConvProblem:
@@ -62,6 +65,8 @@ class ConvProblem:
         dtype: a key of `DTYPE_BYTES`.
         formats: the memory formats of x, w and y ("contiguous", "channels_last", "strided"); of the one to be computed
             as torch lays it out.
+        alignment: bytes that the addresses of x and y are multiples of, at most `ALIGNMENT`: less for a part that
+            begins at an odd place within larger tensors.
     """
 
     direction: Direction
@@ -75,6 +80,7 @@ class ConvProblem:
     transposed: bool
     dtype: str
     formats: tuple[str, str, str]
+    alignment: int = ALIGNMENT
 
     @classmethod
     def of_convolution(
@@ -215,7 +221,10 @@ class ConvProblem:
         return replace(self, x_shape=(extent, *self.x_shape[1:]), y_shape=(extent, *self.y_shape[1:]))
 
     def launch_key(self) -> dict[str, Any]:
-        """Everything of the problem that changes a launch's time, except its extent: plain values for a database."""
+        """Everything of the problem that changes a launch's time, except its extent: plain values for a database.
+
+        The alignment is left out: the same algorithm at another address takes about as long.
+        """
         return {
             "direction": str(self.direction),
             "x": self.x_shape[1:],

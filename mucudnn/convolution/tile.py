@@ -8,6 +8,7 @@ one further in has neighbours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from mucudnn.convolution.geometry import Interval, intersect, length
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
+from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Dim, Role, Shape
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
     """The part [start, start + size) along a dim of `dims(problem)`."""
     cut = start, start + size
     if dim is Dim.BATCH:
-        return Tile(problem.with_extent(size), size, 0, cut, cut)
+        return Tile(_starting(problem.with_extent(size), problem, 0, start, start), size, 0, cut, cut)
     window, inputs, outputs = problem.windows[0], problem.x_shape[2], problem.y_shape[2]
     if problem.target is Role.X:
         x = cut
@@ -137,7 +138,7 @@ def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
         padding=(before, *problem.padding[1:]),
         formats=(_cut_format(x_format, problem.x_shape), w_format, _cut_format(y_format, problem.y_shape)),
     )
-    return Tile(part, size, 2, x, y)
+    return Tile(_starting(part, problem, 2, x[0], y[0]), size, 2, x, y)
 
 
 def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) -> Iterator[Tile]:
@@ -145,6 +146,20 @@ def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) 
     for size in sizes:
         yield tile(problem, dim, start, size)
         start += size
+
+
+def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) -> ConvProblem:
+    """The part with the alignment of its place: it begins `x` and `y` elements further along the cut dim.
+
+    A tensor whose memory format has no name is not looked at: algorithms that care for alignment copy it.
+    """
+    offsets = ALIGNMENT
+    for start, shape, name in ((x, whole.x_shape, whole.formats[0]), (y, whole.y_shape, whole.formats[2])):
+        if name != "strided":
+            inner = shape[at + 1 :] if name == "contiguous" or at == 0 else (shape[1], *shape[at + 1 :])
+            offsets |= start * math.prod(inner) * whole.element_bytes
+    alignment = min(whole.alignment, offsets & -offsets)
+    return part if alignment == part.alignment else replace(part, alignment=alignment)
 
 
 def _cut_format(name: str, shape: Shape) -> str:

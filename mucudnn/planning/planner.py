@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Alone, Board
 from mucudnn.timing.environment import Environment, memory
-from mucudnn.timing.measurement import Candidate, Measurement, middle, workspace_of
+from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
 from mucudnn.timing.survey import Survey, Worker, peers
@@ -46,7 +46,11 @@ _log = logging.getLogger("mucudnn")
 
 
 class Planner:
-    """Measures what the database does not know yet, then decides."""
+    """Measures what the database does not know yet, then decides.
+
+    Attributes:
+        device: where the problems are.
+    """
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class Planner:
         """
         self._settings = settings
         self._store = store
-        self._device = device
+        self.device = device
         self._board = board or Alone()
         self._providers = providers_on(device, settings.engines) if providers is None else providers
         self._peers = [
@@ -127,11 +131,11 @@ class Planner:
             if attempt.is_stock:
                 break
             schedule = Schedule(problem, dim, division, self.providers(problem))
-            larger = _enlarged(options[dim], division, schedule.workspaces)
-            if larger != options[dim]:
-                options[dim] = larger
-                continue
             try:
+                larger = _enlarged(options[dim], division, schedule.workspaces)
+                if larger != options[dim]:
+                    options[dim] = larger
+                    continue
                 seconds = measurement.division_seconds(dim, division, schedule)
             except LaunchError as error:
                 _log.warning("%s %s: %s", problem.direction, problem, error)
@@ -162,7 +166,7 @@ class Planner:
     def _measurement(
         self, problem: ConvProblem, environment: Environment, operands: Operands | None, strides: Shape | None
     ) -> Measurement:
-        return Measurement(problem, environment, self._store, operands, strides, self._device, self._board)
+        return Measurement(problem, environment, self._store, operands, strides, self.device, self._board)
 
     def _measured(self, measurement: Measurement, limit: float) -> Plan:
         problem, stock_seconds = measurement.problem, measurement.stock_seconds()
@@ -170,7 +174,7 @@ class Planner:
         if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
             tasks = [(dim, name) for dim in dims(problem) for _, name in self._candidates(problem, dim)]
             workers = [self._worker(measurement, limit)]
-            workers += [peer._worker(measurement.elsewhere(peer._device), limit) for peer in self._peers]
+            workers += [peer._worker(measurement.elsewhere(peer.device), limit) for peer in self._peers]
             with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
                 found = Survey(measurement, tasks, self._board, {"limit": limit, "policy": self._settings.policy})
                 for (dim, _), launches in zip(tasks, found.by(workers, advance), strict=True):
@@ -194,48 +198,67 @@ class Planner:
         return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
 
     def _options(self, measurement: Measurement, candidate: Candidate, dim: Dim, limit: float) -> Iterator[Option]:
-        """The candidate's launches at the sizes that fit and are worth measuring."""
-        sizes = self._sizes(measurement.problem, candidate, dim, limit)
-        if not sizes:
+        """The candidate's launches at the sizes that fit and are worth measuring.
+
+        What a launch needs, and whether it fits, is asked for when its turn comes: of an algorithm that proves hopeless
+        at its first sizes, the others are never tried.
+        """
+        whole = extent(measurement.problem, dim)
+        sizes = _Sizes(measurement, candidate, dim, min(limit, memory(self.device) // 2), self._settings.policy)
+        if sizes.smallest is None:
             return
-        hopeless = HOPELESS * measurement.stock_seconds() / extent(measurement.problem, dim)
-        quick = [size for size in sizes if size * hopeless <= HOPELESS * PROBE_SECONDS]
-        probes = [max(quick, default=sizes[0])]
-        if dim is Dim.BATCH:
-            probes = list(dict.fromkeys((*probes, sizes[0])))
-            rest = [size for size in sizes if size not in probes]
-        else:
-            # The smaller the tiles, the more they overlap: below one that is hopeless there is nothing to be found.
-            rest = [size for size in reversed(sizes) if size not in probes]
+        hopeless = HOPELESS * measurement.stock_seconds() / whole
+        probe = sizes.largest(lambda size: size * hopeless <= HOPELESS * PROBE_SECONDS) or sizes.smallest
+        probes = dict.fromkeys((probe, sizes.smallest) if dim is Dim.BATCH else (probe,))
+        # The smaller the tiles, the more they overlap: below one that is hopeless there is nothing to be found.
+        rest = sizes.all if dim is Dim.BATCH else sizes.all[::-1]
         promising = False
-        for size in (*probes, *rest):
+        for size in (*probes, *(size for size in rest if size not in probes)):
             if size not in probes and not promising:
                 return
+            if not sizes.fits(size):
+                continue
             option = measurement.option(candidate, dim, size, hopeless * size)
             if option is not None:
                 is_promising = option.seconds <= hopeless * size
                 promising = is_promising or (promising and dim is Dim.BATCH)
                 yield option
 
-    def _sizes(self, problem: ConvProblem, candidate: Candidate, dim: Dim, limit: float) -> list[int]:
-        """The sizes of parts that the policy tries and that fit, ascending."""
-        whole = extent(problem, dim)
-        allowed = min(limit, memory(self._device) // 2)
 
-        def fits(size: int) -> bool:
-            workspace = workspace_of(problem, candidate, dim, size)
-            return workspace is not None and workspace <= allowed
+class _Sizes:
+    """The sizes of parts that a policy tries.
 
-        sizes = {size for size in micro_batch_sizes(self._settings.policy, whole) if fits(size)}
+    Attributes:
+        all: ascending, whether they fit or not.
+        smallest: of those that fit, among the powers of two and the whole; `None` where none does.
+    """
+
+    def __init__(self, measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str) -> None:
+        self._measurement, self._candidate, self._dim, self._allowed = measurement, candidate, dim, allowed
+        whole = extent(measurement.problem, dim)
+        sizes = set(micro_batch_sizes(policy, whole))
         if candidate[1] == STOCK or dim is not Dim.BATCH:
             sizes.discard(whole)
-        if dim is not Dim.BATCH and sizes:
+        self._few = sorted(sizes.intersection(micro_batch_sizes("powerOfTwo", whole)))
+        self.smallest = next(filter(self.fits, self._few), None)
+        if dim is not Dim.BATCH and self.smallest is not None:
             # Tiles overlap, so what fits is used to the full: in as few tiles as possible, of equal size.
-            largest = bisect_left(range(whole), True, lo=max(sizes) + 1, key=lambda size: not fits(size)) - 1
+            most = self.largest(lambda size: True) or self.smallest
+            largest = bisect_left(range(whole), True, lo=most + 1, key=lambda size: not self.fits(size)) - 1
             even = -(-whole // -(-whole // largest))
-            if fits(even):
+            if self.fits(even):
                 sizes.add(even)
-        return sorted(sizes)
+                self._few = sorted({*self._few, even})
+        self.all = sorted(sizes)
+
+    def fits(self, size: int) -> bool:
+        """Whether parts of a size are served within what is allowed."""
+        workspace = self._measurement.workspace(self._candidate, self._dim, size)
+        return workspace is not None and workspace <= self._allowed
+
+    def largest(self, is_wanted: Callable[[int], bool]) -> int | None:
+        """The largest that is wanted and fits, among the powers of two, the whole and, along space, the even tiles."""
+        return next((size for size in reversed(self._few) if is_wanted(size) and self.fits(size)), None)
 
 
 def _enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:

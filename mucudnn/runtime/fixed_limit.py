@@ -14,6 +14,10 @@ from mucudnn.providers import stock_result
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule
 
+_adopted: list[Schedule] = []
+"""What GPUs were given to run, for as long as the process lives: when nothing needs a schedule any more, kernels of its
+plans may still wait in a stream, or be part of a CUDA graph. Schedules share the plans that they have in common."""
+
 
 class Planned:
     """A convolution that the program has met, and how it is computed now."""
@@ -24,6 +28,7 @@ class Planned:
             strides: of what torch's own kernel returns, and so of the results.
         """
         self._providers = planner.providers(plan.problem)
+        self._on_gpu = planner.device.type == "cuda"
         self._strides = strides
         self._warned = False
         self._adopt(plan)
@@ -31,6 +36,8 @@ class Planned:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         self._schedule = None if plan.is_stock else Schedule(plan.problem, plan.dim, plan.division, self._providers)
+        if self._schedule is not None and self._on_gpu:
+            _adopted.append(self._schedule)
 
     def run(self, call: Call) -> torch.Tensor:
         """The call's result; of an algorithm that fails the plan is rid for good, with one warning."""

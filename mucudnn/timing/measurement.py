@@ -16,11 +16,13 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
 from mucudnn.convolution.tile import Tile, extent, tile
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers import STOCK, Provider, stock_result
+from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.timing import clock
 from mucudnn.timing.board import Alone, Board
+from mucudnn.timing.database import Launches
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.schedule import LaunchError, Schedule, rounding_bytes
-from mucudnn.timing.store import Launches, Store
+from mucudnn.timing.store import Store
 
 MOST_SETS = 16
 """Sets of operands that a GPU's measurement goes round."""
@@ -91,25 +93,43 @@ class Measurement:
             )
         return self._stock_seconds
 
+    def workspace(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
+        """Bytes that parts of a size along a dim need at most; `None` where the algorithm does not serve all of them.
+
+        Of a GPU it is kept in the database, as cuDNN tells by making a plan of each.
+        """
+        provider, algorithm = candidate
+        needs = [self._need(provider, algorithm, part) for part in kinds(self.problem, dim, size)]
+        found = [need for need in needs if need is not None]
+        if len(found) < len(needs):
+            return None
+        return max(found) + rounding_bytes(self.problem, size < extent(self.problem, dim))
+
     def option(self, candidate: Candidate, dim: Dim, size: int, abandon: float) -> Option | None:
         """A launch, `None` where the algorithm fails; timed once only if that takes `abandon` seconds or very long.
 
-        Of a micro-tile the middle is timed, which has most neighbours to read. It is kept as a launch of its own
-        problem, over all samples.
+        Micro-batches are taken from the mini-batch one after the other, so that none finds its samples in a cache that
+        is larger than they. Of a micro-tile the middle is timed, which has most neighbours to read. Both are kept as
+        launches of their own problem, over all samples.
         """
         provider, algorithm = candidate
-        workspace = workspace_of(self.problem, candidate, dim, size)
+        workspace = self.workspace(candidate, dim, size)
         assert workspace is not None, "sizes are of parts that the algorithm serves"
-        cut = middle(self.problem, dim, size)
-        known = self._launches(cut.problem).get((algorithm, cut.problem.extent))
+        problem = middle(self.problem, dim, size).problem
+        known = self._launches(problem).get((algorithm, problem.extent))
         if known is not None:
             return Option(size, algorithm, known.seconds, workspace)
-        samples = cut.problem.extent
-        division = Division((Option(samples, algorithm, 0.0, workspace),))
-        schedule = Schedule(cut.problem, Dim.BATCH, division, {algorithm: provider})
+        division = Division((Option(problem.extent, algorithm, 0.0, workspace),))
+        schedules: dict[ConvProblem, Schedule] = {}
+        walk = self._walk(dim, size)
+        # As a part of a division would: a half-type weight gradient is written to a float32 sum.
+        dtype = torch.float32 if rounding_bytes(self.problem, size < extent(self.problem, dim)) else None
 
         def work() -> None:
-            schedule.run(cut.part(self._fresh()).operands)
+            cut, operands = next(walk)
+            if cut.problem not in schedules:
+                schedules[cut.problem] = Schedule(cut.problem, Dim.BATCH, division, {algorithm: provider})
+            schedules[cut.problem].run(cut.part(self._with_target(operands, dtype)).operands)
 
         try:
             seconds = clock.first_seconds(work, self._clock)
@@ -118,7 +138,7 @@ class Measurement:
         except LaunchError as error:
             _log.warning("%s %s: not usable: %s", self.problem.direction, self.problem, error)
             return None
-        self._record(cut.problem, Option(samples, algorithm, seconds, workspace))
+        self._record(problem, Option(problem.extent, algorithm, seconds, workspace))
         return Option(size, algorithm, seconds, workspace)
 
     def division_seconds(self, dim: Dim, division: Division, schedule: Schedule) -> float:
@@ -134,7 +154,9 @@ class Measurement:
 
         def measure() -> float:
             ratio = clock.ratio(
-                lambda: schedule.run(self._fresh()), lambda: stock_result(self.problem, self._turn()), self._clock
+                lambda: schedule.run(self._with_target(self._turn())),
+                lambda: stock_result(self.problem, self._turn()),
+                self._clock,
             )
             return ratio * self.stock_seconds()
 
@@ -164,12 +186,38 @@ class Measurement:
             self._turns = itertools.cycle(_sets(given, self.problem, self._device))
         return next(self._turns)
 
-    def _fresh(self) -> Operands:
-        """Operands with a new target."""
-        given = self._turn()
+    def _walk(self, dim: Dim, size: int) -> Iterator[tuple[Tile, Operands]]:
+        """Parts of a size with the operands that they are of: all of one set, then all of the next."""
+        starts = range(0, extent(self.problem, dim) - size + 1, size) if dim is Dim.BATCH else ()
+        cuts = [tile(self.problem, dim, start, size) for start in starts] or [middle(self.problem, dim, size)]
+        while True:
+            operands = self._turn()
+            yield from ((cut, operands) for cut in cuts)
+
+    def _with_target(self, given: Operands, dtype: torch.dtype | None = None) -> Operands:
+        """Operands with a new target, of their own type if no other is given."""
         strides = given.target(self.problem).stride() if self._strides is None else self._strides
-        target = given.w.new_empty_strided(self.problem.target_shape, strides)
+        target = given.w.new_empty_strided(self.problem.target_shape, strides, dtype=dtype or given.w.dtype)
         return replace(given, **{str(self.problem.target): target})
+
+    def _need(self, provider: Provider, algorithm: str, part: ConvProblem) -> int | None:
+        """Bytes that a part needs; `None` where the algorithm does not serve it."""
+        if self._device.type != "cuda":
+            return provider.workspace(part, algorithm) if provider.serves(part, algorithm) else None
+        known = self._store.needs(self._key(part))
+        launch = f"{algorithm} of {part.extent} at {part.alignment}"
+        if launch not in known:
+            is_lasting, need = True, None
+            try:
+                need = provider.workspace(part, algorithm)
+            except CudnnError as error:
+                is_lasting = error.is_lasting
+            if need is not None and not provider.serves(part, algorithm):
+                need = None
+            if not is_lasting:
+                return None
+            self._store.record_need(self._key(part), launch, need)
+        return known[launch]
 
     def _launches(self, problem: ConvProblem) -> Launches:
         if problem not in self._known:
@@ -213,17 +261,13 @@ def middle(problem: ConvProblem, dim: Dim, size: int) -> Tile:
     return tile(problem, dim, 0 if dim is Dim.BATCH else (extent(problem, dim) - size) // 2, size)
 
 
-def workspace_of(problem: ConvProblem, candidate: Candidate, dim: Dim, size: int) -> int | None:
-    """Bytes of the largest launch of the size: at the edges or, at any phase of the stride, between them.
-
-    None where the algorithm does not serve all of them.
+def kinds(problem: ConvProblem, dim: Dim, size: int) -> set[ConvProblem]:
+    """The problems that parts of a size are: of a mini-batch the first, and one at the least aligned of its places;
+    along space those at the edges and, at any phase of the stride, between them.
     """
-    provider, algorithm = candidate
-    starts = {0}
-    if dim is not Dim.BATCH:
-        room = extent(problem, dim) - size
+    starts, room = {0}, extent(problem, dim) - size
+    if dim is Dim.BATCH:
+        starts |= {size} if room else set()
+    else:
         starts |= {room, *range(room // 2, min(room, room // 2 + problem.stride[0]))}
-    parts = {tile(problem, dim, start, size).problem for start in starts}
-    if not all(provider.serves(part, algorithm) for part in parts):
-        return None
-    return max(provider.workspace(part, algorithm) for part in parts) + rounding_bytes(problem)
+    return {tile(problem, dim, start, size).problem for start in starts}

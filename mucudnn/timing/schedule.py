@@ -56,14 +56,21 @@ class Schedule:
             cut = tuple(tiles(problem, dim, extents, start))
             self._runs.append(Run(algorithm, providers[algorithm], cut, accumulate))
             start += sum(extents)
+        self._rounding = rounding_bytes(problem, sum(len(run.tiles) for run in self._runs) > 1)
 
     @property
     def workspaces(self) -> Iterator[int]:
-        """Bytes of each launch: parts at an edge may differ in them."""
-        extra = rounding_bytes(self._problem)
+        """Bytes of each launch: parts at an edge, or at an odd address, may differ in them.
+
+        Raises:
+            LaunchError: where an algorithm does not serve a part after all.
+        """
         for run in self._runs:
             for tile in run.tiles:
-                yield run.provider.workspace(tile.problem, run.algorithm) + extra
+                try:
+                    yield run.provider.workspace(tile.problem, run.algorithm) + self._rounding
+                except RuntimeError as error:
+                    raise LaunchError(run.algorithm, tile.extent, error) from error
 
     def run(self, operands: Operands) -> None:
         """Computes the problem's target.
@@ -75,7 +82,7 @@ class Schedule:
             LaunchError: where an algorithm fails; the target's contents are then undefined.
         """
         result = operands.target(self._problem)
-        if rounding_bytes(self._problem):
+        if self._rounding:
             operands = replace(operands, w=torch.empty_like(operands.w, dtype=torch.float32))
         with _BeneathTransforms():
             for algorithm, provider, cut, accumulate in self._runs:
@@ -88,10 +95,14 @@ class Schedule:
                 result.copy_(operands.target(self._problem))
 
 
-def rounding_bytes(problem: ConvProblem) -> int:
-    """Bytes of the float32 sum of a half-type weight gradient, which is rounded once at the end."""
-    if problem.is_half and problem.target is Role.W:
-        return 4 * math.prod(problem.w_shape)
+def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
+    """Bytes beside an algorithm's own that a half-type weight gradient in parts takes.
+
+    The parts add up in float32, and the sum is rounded once at the end. An algorithm that writes half types only needs
+    room for its part's result, too.
+    """
+    if is_divided and problem.is_half and problem.target is Role.W:
+        return (4 + problem.element_bytes) * math.prod(problem.w_shape)
     return 0
 
 

@@ -7,6 +7,7 @@ except for what only cuDNN knows: which engines serve, and what they need.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_char, c_void_p
 from typing import Any
@@ -48,6 +49,7 @@ class SimulatedCudnn(Library):
     Attributes:
         failing: names that fail when they run: "eng1", "legacy_fft".
         executed: the names of what ran, in order.
+        finalized: how many plans were made of every engine.
         live: how many descriptors there are.
     """
 
@@ -55,6 +57,7 @@ class SimulatedCudnn(Library):
         self.path, self.version = "simulated", 92800
         self.failing: set[str] = set()
         self.executed: list[str] = []
+        self.finalized: Counter[int] = Counter()
         self.streams: list[int] = []
         self._objects: dict[int, dict[int, Any]] = {}
         self._next = 4096
@@ -67,6 +70,11 @@ class SimulatedCudnn(Library):
     @property
     def live(self) -> int:
         return len(self._objects)
+
+    @property
+    def live_plans(self) -> int:
+        """How many finalized plans there are."""
+        return sum(one.get("kind") is Kind.EXECUTION_PLAN and one["finalized"] for one in self._objects.values())
 
     def _last_error(self, text: Any, size: int) -> None:
         text.value = self._said[: size - 1]
@@ -111,6 +119,8 @@ class SimulatedCudnn(Library):
         if object_["kind"] is Kind.EXECUTION_PLAN and self._engine(object_) == 5:
             return self._fail(NOT_SUPPORTED, "engine 5 serves nothing")
         object_["finalized"] = True
+        if object_["kind"] is Kind.EXECUTION_PLAN:
+            self.finalized[self._engine(object_)] += 1
         return 0
 
     def cudnnBackendGetAttribute(
@@ -311,7 +321,10 @@ class SimulatedCard:
         self.simulated = SimulatedCudnn()
         self.library: Library = self.simulated
         self.scratches: list[int] = []
-        self.device = Device(handle=self.handle())
+        self._device = Device(handle=c_void_p(32))
+
+    def planning(self) -> AbstractContextManager[Device]:
+        return nullcontext(self._device)
 
     def handle(self) -> c_void_p:
         self.library.cudnnSetStream(c_void_p(16), 7)

@@ -68,6 +68,9 @@ class NoCard:
         self.library, self.device = library, device
         self._scratch = torch.empty(64 * MIB, dtype=torch.uint8)
 
+    def planning(self) -> AbstractContextManager[Device]:
+        return nullcontext(self.device)
+
     def handle(self) -> c_void_p:
         return c_void_p(1)
 
@@ -144,7 +147,7 @@ def test_any_problem_is_a_graph_with_an_engine(problem: ConvProblem, cudnn: Libr
     put = form(problem)
     if put is None:
         return
-    graph = Graph(cudnn, h200, put, put.alignment, accumulate=problem.target is Role.W)
+    graph = Graph(cudnn, h200, put, accumulate=problem.target is Role.W)
     assert graph.plan(graph.engine(0)).workspace >= 0  # engine 0 serves everything
 
 
@@ -185,7 +188,7 @@ def test_accumulating_plans_finalize_where_others_do(direction: Direction, cudnn
     assert put is not None
 
     def serving(accumulate: bool) -> set[int]:
-        graph = Graph(cudnn, h200, put, put.alignment, accumulate)
+        graph = Graph(cudnn, h200, put, accumulate)
         found = set()
         for index in range(graph.engines):
             try:
@@ -222,7 +225,7 @@ def test_channels_last_half_needs_almost_nothing(engines: Engines) -> None:
 def test_strict_float32_drops_tensor_cores(engines: Engines, cudnn: Library, h200: Device) -> None:
     def notes(names: object) -> set[int]:
         put = form(CONV2)
-        graph = Graph(cudnn, h200, put, 16, False)
+        graph = Graph(cudnn, h200, put, False)
         return {note for name in names for note in graph.engine(Configuration.parsed(name).engine).notes}
 
     torch.backends.cudnn.conv.fp32_precision = "tf32"
@@ -234,10 +237,10 @@ def test_strict_float32_drops_tensor_cores(engines: Engines, cudnn: Library, h20
 
 
 def test_alignment_decides_who_serves(cudnn: Library, h200: Device) -> None:
-    half = form(replace(CONV2, dtype="float16", formats=("channels_last",) * 3))
+    half = replace(CONV2, dtype="float16", formats=("channels_last",) * 3)
 
     def serving(alignment: int) -> int:
-        graph = Graph(cudnn, h200, half, alignment, False)
+        graph = Graph(cudnn, h200, form(replace(half, alignment=alignment)), False)
         count = 0
         for index in range(graph.engines):
             try:

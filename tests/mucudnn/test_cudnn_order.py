@@ -21,7 +21,7 @@ from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable
 from mucudnn.providers.stock import Stock
 from mucudnn.timing import clock
-from mucudnn.timing.measurement import Candidate, Measurement, workspace_of
+from mucudnn.timing.measurement import Candidate, Measurement
 
 SECONDS = {"eng1": 0.1, "eng0": 0.2, "legacy_fft": 0.3, "legacy_fft_tiling": 0.4, STOCK: 0.5}
 """Of a sample, beside a second of torch's own kernel undivided. Others take forever."""
@@ -37,7 +37,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCard]:
     serve(monkeypatch, card)
 
     def option(self: Measurement, candidate: Candidate, dim: Dim, size: int, abandon: float) -> Option | None:
-        workspace = workspace_of(self.problem, candidate, dim, size)
+        workspace = self.workspace(candidate, dim, size)
         seconds = SECONDS.get(candidate[1])
         return (
             None if seconds is None or dim is not Dim.BATCH else Option(size, candidate[1], seconds * size, workspace)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_void_p
 
 import torch
@@ -17,7 +18,6 @@ class Card:
     Attributes:
         library: cuDNN.
         index: CUDA's number of the GPU.
-        device: what plans are made for.
     """
 
     def __init__(self, index: int) -> None:
@@ -33,7 +33,16 @@ class Card:
         self._mine = threading.local()
         self._torch_device = torch.device("cuda", index)
         self._here = nullcontext()
-        self.device = Device(handle=self.handle())
+        self._planning = threading.Lock()
+        with torch.cuda.device(index):
+            # A handle of its own: any thread may plan, and none may use another's.
+            self._device = Device(handle=self.library.created("cudnnCreate"))
+
+    @contextmanager
+    def planning(self) -> Iterator[Device]:
+        """What plans are made for, this GPU being current, for one thread at a time."""
+        with self._planning, self.current():
+            yield self._device
 
     def handle(self) -> c_void_p:
         """This thread's handle, set to torch's current stream.

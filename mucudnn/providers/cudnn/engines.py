@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from ctypes import c_void_p
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import HeuristicMode
-from mucudnn.providers.cudnn.form import MOST_ALIGNMENT, Form, form
-from mucudnn.providers.cudnn.graph import Configuration, Graph
-from mucudnn.providers.cudnn.launch import Place, copies, launch
+from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.form import Form, form
+from mucudnn.providers.cudnn.graph import Configuration, ExecutionPlan, Graph
+from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import CudnnError
+from mucudnn.providers.cudnn.plans import Plans
 
 SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""
@@ -23,17 +23,14 @@ FIRST = 4
 """The heuristic's first proposals, of whatever engines, that are offered beside the first of each further engine."""
 
 
-@dataclass(frozen=True)
 class _Ready:
     """A plan made for one problem."""
 
-    form: Form
-    alignment: int
-    workspace: int
-    execute: Callable[[c_void_p, int, int, int, int], None]
-
-
-_Key = tuple[ConvProblem, str, bool, int]
+    def __init__(self, form: Form, plan: ExecutionPlan) -> None:
+        self.form = form
+        self.alignment = form.problem.alignment
+        self.workspace = plan.workspace
+        self.execute = plan.execute
 
 
 class Engines:
@@ -47,7 +44,7 @@ class Engines:
         self._place = place
         self._every = every
         self._lock = threading.RLock()
-        self._ready: dict[_Key, _Ready | CudnnError] = {}
+        self._plans: Plans[_Ready] = Plans(self._made)
         self._offered: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._refused: dict[tuple[object, ...], dict[str, str]] = {}
 
@@ -72,39 +69,29 @@ class Engines:
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         sums = (False, True) if problem.target is Role.W and not problem.is_half else (False,)
-        ready = [self.prepared(problem, algorithm, accumulate) for accumulate in sums]
-        return max(one.workspace for one in ready) + copies(ready[0].form)
+        own = max(self._plans.workspace(problem, algorithm, accumulate) for accumulate in sums)
+        put = form(problem)
+        assert put is not None, "there is a plan of it"
+        return own + put.copied_bytes
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         launch(self._place, self, algorithm, parts, accumulate)
 
-    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int = 0) -> _Ready:
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
         """
         Raises:
             CudnnError: where the engine does not serve the problem.
         """
-        key = problem, algorithm, accumulate, alignment
-        found = self._ready.get(key)
-        if found is None:
-            with self._lock:
-                found = self._ready[key] = self._made(*key)
-        if isinstance(found, CudnnError):
-            raise found
-        return found
+        return self._plans.plan(problem, algorithm, accumulate)
 
-    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int) -> _Ready | CudnnError:
+    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
         put = form(problem)
         if put is None:
-            return CudnnError("form", 0, "cuDNN would compute another output shape")
-        alignment = min(alignment or put.alignment, MOST_ALIGNMENT)
+            raise CudnnError("form", 0, "cuDNN would compute another output shape")
         configuration = Configuration.parsed(algorithm)
-        try:
-            with self._place.current():
-                graph = Graph(self._place.library, self._place.device, put, alignment, accumulate)
-                plan = graph.plan(graph.engine(configuration.engine), configuration.knobs)
-        except CudnnError as error:
-            return error
-        return _Ready(put, alignment, plan.workspace, plan.execute)
+        with self._place.planning() as device:
+            graph = Graph(self._place.library, device, put, accumulate)
+            return _Ready(put, graph.plan(graph.engine(configuration.engine), configuration.knobs))
 
     def _key(self, problem: ConvProblem) -> tuple[object, ...]:
         return problem, is_tf32(), is_deterministic()
@@ -114,36 +101,39 @@ class Engines:
         put = form(problem)
         if put is None:
             return (), {}
-        library, device = self._place.library, self._place.device
-        offered: list[str] = []
-        refused: dict[str, str] = {}
-        with self._place.current():
+        considered: dict[str, str | None] = {}
+        with self._place.planning() as device:
             try:
-                graph = Graph(library, device, put, put.alignment, accumulate=False)
+                graph = Graph(self._place.library, device, put, accumulate=False)
             except CudnnError as error:
                 return (), {"every engine": str(error)}
-            for configuration in self._proposed(problem, graph):
-                name = str(configuration)
+            for configuration in self._proposed(problem, graph, device):
+                considered[str(configuration)] = self._reason(problem, graph, configuration)
+        for name, reason in considered.items():
+            if reason is None:
                 try:
-                    engine = graph.engine(configuration.engine)
-                    reason = refusal(problem, engine.notes) or erratum(problem, configuration, library.version)
-                    if reason is None:
-                        self.workspace(problem, name)
-                        offered.append(name)
-                        continue
+                    self.workspace(problem, name)
                 except CudnnError as error:
-                    reason = str(error)
-                refused[name] = reason
-        return tuple(offered), refused
+                    considered[name] = str(error)
+        refused = {name: reason for name, reason in considered.items() if reason is not None}
+        return tuple(name for name in considered if name not in refused), refused
 
-    def _proposed(self, problem: ConvProblem, graph: Graph) -> list[Configuration]:
+    def _reason(self, problem: ConvProblem, graph: Graph, configuration: Configuration) -> str | None:
+        """Why a configuration is not to be offered now, as far as that is known without a plan of it."""
+        try:
+            engine = graph.engine(configuration.engine)
+        except CudnnError as error:
+            return str(error)
+        return refusal(problem, engine.notes) or erratum(problem, configuration, self._place.library.version)
+
+    def _proposed(self, problem: ConvProblem, graph: Graph, device: Device) -> list[Configuration]:
         """Without repetition, in the order of their merit."""
         found: dict[Configuration, None] = {}
         for size in SIZES:
             put = form(problem.with_extent(size))
             assert put is not None, "the mini-batch has no part in it"
             try:
-                sized = Graph(self._place.library, self._place.device, put, put.alignment, accumulate=False)
+                sized = Graph(self._place.library, device, put, accumulate=False)
             except CudnnError:
                 continue  # too large for cuDNN, say
             met: set[int] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,9 +18,6 @@ MEMORY_FORMATS = {
 }
 """Torch's memory formats by name and number of tensor dims."""
 
-MOST_ALIGNMENT = 16
-"""Bytes of the largest alignment that an engine asks for."""
-
 
 @dataclass(frozen=True)
 class Form:
@@ -36,7 +32,6 @@ class Form:
         padding, padding_after, stride, dilation: per spatial dim.
         copied: the tensors whose memory differs from the format, the target among them where it does.
         copied_bytes: of those copies.
-        alignment: bytes that the starts of samples are multiples of, at most `MOST_ALIGNMENT`.
     """
 
     problem: ConvProblem
@@ -48,7 +43,6 @@ class Form:
     dilation: Shape
     copied: frozenset[Role]
     copied_bytes: int
-    alignment: int
 
     @property
     def strides(self) -> tuple[Shape, ...]:
@@ -97,7 +91,6 @@ def form(problem: ConvProblem) -> Form | None:
         (*one, *problem.dilation),
         frozenset(copied),
         count,
-        min(_alignment(math.prod(shape[1:]) * problem.element_bytes) for shape in (shapes[0], shapes[2])),
     )
 
 
@@ -110,18 +103,6 @@ def strides(shape: Shape, name: str) -> Shape:
         found[dim] = step
         step *= shape[dim]
     return tuple(found)
-
-
-def alignment_of(addresses: Sequence[int]) -> int:
-    """Bytes that all addresses are multiples of, at most `MOST_ALIGNMENT`."""
-    union = MOST_ALIGNMENT
-    for address in addresses:
-        union |= address
-    return union & -union
-
-
-def _alignment(size: int) -> int:
-    return alignment_of((size,))
 
 
 def _is_same(shape: Shape, given: str, wanted: str) -> bool:

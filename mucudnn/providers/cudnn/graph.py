@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
@@ -108,10 +109,10 @@ class Graph:
         engines: how many engines cuDNN numbers for it; most of them do not serve it.
     """
 
-    def __init__(self, library: Library, device: Device, form: Form, alignment: int, accumulate: bool) -> None:
+    def __init__(self, library: Library, device: Device, form: Form, accumulate: bool) -> None:
         """
         Args:
-            alignment: bytes that the addresses of all three tensors are multiples of.
+            form: the convolution; the addresses of all three tensors are multiples of its problem's alignment.
             accumulate: whether beta is 1.
 
         Raises:
@@ -146,7 +147,7 @@ class Graph:
                 .set(Name.TENSOR_DIMENSIONS, Type.INT64, *shape)
                 .set(Name.TENSOR_STRIDES, Type.INT64, *strides)
                 .set(Name.TENSOR_UNIQUE_ID, Type.INT64, uid)
-                .set(Name.TENSOR_BYTE_ALIGNMENT, Type.INT64, alignment)
+                .set(Name.TENSOR_BYTE_ALIGNMENT, Type.INT64, problem.alignment)
                 .finalize()
             )
             operation.set(name, Type.BACKEND_DESCRIPTOR, tensor)
@@ -251,10 +252,11 @@ class ExecutionPlan:
         self._library = library
         self._descriptor = descriptor
         self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
+        self._lock = threading.Lock()
         (self.workspace,) = descriptor.numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
 
     def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
-        """Enqueues the convolution on the handle's stream.
+        """Enqueues the convolution on the handle's stream. One thread at a time: not every engine's plan stands more.
 
         Args:
             x, w, y, workspace: addresses.
@@ -263,10 +265,11 @@ class ExecutionPlan:
             CudnnError: where cuDNN refuses.
         """
         addresses = x, w, y, workspace
-        pack = self._packs.get(addresses)
-        if pack is None:
-            pack = self._packed(addresses)
-        status = self._library.cudnnBackendExecute(handle, self._descriptor.pointer, pack.pointer)
+        with self._lock:
+            pack = self._packs.get(addresses)
+            if pack is None:
+                pack = self._packed(addresses)
+            status = self._library.cudnnBackendExecute(handle, self._descriptor.pointer, pack.pointer)
         if status:
             self._library.check(status, "execute")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from ctypes import c_void_p
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,7 +21,10 @@ class Place(Protocol):
     """Where plans run: a `Card`, or what stands in for one."""
 
     library: Library
-    device: Device
+
+    def planning(self) -> AbstractContextManager[Device]:
+        """The device that plans are made for, current and with a handle that no other thread uses meanwhile."""
+        ...
 
     def handle(self) -> c_void_p: ...
 
@@ -53,21 +56,12 @@ class Prepared(Protocol):
 class Preparing(Protocol):
     """What a provider gives to `launch`."""
 
-    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int = 0) -> Prepared:
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         """
         Args:
             accumulate: whether to add to the target rather than overwrite it.
-            alignment: bytes that all addresses are multiples of; 0 for what `Form.alignment` promises.
         """
         ...
-
-
-def copies(form: Form) -> int:
-    """Bytes of the copies that `launch` makes beside the algorithm's own workspace."""
-    size = form.copied_bytes
-    if form.problem.is_half and form.problem.target is Role.W and Role.W not in form.copied:
-        size += 2 * math.prod(form.problem.w_shape)
-    return size
 
 
 def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
@@ -90,7 +84,7 @@ def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Pa
         addresses = None if is_apart or prepared.form.copied else part.addresses()
         union = _union_in_place(part, prepared.form, is_apart) if addresses is None else _union(addresses)
         if union & (prepared.alignment - 1):
-            prepared = _misaligned(provider, prepared, part.problem, algorithm, beta, union & -union)
+            prepared = _misaligned(provider, prepared, part, algorithm, beta, union & -union)
         if prepared.workspace > size:
             size = prepared.workspace
         runs.append((part, prepared, addresses))
@@ -126,14 +120,18 @@ def _union_in_place(part: Part, form: Form, is_apart: bool) -> int:
 
 
 def _misaligned(
-    provider: Preparing, expected: Prepared, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int
+    provider: Preparing, expected: Prepared, part: Part, algorithm: str, accumulate: bool, alignment: int
 ) -> Prepared:
     """The same algorithm for addresses that are multiples of less.
 
     Raises:
         RuntimeError: where it does not serve them, or not within the workspace that was promised.
     """
-    found = provider.prepared(problem, algorithm, accumulate, alignment)
+    key = provider, algorithm, accumulate, alignment
+    found: Prepared | None = part.kept.get(key)
+    if found is None:
+        found = provider.prepared(replace(part.problem, alignment=alignment), algorithm, accumulate)
+        part.kept[key] = found
     if found.workspace > expected.workspace:
         raise RuntimeError(
             f"at addresses that are multiples of {alignment} it needs {found.workspace} bytes, not {expected.workspace}"

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from ctypes import byref, c_double, c_float, c_int, c_size_t, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mucudnn.convolution.problem import ConvProblem, Role, Shape
+from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role, Shape
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
-from mucudnn.providers.cudnn.launch import Place, copies, launch
+from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library
+from mucudnn.providers.cudnn.plans import Plans
 
 ALGORITHMS = {
     Role.Y: {
@@ -101,9 +101,9 @@ class Described:
             getattr(self._library, destroy)(made)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Ready:
-    """One algorithm for one problem."""
+    """One algorithm for one problem. Its descriptors are only read, so threads may share it."""
 
     library: Library
     form: Form
@@ -135,16 +135,12 @@ class _Ready:
             self.library.check(status, f"cudnnConvolution{_OPERATIONS[target]}")
 
 
-_Key = tuple[ConvProblem, str, bool, int]
-
-
 class Legacy:
     """cuDNN's older functions, each of their algorithms under its own name: "legacy_fft_tiling"."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._lock = threading.RLock()
-        self._ready: dict[_Key, _Ready | CudnnError] = {}
+        self._plans: Plans[_Ready] = Plans(self._made)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         left_out = _left_out(problem)
@@ -157,7 +153,7 @@ class Legacy:
         reasons = dict.fromkeys(sorted(left_out), "it is not deterministic")
         for name in names:
             try:
-                self.prepared(problem, name, False)
+                self.workspace(problem, name)
             except CudnnError as error:
                 reasons.setdefault(name, str(error))
         if len(reasons) == len(names):
@@ -183,7 +179,7 @@ class Legacy:
         assert put is not None and put.is_symmetric, "an algorithm serves it"
         library, operation = self._place.library, _OPERATIONS[problem.target]
         names = {number: PREFIX + name for name, number in ALGORITHMS[problem.target].items()}
-        needs = (self.prepared(problem, name, False).workspace for name in self.algorithms(problem))
+        needs = (self._plans.workspace(*self._key(problem, name, False)) for name in self.algorithms(problem))
         size = max(needs, default=0)
         results, count = (AlgorithmPerformance * MOST_FOUND)(), c_int()
         with self._place.current():
@@ -217,49 +213,46 @@ class Legacy:
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         try:
-            self.prepared(problem, algorithm, False)
+            self.workspace(problem, algorithm)
         except CudnnError:
             return False
         return True
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        ready = self.prepared(problem, algorithm, False)
-        return ready.workspace + copies(ready.form)
+        own = self._plans.workspace(*self._key(problem, algorithm, False))
+        put = form(problem)
+        assert put is not None, "there is a plan of it"
+        return own + put.copied_bytes
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         launch(self._place, self, algorithm, parts, accumulate)
 
-    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool, alignment: int = 0) -> _Ready:
+    def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
         """
         Raises:
             CudnnError: where the algorithm does not serve the problem.
         """
-        key = problem, algorithm, accumulate, math_type(problem)
-        found = self._ready.get(key)
-        if found is None:
-            with self._lock:
-                found = self._ready[key] = self._made(*key)
-        if isinstance(found, CudnnError):
-            raise found
-        return found
+        return self._plans.plan(*self._key(problem, algorithm, accumulate))
 
-    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, math: int) -> _Ready | CudnnError:
+    def _key(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> tuple[ConvProblem, str, bool, int]:
+        # Of alignments these functions find out by themselves.
+        whole = problem if problem.alignment == ALIGNMENT else replace(problem, alignment=ALIGNMENT)
+        return whole, algorithm, accumulate, math_type(problem)
+
+    def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, math: int) -> _Ready:
         put = form(problem)
         if put is None or not put.is_symmetric:
-            return CudnnError("form", 0, "the older functions pad both ends alike")
+            raise CudnnError("form", 0, "the older functions pad both ends alike")
         library, operation = self._place.library, _OPERATIONS[problem.target]
         number = ALGORITHMS[problem.target][algorithm.removeprefix(PREFIX)]
         size = c_size_t()
-        try:
-            with self._place.current():
-                described = Described(library, put, math)
-                first, second, last = (described.tensors[role] for role in _ORDER[problem.target])
-                status = getattr(library, f"cudnnGetConvolution{operation}WorkspaceSize")(
-                    self._place.handle(), first, second, described.convolution, last, number, byref(size)
-                )
-                library.check(status, f"cudnnGetConvolution{operation}WorkspaceSize")
-        except CudnnError as error:
-            return error
+        with self._place.current():
+            described = Described(library, put, math)
+            first, second, last = (described.tensors[role] for role in _ORDER[problem.target])
+            status = getattr(library, f"cudnnGetConvolution{operation}WorkspaceSize")(
+                self._place.handle(), first, second, described.convolution, last, number, byref(size)
+            )
+            library.check(status, f"cudnnGetConvolution{operation}WorkspaceSize")
         return _Ready(library, put, described, number, accumulate, size.value)
 
 

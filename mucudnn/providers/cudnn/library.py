@@ -25,12 +25,19 @@ class CudnnError(RuntimeError):
     """A call of cuDNN that failed; the message is one line with cuDNN's own last words.
 
     Attributes:
-        status: cudnnStatus_t.
+        what: the call.
+        status: cudnnStatus_t; 0 where the call was not even made.
+        said: cuDNN's words.
     """
 
     def __init__(self, what: str, status: int, said: str) -> None:
         super().__init__(f"{what}: cuDNN status {status}: {said}")
-        self.status = status
+        self.what, self.status, self.said = what, status, said
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the same call fails always: cuDNN does not serve it, rather than having run out of something."""
+        return self.status == 0 or 2000 <= self.status < 4000
 
 
 class Unavailable(RuntimeError):

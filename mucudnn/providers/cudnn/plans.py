@@ -1,0 +1,77 @@
+"""Plans: which algorithms serve which problems, what they need, and the finalized plans that are in use."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+from mucudnn.providers.cudnn.library import CudnnError
+
+MOST_RECENT = 32
+"""Plans that are kept although nobody holds them: what was just asked for its workspace is often run next."""
+
+
+class _Plan(Protocol):
+    @property
+    def workspace(self) -> int: ...
+
+
+P = TypeVar("P", bound=_Plan)
+
+
+class Plans(Generic[P]):
+    """Makes plans by their keys, each once while somebody holds it.
+
+    A finalized plan takes about 200 KiB, and planning one layer asks for thousands. So what is remembered of each is
+    its workspace, or cuDNN's refusal; the plan itself lives as long as the schedule that runs it.
+    """
+
+    def __init__(self, make: Callable[..., P]) -> None:
+        """
+        Args:
+            make: the plan of a key's elements; raises CudnnError where there is none. Called by one thread at a time.
+        """
+        self._make = make
+        self._lock = threading.RLock()
+        self._known: dict[tuple[Hashable, ...], int | tuple[str, int, str]] = {}
+        self._held: weakref.WeakValueDictionary[tuple[Hashable, ...], P] = weakref.WeakValueDictionary()
+        self._recent: OrderedDict[tuple[Hashable, ...], P] = OrderedDict()
+
+    def workspace(self, *key: Hashable) -> int:
+        """Bytes that the plan of a key needs.
+
+        Raises:
+            CudnnError: where there is no such plan.
+        """
+        known = self._known.get(key)
+        if known is None:
+            return self.plan(*key).workspace
+        if isinstance(known, tuple):
+            raise CudnnError(*known)
+        return known
+
+    def plan(self, *key: Hashable) -> P:
+        """The plan of a key, for the caller to hold.
+
+        Raises:
+            CudnnError: where there is none.
+        """
+        with self._lock:
+            known = self._known.get(key)
+            if isinstance(known, tuple):
+                raise CudnnError(*known)
+            found = self._held.get(key)
+            if found is None:
+                try:
+                    found = self._make(*key)
+                except CudnnError as error:
+                    self._known[key] = error.what, error.status, error.said
+                    raise
+                self._known[key] = found.workspace
+                self._held[key] = self._recent[key] = found
+                if len(self._recent) > MOST_RECENT:
+                    self._recent.popitem(last=False)
+            return found

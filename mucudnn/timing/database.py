@@ -1,0 +1,161 @@
+"""The SQLite file of measured times: its tables, and what is read from and written to them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TypeVar
+
+from mucudnn.optimizer import Option
+
+_APPLICATION = 0x6D754344  # "muCD"
+_VERSION = 2
+_SCHEMA = (
+    "CREATE TABLE problems (id INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE)",
+    """CREATE TABLE launches (
+        problem INTEGER NOT NULL REFERENCES problems (id),
+        algorithm TEXT NOT NULL,
+        extent INTEGER NOT NULL CHECK (extent >= 1),
+        seconds REAL NOT NULL CHECK (seconds >= 0),
+        workspace INTEGER NOT NULL CHECK (workspace >= 0),
+        PRIMARY KEY (problem, algorithm, extent)
+    ) WITHOUT ROWID""",
+    """CREATE TABLE needs (
+        problem INTEGER NOT NULL REFERENCES problems (id),
+        launch TEXT NOT NULL,
+        workspace INTEGER CHECK (workspace >= 0),
+        PRIMARY KEY (problem, launch)
+    ) WITHOUT ROWID""",
+    f"PRAGMA application_id = {_APPLICATION}",
+    f"PRAGMA user_version = {_VERSION}",
+)
+_DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+
+Launches = dict[tuple[str, int], Option]
+Needs = dict[str, int | None]
+Result = TypeVar("Result")
+
+
+class Damaged(Exception):
+    """The file is no database of ours, or no longer."""
+
+
+def connect(path: str, patience: float) -> sqlite3.Connection:
+    # The rollback journal stays, as a write-ahead log needs memory shared by all users, which a home directory on a
+    # network does not give, and a writable directory even to read.
+    return sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
+
+
+def told(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Connection) -> Result:
+    """The action's result; errors that mean a damaged file raise `Damaged`."""
+    try:
+        return action(connection)
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_MISUSE) & 0xFF in _DAMAGE:
+            raise Damaged(str(error)) from error
+        raise
+
+
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def alone(path: str, patience: float) -> Iterator[None]:
+    """One process at a time, until it leaves or dies. The empty file stays, as removing it would race."""
+    with closing(sqlite3.connect(path, timeout=patience, isolation_level=None)) as lock:
+        lock.execute("BEGIN EXCLUSIVE")
+        yield
+
+
+def prepare(connection: sqlite3.Connection) -> None:
+    """Makes the tables of an empty file; raises `Damaged` for a file of another kind."""
+    # What is committed survives the process. Waiting for the disk as well, at every launch that is timed, would only
+    # guard against a crash of the whole machine.
+    connection.execute("PRAGMA synchronous = OFF")
+    if _is_empty(connection):
+        with transaction(connection):
+            if _is_empty(connection):
+                for statement in _SCHEMA:
+                    connection.execute(statement)
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != _APPLICATION:
+        raise Damaged("it is a database of another application")
+    if version != _VERSION:
+        raise Damaged(f"its format is {version}, here it is {_VERSION}")
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
+
+
+def check(connection: sqlite3.Connection) -> None:
+    """Reads every page, as what was found damaged may lie anywhere."""
+    (answer, *_) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if answer != "ok":
+        raise Damaged(answer)
+    select_all(connection)
+
+
+def _option(extent: int, algorithm: str, seconds: float, workspace: int) -> Option:
+    try:
+        return Option(extent, algorithm, seconds, workspace)
+    except (ValueError, TypeError) as error:
+        raise Damaged(str(error)) from error
+
+
+def select(connection: sqlite3.Connection, key: str) -> Launches:
+    rows = connection.execute(
+        "SELECT extent, algorithm, seconds, workspace FROM launches JOIN problems ON problem = id WHERE key = ?", (key,)
+    )
+    return {(row[1], row[0]): _option(*row) for row in rows}
+
+
+def select_all(connection: sqlite3.Connection) -> dict[str, Launches]:
+    found: dict[str, Launches] = {}
+    rows = connection.execute(
+        """SELECT key, extent, algorithm, seconds, workspace FROM problems JOIN launches ON problem = id
+        ORDER BY id, algorithm, extent"""
+    )
+    for key, *row in rows:
+        option = _option(*row)
+        found.setdefault(key, {})[option.algorithm, option.extent] = option
+    return found
+
+
+def insert(connection: sqlite3.Connection, key: str, options: list[Option]) -> None:
+    with transaction(connection):
+        problem = _problem(connection, key)
+        connection.executemany(
+            "INSERT OR REPLACE INTO launches VALUES (?, ?, ?, ?, ?)",
+            [(problem, row.algorithm, int(row.extent), float(row.seconds), int(row.workspace)) for row in options],
+        )
+
+
+def select_needs(connection: sqlite3.Connection, key: str) -> Needs:
+    rows = connection.execute("SELECT launch, workspace FROM needs JOIN problems ON problem = id WHERE key = ?", (key,))
+    return dict(rows)
+
+
+def insert_need(connection: sqlite3.Connection, key: str, launch: str, workspace: int | None) -> None:
+    with transaction(connection):
+        connection.execute(
+            "INSERT OR REPLACE INTO needs VALUES (?, ?, ?)", (_problem(connection, key), launch, workspace)
+        )
+
+
+def _problem(connection: sqlite3.Connection, key: str) -> int:
+    """The number of a key, which is new or not; within a transaction."""
+    connection.execute("INSERT OR IGNORE INTO problems (key) VALUES (?)", (key,))
+    (number,) = connection.execute("SELECT id FROM problems WHERE key = ?", (key,)).fetchone()
+    return int(number)
