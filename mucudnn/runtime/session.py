@@ -129,11 +129,7 @@ class Session:
         return shared
 
     def _confirm(self, call: Call, share: int) -> Planned | None:
-<<<<<<< HEAD
         """The best plan of a call within a share, its division measured as a whole; None where that cannot be."""
-=======
-        """The best plan of a call within a share, its division measured as a whole; None where that fails."""
->>>>>>> 84f7b6e (cuDNN's plans: freed when nobody runs them, needs on record, one thread at a time; parts timed on other samples; alignment by the offsets that occur)
         assert self._workspace is not None
         with self._lock, self._workspace.ledger.alone():
             met = self._met(call)

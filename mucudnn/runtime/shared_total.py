@@ -36,11 +36,7 @@ class Shared:
         """
         Args:
             stock: torch's own kernel as the plan, with all options that were measured.
-<<<<<<< HEAD
             confirm: the best plan of a call within so many bytes, measured as a whole; None where that cannot be.
-=======
-            confirm: the best plan of a call within so many bytes, measured as a whole; None where that fails.
->>>>>>> 84f7b6e (cuDNN's plans: freed when nobody runs them, needs on record, one thread at a time; parts timed on other samples; alignment by the offsets that occur)
         """
         self._workspace, self._stock, self._confirm = workspace, stock, confirm
         self._menu = Menu(stock.desirable())

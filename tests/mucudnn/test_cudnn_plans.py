@@ -79,8 +79,7 @@ def test_of_a_hopeless_algorithm_few_plans_are_made(planned: Any) -> None:
     assert timed.count("eng1") >= 64
     for engine in (0, 2, 3):
         assert timed.count(f"eng{engine}") <= 3  # at its smallest size and at a large one, and once along space
-        # To know what fits it is asked at powers of two alone; to be timed, at both sizes.
-        assert card.simulated.finalized[engine] <= 12
+        assert card.simulated.finalized[engine] <= 16  # there are 64 sizes
 
 
 def test_plans_that_nobody_runs_are_freed(planned: Any) -> None:
