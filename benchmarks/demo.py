@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from demo_arms import Arm, Run, losses_differ, tables
+from demo_arms import Arm, Run, file_name, losses_differ, tables
 from table import conditions, save, show
 
 from mucudnn.sizes import format_bytes, parse_bytes
@@ -50,7 +50,7 @@ def _doubled(limit: str) -> str:
 
 
 def _mucudnn(folder: Path, name: str, limit: str, policy: str) -> Arm:
-    report = folder / f"{name}-plans.json"
+    report = folder / f"{file_name(name)}-plans.json"
     options = ["--workspace-limit", limit, "--policy", policy, "--database", str(folder / "times.sqlite")]
     return Arm(name, ["-m", "mucudnn", "run", *options, "--report", str(report)], report=report)
 
@@ -68,7 +68,7 @@ def slices(folder: Path) -> list[Run]:
 
 
 def _four_ranks(folder: Path, name: str, limit: str, policy: str) -> Arm:
-    report = folder / f"{name}-plans.json"
+    report = folder / f"{file_name(name)}-plans.json"
     command = ["-m", "distconv", "run", "--partition", PARTITION, "--print-all-ranks", "--report", str(report)]
     environment = {
         "MUCUDNN_WORKSPACE_LIMIT": limit,

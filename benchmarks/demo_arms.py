@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 _PEAK = re.compile(r"peak tensor memory of a step: ([\d.]+) MiB")
 
 
+def file_name(arm: str) -> str:
+    """The name of an arm as part of a file's: "four ranks, divided" is "four-ranks-divided"."""
+    return arm.replace(",", "").replace(" ", "-")
+
+
 @dataclass(frozen=True)
 class Run:
     """What one training left.
@@ -96,7 +101,7 @@ class Arm:
         Raises:
             SystemExit: if the script fails.
         """
-        kept = folder / f"{self.name}.json"
+        kept = folder / f"{file_name(self.name)}.json"
         output = self._show([*self.command, script, *arguments, "--json", str(kept)])
         peaks = tuple(float(peak) for peak in _PEAK.findall(output))
         if peaks and len(peaks) != self.ranks:
