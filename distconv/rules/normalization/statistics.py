@@ -25,6 +25,7 @@ from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.channel_split import channel_layout
 from distconv.transfer.exchange import exchange
+from distconv.transfer.gathering import all_gather
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import window
 
@@ -105,7 +106,7 @@ def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Te
         return mean, deviations
     own = torch.stack([mean, deviations])
     flat = own.new_empty(len(share.counts) * own.numel())
-    dist.all_gather_into_tensor(flat, own.flatten(), group=share.group)
+    all_gather(flat, own.flatten(), share.group)
     means, squares = flat.view(len(share.counts), *own.shape).unbind(1)
     weights = torch.tensor(share.counts, dtype=own.dtype, device=own.device) / share.total
     weights = weights.view(len(share.counts), *[1] * (mean.dim() - 1), -1).expand_as(means)

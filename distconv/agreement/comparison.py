@@ -1,0 +1,138 @@
+"""One comparison among ranks: a message of fixed size on its way, and the verdict."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.agreement.checksum import folded
+from distconv.agreement.disagreement import Disagreement, Note, Site, explain
+from distconv.partition import whole_group
+from distconv.transfer.gathering import all_gather
+
+ANSWER = timedelta(seconds=10)
+"""What the other ranks get to tell their notes once one of them has found that they do not agree."""
+
+FIELDS = 5
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A site with its checksum, still on the device where it was computed, and the shard that it is of."""
+
+    site: Site
+    checksum: Tensor
+    shard: int = 0
+
+
+class Comparison:
+    """Started when made, among all ranks of a mesh; collective.
+
+    A rank sends five whole numbers, however much it has noted: how many sites, which, their checksums folded into one,
+    and for the parameters and buffers whose turn it is, all of one shard, that shard and their checksums folded. Only where these do not agree do the
+    ranks tell each other their notes, through the store at which they met: that needs no collective, so ranks that have
+    gone different ways cannot wait for each other in vain.
+    """
+
+    def __init__(self, mesh: DeviceMesh, noted: Sequence[Noted], turn: Sequence[Noted], serial: int) -> None:
+        self._noted, self._serial = [*noted, *turn], serial
+        self._ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+        device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        told = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
+        numbers = torch.tensor(told, device="cpu").to(device, non_blocking=True)
+        mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])
+        self._all = mine.new_empty(len(self._ranks) * FIELDS)
+        self._work = all_gather(self._all, mine, whole_group(mesh), async_op=True)
+        self._arrived: Any = None
+        if device.type == "cuda":
+            self._copy_to_host()
+
+    def _copy_to_host(self) -> None:
+        """On a stream of its own, so that neither the host nor what is computed meanwhile waits for the others."""
+        here = torch.empty(self._all.shape, dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(_side_stream(self._all.device)):
+            self._work.wait()
+            here.copy_(self._all, non_blocking=True)
+            self._all.record_stream(torch.cuda.current_stream())
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        self._all = here
+
+    def arrived(self) -> bool:
+        """Whether the verdict can be read without waiting for a device. A host waits for the message itself."""
+        return self._arrived is None or self._arrived.query()
+
+    def settle(self) -> None:
+        """Wait for the message. Disagreement, alike on every rank, where the ranks hold different tensors."""
+        if self._arrived is None:
+            self._work.wait()
+        else:
+            self._arrived.synchronize()
+        rows = self._all.view(-1, FIELDS).tolist()
+        if rows.count(rows[0]) < len(rows) and not _agree(rows):
+            raise Disagreement(self._explanation())
+
+    def _explanation(self) -> str:
+        store = dist.distributed_c10d._get_default_store()
+        name = f"distconv/agreement/{self._ranks[0]}-{len(self._ranks)}/{self._serial}/"
+        sums = _together(self._noted, torch.device("cpu")).tolist()
+        mine = [Note(each.site, value, each.shard) for each, value in zip(self._noted, sums, strict=True)]
+        store.set(f"{name}{dist.get_rank()}", json.dumps([asdict(note) for note in mine]))
+        try:
+            store.wait([f"{name}{rank}" for rank in self._ranks], ANSWER)
+        except RuntimeError:  # torch's store errors: not all of them told theirs in time
+            return f"the ranks do not hold the same, nor do all tell what: rank {dist.get_rank()} has {_told(mine)}"
+        told = {rank: _notes(store.get(f"{name}{rank}")) for rank in self._ranks}
+        return explain(told) or "the ranks do not hold the same tensors"
+
+
+def _told(notes: Sequence[Note]) -> str:
+    return "; ".join(dict.fromkeys(str(note.site) for note in notes)) or "nothing"
+
+
+def _notes(text: bytes) -> list[Note]:
+    return [
+        Note(Site(**{**each["site"], "shape": tuple(each["site"]["shape"])}), each["checksum"], each["shard"])
+        for each in json.loads(text)
+    ]
+
+
+def _agree(rows: Sequence[Sequence[int]]) -> bool:
+    """Rows of (sites, which, shard, checksums, checksum of the shard): only ranks with one shard compare the last."""
+    first: dict[int, int] = {}
+    alike = all((row[0], row[1], row[3]) == (rows[0][0], rows[0][1], rows[0][3]) for row in rows)
+    return alike and all(first.setdefault(row[2], row[4]) == row[4] for row in rows)
+
+
+def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
+    """Their checksums, int64 of shape (n,)."""
+    if not noted:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    return torch.stack([each.checksum.to(device, non_blocking=True) for each in noted])
+
+
+def _fingerprint(noted: Sequence[Noted]) -> int:
+    result = 0
+    for site in (each.site for each in noted):
+        # The path of a script may differ from machine to machine; its line does not.
+        text = f"{site.what}|{site.shape}|{site.dtype}|{site.line.rpartition(':')[2]}"
+        result = zlib.crc32(text.encode(), result & 0xFFFFFFFF) | (result << 31 & 0x3FFFFFFF00000000)
+    return result
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]

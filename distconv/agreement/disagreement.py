@@ -1,0 +1,83 @@
+"""The one line that tells what the ranks do not agree on. Pure: from what each rank has noted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+
+class Disagreement(ValueError):
+    """The ranks hold different tensors where one process has one; the message is one line, the same on every rank."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a whole tensor was taken to be the same on every rank.
+
+    what: such as "input 1 of UNet.forward" or "target of aten.mse_loss".
+    line: the script's line, such as "train.py:41"; "" where there is none.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, shape {self.shape}, {self.dtype}" + (f", at {self.line}" if self.line else "")
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank noted of one site: the checksum of the tensor there, and which shard of it the rank holds.
+
+    Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded.
+    """
+
+    site: Site
+    checksum: int
+    shard: int = 0
+
+
+REMEDY = (
+    "Every rank must hold the whole batch and the same model: draw from generators that are seeded alike on every rank,"
+    " and leave it to distconv to split the data. DISTCONV_CHECK=off skips this check"
+)
+
+
+def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
+    """The first thing that {rank: its notes, in order} disagree on, as one line; None where they agree."""
+    for notes in zip_longest(*noted.values()):
+        by_rank = dict(zip(noted, notes, strict=True))
+        sites = _grouped({rank: note and note.site for rank, note in by_rank.items()})
+        if len(sites) > 1:
+            told = "; ".join(f"{_ranks(ranks)}: {site or 'nothing more'}" for site, ranks in sites)
+            return f"the ranks do not do the same: next comes, on {told}. {REMEDY}"
+        differ = _differing({rank: note for rank, note in by_rank.items() if note is not None})
+        if differ:
+            others, first = differ
+            verb = "differ" if len(others) > 1 else "differs"
+            return f"{sites[0][0]}, is not the same on every rank: {_ranks(others)} {verb} from rank {first}. {REMEDY}"
+    return None
+
+
+def _differing(notes: Mapping[int, Note]) -> tuple[list[int], int] | None:
+    """The ranks whose checksum is another than that of the first rank with the same shard, and that rank."""
+    first: dict[int, int] = {}
+    for rank, note in notes.items():
+        first.setdefault(note.shard, rank)
+    others = [rank for rank, note in notes.items() if note.checksum != notes[first[note.shard]].checksum]
+    return (others, first[notes[others[0]].shard]) if others else None
+
+
+def _grouped(values: Mapping[int, Site | None]) -> list[tuple[Site | None, list[int]]]:
+    groups: dict[Hashable, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return list(groups.items())  # type: ignore[arg-type]
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

@@ -1,0 +1,171 @@
+"""What the ranks must agree on, noted where it enters and compared with one small message a step.
+
+Noted are tensors that count as whole and equal on every rank: inputs of models, tensors that distconv.shard cuts, plain
+tensors beside a distributed one (targets, constants), and what a model holds at its first call and after
+load_state_dict. Every comparison looks also at the next few parameters and buffers, in turn.
+
+A comparison is started where backward hands over its first gradients, at the latest when an optimizer begins a step;
+in programs that only go forward at the next ``.item()`` or gather, or after ``CALLS`` calls. The verdict is read before
+an optimizer steps. On a host that waits for a message that is there by then. On a GPU nothing waits: the verdict
+travels to pinned memory beside what is computed; what has not come when an optimizer begins a step is read at the
+next. The first call of a model waits for its verdict before anything else is sent.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distconv.agreement.checksum import checksum
+from distconv.agreement.comparison import Comparison, Noted
+from distconv.agreement.disagreement import Site
+from distconv.agreement.turns import Turns, state
+from distconv.settings import batch_norm_statistics, value
+
+CALLS = 64
+"""Calls of models after which a comparison is started, where nothing else starts one."""
+
+_PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+
+
+class Ledger:
+    """What is noted for the ranks of one mesh, and the comparisons under way."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._noted: list[Noted] = []
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._called: dict[nn.Module, None] = {}
+        self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
+        self._comparisons: list[tuple[Comparison, int]] = []
+        self._made = self._steps = self._calls = 0
+        self.due = False
+        """A model was called, or a tensor cut, since the last comparison: all ranks know alike that one is to come."""
+        self.urgent = False
+        """Its verdict must be there before the model runs."""
+
+    def note(self, what: str, x: Tensor, *, line: str | None = None) -> None:
+        """Take the tensor, whole on this rank, to be the same on every rank."""
+        if x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return
+        site = Site(what, tuple(x.shape), str(x.dtype), script_line() if line is None else line)
+        with torch.no_grad():
+            self._noted.append(Noted(site, checksum(x)))
+
+    def note_once(self, what: str, x: Tensor) -> None:
+        """The same for a tensor that several functions read: noted at the first, unless it has changed since."""
+        if not x.is_inference():
+            seen = self._seen.get(id(x))
+            if seen is not None and seen[0]() is x and seen[1] == x._version:
+                return
+            self._seen[id(x)] = weakref.ref(x), x._version
+        self.note(what, x)
+
+    def called(self, module: nn.Module) -> None:
+        """An outermost call of a model begins."""
+        self._called[module] = None
+        self._calls += 1
+        self.due = True
+        if self.urgent or self._calls >= CALLS:
+            self.compare()
+            self.settle(now=True)
+
+    def compare(self) -> None:
+        """Start a comparison. Collective over the mesh."""
+        noted, self._noted = self._noted, []
+        self._seen.clear()
+        turn = self._turn()
+        self._called.clear()
+        self.due = self.urgent = False
+        self._calls = 0
+        self._comparisons.append((Comparison(self.mesh, noted, turn, self._made), self._steps))
+        self._made += 1
+
+    def _turn(self) -> list[Noted]:
+        if not self._called:
+            return []
+        module = list(self._called)[self._made % len(self._called)]
+        turns = self._turns.setdefault(module, Turns())
+        with torch.no_grad():
+            # Statistics of each rank's own share differ on purpose.
+            return turns.take(module, buffers=batch_norm_statistics.get(self.mesh) != "local")
+
+    def settle(self, now: bool = False) -> None:
+        """Read the verdicts: those that came, those of an earlier step, or ``now`` all. Disagreement where there is
+        one; then nothing noted so far counts any more.
+        """
+        comparisons, self._comparisons = self._comparisons, []
+        for index, (comparison, step) in enumerate(comparisons):
+            if not (now or step < self._steps or comparison.arrived()):
+                self._comparisons = comparisons[index:]
+                break
+            try:
+                comparison.settle()
+            except BaseException:
+                self.__init__(self.mesh)  # type: ignore[misc]
+                raise
+        self._steps += 1
+
+
+_ledgers: dict[DeviceMesh, Ledger] = {}
+
+
+def ledger(mesh: DeviceMesh) -> Ledger | None:
+    """That of a mesh; None where nothing is to be checked: on one rank alone, and with DISTCONV_CHECK=off."""
+    if mesh.size() == 1 or value("check") == "off":
+        return None
+    found = _ledgers.get(mesh)
+    if found is None:
+        found = _ledgers[mesh] = Ledger(mesh)
+    return found
+
+
+def compare_if_due() -> None:
+    """Start the comparisons that are due. Collective."""
+    for each in _ledgers.values():
+        if each.due:
+            each.compare()
+
+
+def settle(now: bool = False) -> None:
+    """Start what is due and read the verdicts, as ``Ledger.settle``. Collective."""
+    compare_if_due()
+    for each in _ledgers.values():
+        each.settle(now)
+
+
+def before_step(*_: object) -> None:
+    """What an optimizer runs before it steps."""
+    settle()
+
+
+def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Note what a model holds, before it is called; what is sharded already is left to its turn."""
+    found = ledger(mesh)
+    if found is None:
+        return
+    found.urgent = True
+    for name, tensor in state(module, buffers=batch_norm_statistics.get(mesh) != "local"):
+        if not isinstance(tensor, DTensor):
+            found.note(f"{name} of {type(module).__name__}", tensor, line="")
+
+
+def script_line() -> str:
+    """Where the program is now, such as "train.py:41": the innermost line that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((*_PACKAGES, _TORCH, "<frozen")):
+            return f"{os.path.relpath(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+

@@ -1,0 +1,15 @@
+"""What every rank of a group has, side by side on each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+
+
+def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
+    """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
+    return _gather(output, own, group=group, async_op=async_op)
