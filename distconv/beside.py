@@ -1,5 +1,5 @@
-"""Plain tensors beside distributed ones, as an operator gets them: made plain where they are of a subclass, and shown to
-whom it concerns.
+"""Plain tensors beside distributed ones, as an operator gets them: without their subclass, and shown to whom they
+concern.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 watchers: list[Callable[[Any, int, Tensor, DeviceMesh], None]] = []
-"""Each is called with (operator, number of the argument, tensor, mesh) for a plain tensor beside a DTensor on a mesh."""
+"""Each is called with (operator, number of the argument, tensor, mesh) for a plain tensor beside a DTensor."""
 
 
 def plain(x: Tensor) -> Tensor:
@@ -27,3 +27,37 @@ def plain(x: Tensor) -> Tensor:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def entering(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
+    """The arguments of an operator on DTensors of a mesh; plain ones without their subclass, and shown to watchers."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            if type(arg) is not DTensor:
+                return _entered(func, args, mesh)
+        elif type(arg) is list and any(isinstance(item, Tensor) and type(item) is not DTensor for item in arg):
+            return _entered(func, args, mesh)
+    return args
+
+
+def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
+    name = func._schema.name
+    if name.startswith(("aten::_foreach", "aten::_fused")):  # optimizers', of what was looked at before
+        return args
+    # Backward sees what forward has seen. What an operator changes in place stays on its rank.
+    shown = torch._C._current_graph_task_id() == -1
+    first = int(name.endswith("_"))
+
+    def enter(index: int, x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, DTensor):
+            return x
+        x = plain(x)
+        if shown and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter):
+            for watch in watchers:
+                watch(func, index, x, mesh)
+        return x
+
+    return [
+        [enter(index, item) for item in arg] if type(arg) is list else enter(index, arg)
+        for index, arg in enumerate(args)
+    ]

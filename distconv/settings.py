@@ -55,6 +55,12 @@ def _parse_algorithm(given: object) -> str:
     return str(given)
 
 
+def _parse_check(given: object) -> str:
+    if given not in ("on", "off"):
+        raise ValueError(f"check {given!r}: accepted: on, off")
+    return str(given)
+
+
 SETTINGS = {
     "partition": Option(
         "DISTCONV_PARTITION",
@@ -83,6 +89,15 @@ SETTINGS = {
         "default)",
         _parse_algorithm,
         "|".join(ALGORITHMS),
+    ),
+    "check": Option(
+        "DISTCONV_CHECK",
+        lambda: "on",
+        "on, off",
+        "whether the ranks compare checksums of what must be the same on all of them: inputs, targets, parameters "
+        "(default: on)",
+        _parse_check,
+        "on|off",
     ),
 }
 """Every setting by its name. A new one is an entry here: `distconv run` then has its option and names its variable."""

@@ -37,16 +37,18 @@ class Noted:
 class Comparison:
     """Started when made, among all ranks of a mesh; collective.
 
-    A rank sends five whole numbers, however much it has noted: how many sites, which, their checksums folded into one,
-    and for the parameters and buffers whose turn it is, all of one shard, that shard and their checksums folded. Only where these do not agree do the
-    ranks tell each other their notes, through the store at which they met: that needs no collective, so ranks that have
-    gone different ways cannot wait for each other in vain.
+    A rank sends five whole numbers, however much it has noted: how many sites, which, and their checksums folded into
+    one; for the parameters and buffers whose turn it is, all of one shard, that shard and their checksums folded. Only
+    where these do not agree do the ranks tell each other their notes, through the store at which they met: that needs
+    no collective, so ranks that have gone different ways cannot wait for each other in vain.
     """
 
     def __init__(self, mesh: DeviceMesh, noted: Sequence[Noted], turn: Sequence[Noted], serial: int) -> None:
         self._noted, self._serial = [*noted, *turn], serial
         self._ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-        device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+        )
         told = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
         numbers = torch.tensor(told, device="cpu").to(device, non_blocking=True)
         mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])

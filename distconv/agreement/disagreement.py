@@ -49,8 +49,8 @@ REMEDY = (
 def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
     """The first thing that {rank: its notes, in order} disagree on, as one line; None where they agree."""
     for notes in zip_longest(*noted.values()):
-        by_rank = dict(zip(noted, notes, strict=True))
-        sites = _grouped({rank: note and note.site for rank, note in by_rank.items()})
+        by_rank: dict[int, Note | None] = dict(zip(noted, notes, strict=True))
+        sites = _grouped({rank: None if note is None else note.site for rank, note in by_rank.items()})
         if len(sites) > 1:
             told = "; ".join(f"{_ranks(ranks)}: {site or 'nothing more'}" for site, ranks in sites)
             return f"the ranks do not do the same: next comes, on {told}. {REMEDY}"

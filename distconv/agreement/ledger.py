@@ -27,7 +27,8 @@ from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison, Noted
 from distconv.agreement.disagreement import Site
 from distconv.agreement.turns import Turns, state
-from distconv.settings import batch_norm_statistics, value
+from distconv.mesh_options import batch_norm_statistics
+from distconv.settings import value
 
 CALLS = 64
 """Calls of models after which a comparison is started, where nothing else starts one."""
@@ -41,12 +42,16 @@ class Ledger:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
+        self._made = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self._noted: list[Noted] = []
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._called: dict[nn.Module, None] = {}
-        self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
         self._comparisons: list[tuple[Comparison, int]] = []
-        self._made = self._steps = self._calls = 0
+        self._steps = self._calls = 0
         self.due = False
         """A model was called, or a tensor cut, since the last comparison: all ranks know alike that one is to come."""
         self.urgent = False
@@ -77,6 +82,7 @@ class Ledger:
         if self.urgent or self._calls >= CALLS:
             self.compare()
             self.settle(now=True)
+            self.due = True
 
     def compare(self) -> None:
         """Start a comparison. Collective over the mesh."""
@@ -110,22 +116,24 @@ class Ledger:
             try:
                 comparison.settle()
             except BaseException:
-                self.__init__(self.mesh)  # type: ignore[misc]
+                self._forget()
                 raise
         self._steps += 1
 
 
-_ledgers: dict[DeviceMesh, Ledger] = {}
+_ledgers: dict[tuple[int, ...], Ledger] = {}
+"""By the ranks of their meshes."""
+
+_of_mesh: dict[DeviceMesh, Ledger] = {}
 
 
 def ledger(mesh: DeviceMesh) -> Ledger | None:
     """That of a mesh; None where nothing is to be checked: on one rank alone, and with DISTCONV_CHECK=off."""
     if mesh.size() == 1 or value("check") == "off":
         return None
-    found = _ledgers.get(mesh)
-    if found is None:
-        found = _ledgers[mesh] = Ledger(mesh)
-    return found
+    if mesh not in _of_mesh:
+        _of_mesh[mesh] = _ledgers.setdefault(tuple(mesh.mesh.flatten().tolist()), Ledger(mesh))
+    return _of_mesh[mesh]
 
 
 def compare_if_due() -> None:
@@ -140,6 +148,13 @@ def settle(now: bool = False) -> None:
     compare_if_due()
     for each in _ledgers.values():
         each.settle(now)
+
+
+def finish() -> None:
+    """Compare all that is left and read the verdicts, at the end of a script. Collective."""
+    for each in _ledgers.values():
+        each.compare()
+        each.settle(now=True)
 
 
 def before_step(*_: object) -> None:
@@ -167,5 +182,3 @@ def script_line() -> str:
             return f"{os.path.relpath(name)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
-
-

@@ -47,18 +47,20 @@ class Turns:
         self._next = 0
 
     def take(self, module: nn.Module, buffers: bool) -> list[Noted]:
-        """The next few tensors, all of one shard; none for a module that holds nothing."""
+        """The next few tensors, all of one layout; none for a module that holds nothing."""
         if self._next >= len(self._places):
             self._places, self._next = list(self._around(module, buffers)), 0
         found: list[Noted] = []
-        size = 0
+        size, layout = 0, None
         while self._next < len(self._places) and len(found) < TENSORS and size < BYTES:
             owner, kind, name, own = self._places[self._next]
             tensor = _read(owner(), kind, own)
             if tensor is not None:
-                local, shard = shard_of(tensor)
-                if found and shard != found[0].shard:
+                here = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+                if found and here != layout:
                     break
+                layout = here
+                local, shard = shard_of(tensor)
                 site = Site(f"{name} of {type(module).__name__}", tuple(tensor.shape), str(tensor.dtype), "")
                 found.append(Noted(site, checksum(local), shard))
                 size += local.numel() * local.element_size()

@@ -17,12 +17,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv.agreement.ledger import ledger, note_state
+from distconv.beside import plain, watchers
 from distconv.model.assignment import Place
 from distconv.model.gradients import uses
 from distconv.model.shard_gather import cut
@@ -39,6 +42,9 @@ class Script(Protocol):
 
 placed: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
 """Modules that a program has parallelized."""
+
+loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules that have loaded a state, which is to be compared when they are next called."""
 
 scripts: list[Script] = []
 """The scripts being run; at most one, and none in a program."""
@@ -70,6 +76,8 @@ class _Run:
 
 class _Thread(threading.local):
     run: _Run | None = None
+    buffers: frozenset[int] = frozenset()
+    """The ids of the running model's buffers."""
 
 
 _inside = _Thread()
@@ -79,22 +87,24 @@ _call = nn.Module.__call__
 
 @contextlib.contextmanager
 def _running(model: nn.Module, run: _Run) -> Iterator[None]:
-    modules = [(module, module._parameters) for module in model.modules() if module._parameters]
+    everything = list(model.modules())
+    modules = [(module, module._parameters) for module in everything if module._parameters]
     meshes: dict[Tensor, DeviceMesh] = {}
-    for module, plain in modules:
-        for parameter in plain.values():
+    for module, own in modules:
+        for parameter in own.values():
             if parameter is not None:
                 meshes.setdefault(parameter, run.mesh_of(module))
     use = uses(meshes)
-    for module, plain in modules:
-        module.__dict__["_parameters"] = _Reading(plain, use)
+    for module, own in modules:
+        module.__dict__["_parameters"] = _Reading(own, use)
     _inside.run = run
+    _inside.buffers = frozenset(id(buffer) for module in everything for buffer in module._buffers.values())
     try:
         yield
     finally:
-        _inside.run = None
-        for module, plain in modules:
-            module.__dict__["_parameters"] = plain
+        _inside.run, _inside.buffers = None, frozenset()
+        for module, own in modules:
+            module.__dict__["_parameters"] = own
 
 
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -118,8 +128,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mesh = place.mesh if place is not None and (place.fixed or theirs is None) else theirs
     if mesh is None:
         return _call(module, *args, **kwargs)
-    if theirs is None:
-        args, kwargs = tree_map_only(Tensor, lambda x: cut(x, mesh), (args, kwargs))
+    args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
     if place is None or not place.fixed:
         with _running(module, _Run({}, mesh)):
             return _call(module, *args, **kwargs)
@@ -127,6 +136,36 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     with _running(module, run), contextlib.nullcontext() if place.uniform else _Meeting(run):
         result = _nested(module, place, run, args, kwargs)
     return tree_map_only(DTensor, lambda y: _on(place.outer, y), result)
+
+
+def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
+    """The inputs of an outermost call. Where they are whole on every rank, all must hold the same: each is cut."""
+    noted = ledger(mesh) if torch._C._current_graph_task_id() == -1 else None  # in backward: something computed again
+    if whole:
+        args, kwargs = tree_map_only(Tensor, plain, (args, kwargs))
+        if noted is not None:
+            for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        noted.note(f"input {name} of {type(module).__name__}.forward", leaf)
+    if noted is not None:
+        if loaded and not loaded.isdisjoint(module.modules()):
+            loaded.difference_update(module.modules())
+            note_state(module, mesh)
+        noted.called(module)
+    return tree_map_only(Tensor, lambda x: cut(x, mesh), (args, kwargs)) if whole else (args, kwargs)
+
+
+def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
+    """A plain tensor counts as replicated beside a DTensor: all ranks must hold the same."""
+    if id(x) in _inside.buffers:  # which come by turns
+        return
+    noted = ledger(mesh)
+    if noted is not None:
+        noted.note_once(f"{func._schema.arguments[index].name} of {func._schema.name.replace('::', '.')}", x)
+
+
+watchers.append(_beside)
 
 
 def _on(mesh: DeviceMesh, x: DTensor) -> DTensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from distconv.agreement.ledger import compare_if_due
 from distconv.dtensors import wrap
 from distconv.partition import ownership, whole_group
 from distconv.refusal import UnsupportedOperation
@@ -133,7 +134,8 @@ class Bucket:
         return self.gradient(index)
 
     def start(self) -> None:
-        """Begin the sum over the group."""
+        """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
+        compare_if_due()
         if self.group is not None:
             self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 

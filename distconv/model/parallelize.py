@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -14,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distconv.agreement.ledger import before_step, finish, ledger, note_state
+from distconv.beside import plain
 from distconv.mesh_options import batch_norm_statistics
 from distconv.mixing import mix_plain_tensors
 from distconv.model.assignment import Place, meshes, places
-from distconv.model.calls import call, placed, scripts
+from distconv.model.calls import call, loaded, placed, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
 from distconv.model.shard_gather import cut
@@ -37,6 +40,11 @@ def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(x, DTensor):
         return x
     enable(mesh)
+    x = plain(x)
+    noted = ledger(mesh)
+    if noted is not None:
+        noted.note("the tensor given to distconv.shard", x)
+        noted.due = True
     return cut(x, mesh)
 
 
@@ -81,10 +89,27 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
         adopt(mesh)
     batch_norm_statistics[mesh] = batch_norm or batch_norm_statistics.get(mesh, "global")
     nn.Module.__call__ = call  # type: ignore[method-assign]
+    _check_steps()
     watch_plain_tensors()
     mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))
+
+
+@functools.cache
+def _check_steps() -> None:
+    register_optimizer_step_pre_hook(before_step)
+    nn.Module.load_state_dict = _loading(nn.Module.load_state_dict)  # type: ignore[method-assign]
+
+
+def _loading(load: Any) -> Any:
+    @functools.wraps(load)
+    def load_state_dict(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = load(module, *args, **kwargs)
+        loaded.update(module.modules())
+        return result
+
+    return load_state_dict
 
 
 def parallelize(
@@ -137,6 +162,7 @@ class _Script:
     def places(self, module: nn.Module) -> Mapping[nn.Module, Place]:
         if module not in self._places:
             found = places(module, self.mesh, self.strategy)
+            note_state(module, self.mesh)
             for mesh in {place.mesh for place in found.values()}:
                 enable(mesh, self.batch_norm)
             shard_parameters(meshes(found), known_optimizers())
@@ -174,6 +200,7 @@ def distributed_script(
     try:
         with optimizers_known(), saving_whole():
             yield
+            finish()
         script.check()
     finally:
         hook.remove()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from distconv.agreement.ledger import settle
 from distconv.dtensors import local_as, wrap
 from distconv.partition import placements
 from distconv.transfer.redistribution import moved
@@ -57,4 +58,7 @@ def gather(y: Tensor) -> Tensor:
 
     Every rank is taken to compute the same from the result, as one process would.
     """
-    return _Gather.apply(y) if isinstance(y, DTensor) else y
+    if not isinstance(y, DTensor):
+        return y
+    settle()
+    return _Gather.apply(y)

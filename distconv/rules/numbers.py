@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.agreement.ledger import settle
 from distconv.dtensors import wrap
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.elementwise import in_place
@@ -29,6 +30,7 @@ def _replicated(x: DTensor, what: str) -> Tensor:
         raise UnsupportedOperation(
             f"{what} of a tensor {tuple(x.shape)} laid out as {placements}: use distconv.gather first"
         )
+    settle()
     return local
 
 

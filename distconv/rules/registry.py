@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from distconv.beside import entering
 from distconv.layouts import undoes_shard
 from distconv.partition import is_ours
 from distconv.refusal import UnsupportedOperation
@@ -38,8 +40,12 @@ def rule(*operators: str) -> Callable[[H], H]:
     def register(handler: H) -> H:
         def dispatch(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
             kwargs = kwargs or {}
-            if not _on_our_mesh(args, kwargs):
+            mesh = _mesh(args)
+            if mesh is None and kwargs:
+                mesh = _mesh(list(kwargs.values()))
+            if mesh is None or not is_ours(mesh):
                 return leave_to_torch(func, args, kwargs)
+            args = entering(func, args, mesh)
             for check in checks:
                 check(func, args, kwargs)
             return handler(func, *args, **kwargs)
@@ -130,14 +136,14 @@ def has_ours(values: Iterable[Any]) -> bool:
     )
 
 
-def _on_our_mesh(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the first DTensor, found in lists too, lies on one of our meshes."""
+def _mesh(args: Sequence[Any]) -> DeviceMesh | None:
+    """That of the first DTensor, found in lists too; a program may use others than ours for itself."""
     for arg in args:
         if isinstance(arg, DTensor):
-            return is_ours(arg.device_mesh)
+            return arg.device_mesh
         if isinstance(arg, list | tuple) and any(isinstance(item, DTensor) for item in arg):
-            return _on_our_mesh(arg, {})
-    return bool(kwargs) and _on_our_mesh(list(kwargs.values()), {})
+            return _mesh(arg)
+    return None
 
 
 def unruled(wanted: Callable[[Any], bool]) -> list[str]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its older name
+_NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 
 
 def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
     """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
-    return _gather(output, own, group=group, async_op=async_op)
+    return getattr(dist, _NAME)(output, own, group=group, async_op=async_op)

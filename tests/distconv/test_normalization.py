@@ -142,14 +142,15 @@ def running() -> dict[str, Any]:
         )
         result[f"buffers {momentum}"] = [buffer.tolist() for buffer in model.buffers()]
     sent: list[str] = []
-    transports = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_reduce", "all_to_all_single")}
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    transports = {name: getattr(dist, name) for name in (gather, "all_reduce", "all_to_all_single")}
     for name, transport in transports.items():
         setattr(dist, name, lambda *a, name=name, call=transport, **k: (sent.append(name), call(*a, **k))[1])
     try:
         x = distconv.shard(data[0], mesh).detach().requires_grad_()
         y = nn.functional.batch_norm(x, None, None, training=True)
         y.backward(x.detach())
-        result["one message per pass"] = sent == ["all_gather_into_tensor", "all_reduce"]
+        result["one message per pass"] = sent == [gather, "all_reduce"]
         sent.clear()
         nn.functional.batch_norm(x, torch.zeros(4).double(), torch.ones(4).double()).backward(x.detach())
         nn.functional.layer_norm(x, [5]).backward(x.detach())

@@ -1,0 +1,146 @@
+"""Ranks that hold different tensors end in one line, the same on every rank, before an optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor, nn
+
+import distconv
+from distconv.agreement.disagreement import Disagreement, Note, Site, explain
+from distconv.model.parallelize import distributed_script
+
+PARTITIONS = ["sample=2,height=2", "sample=2,channel=2"]
+
+
+def net(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+
+def data(count: int = 16) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return torch.randn(count, 2, 8, 6, generator=generator), torch.randint(0, 2, (count, 8, 6), generator=generator)
+
+
+@contextlib.contextmanager
+def ended() -> Iterator[dict[str, Any]]:
+    """What became of the steps within: the line of the disagreement, None without one."""
+    found: dict[str, Any] = {"line": None}
+    try:
+        yield found
+    except Disagreement as error:
+        found["line"] = str(error)
+
+
+def script(partition: str, choose: Callable[[int, int], Any], *, targets: bool = False, steps: int = 3) -> Any:
+    """Trains as a script does. `choose` gives (rank, step) -> the samples of the inputs, or of the targets alone."""
+    mesh = distconv.init(partition, device_type="cpu")
+    model, stepped = net(), 0
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    x, y = data()
+    with ended() as found, distributed_script(mesh):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            chosen = choose(dist.get_rank(), step)
+            optimizer.zero_grad()
+            result = model(x[:4] if targets else x[chosen])
+            loss = nn.functional.cross_entropy(result, y[chosen])
+            loss.backward()
+            optimizer.step()
+            stepped += 1
+    whole = distconv.whole_state([parameter.detach() for parameter in model.parameters()])
+    same = all(torch.equal(a, b) for a, b in zip(whole, before, strict=True))
+    return found["line"], stepped, same
+
+
+def permuted(rank: int, step: int) -> Any:
+    return np.random.RandomState(os.getpid()).permutation(16)[:4]
+
+
+def sampled(rank: int, step: int) -> Any:
+    return random.Random(os.getpid()).sample(range(16), 4)
+
+
+def drawn(rank: int, step: int) -> Any:
+    return torch.randint(0, 16, (4,), generator=torch.Generator().manual_seed(os.getpid()))
+
+
+def listed_from_a_set(rank: int, step: int) -> Any:
+    """As list(set(names)) gives it where strings hash differently."""
+    names = sorted((f"image{i}" for i in range(8)), key=lambda name: hash((name, rank)))
+    return [int(name[5:]) for name in names][:4]
+
+
+def split(rank: int, step: int) -> Any:
+    """As a DistributedSampler and accelerate do."""
+    return range(16)[rank::4]
+
+
+@pytest.mark.parametrize("choose", [permuted, sampled, drawn, listed_from_a_set, split])
+def test_inputs_that_differ(ranks: Callable[[int], Ranks], choose: Any) -> None:
+    found = ranks(4).run(script, PARTITIONS[0], choose)
+    lines = {line for line, _, _ in found}
+    assert len(lines) == 1
+    line = lines.pop()
+    assert line.startswith("input 1 of Sequential.forward, shape (4, 2, 8, 6), torch.float32, at "), line
+    assert "test_agreement.py:" in line and "from rank 0. Every rank must hold the whole batch" in line
+    assert "\n" not in line
+    assert [stepped for _, stepped, _ in found] == [0] * 4
+
+
+def same_at_first(rank: int, step: int) -> Any:
+    return [0, 1, 2, 3 + (step == 2 and rank == 3)]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("targets", [False, True])
+def test_the_step_before_which_they_differ_is_the_last(
+    ranks: Callable[[int], Ranks], partition: str, targets: bool
+) -> None:
+    what = "self of aten.nll_loss2d" if targets else "input 1 of Sequential.forward"
+    for line, stepped, same in ranks(4).run(script, partition, same_at_first, targets=targets):
+        assert line is not None and "rank 3 differs from rank 0" in line, line
+        assert stepped == 2 and not same
+        assert targets == (what not in line), line
+        assert not targets or line.startswith("target of aten."), line
+
+
+def first_target_differs(rank: int, step: int) -> Any:
+    return [0, 1, 2, 3 + (rank == 1)]
+
+
+def test_a_target_that_differs_at_once_changes_no_parameter(ranks: Callable[[int], Ranks]) -> None:
+    for line, stepped, same in ranks(4).run(script, PARTITIONS[0], first_target_differs, targets=True):
+        assert line is not None and line.startswith("target of aten.") and "rank 1 differs" in line
+        assert stepped == 0 and same
+
+
+def the_same(rank: int, step: int) -> Any:
+    return np.random.RandomState(step).permutation(16)[:4]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_what_is_the_same_trains(ranks: Callable[[int], Ranks], partition: str) -> None:
+    assert ranks(4).run(script, partition, the_same) == [(None, 3, False)] * 4
+
+
+def with_check_off() -> Any:
+    os.environ["DISTCONV_CHECK"] = "off"
+    try:
+        return script(PARTITIONS[0], split)
+    finally:
+        del os.environ["DISTCONV_CHECK"]
+
+
+def test_it_can_be_turned_off(ranks: Callable[[int], Ranks]) -> None:
+    assert [(line, stepped) for line, stepped, _ in ranks(4).run(with_check_off)] == [(None, 3)] * 4
