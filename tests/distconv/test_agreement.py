@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from test_launch import SCRIPTS, launch
 from torch import Tensor, nn
 
 import distconv
@@ -144,3 +145,54 @@ def with_check_off() -> Any:
 
 def test_it_can_be_turned_off(ranks: Callable[[int], Ranks]) -> None:
     assert [(line, stepped) for line, stepped, _ in ranks(4).run(with_check_off)] == [(None, 3)] * 4
+
+
+@pytest.mark.parametrize("way", ["alone", "torchrun"])
+def test_a_script_that_seeds_itself_by_its_process_ends_in_one_line(way: str) -> None:
+    done = launch(way, 2, "--partition", "height=2", str(SCRIPTS / "reseeded.py"))
+    assert done.returncode != 0 and done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("distconv: ")]
+    assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "reseeded.py:19: input 1 of Conv2d.forward, shape (4, 3, 8, 8), torch.float32, at " in lines[0], lines
+    assert "reseeded.py:19, is not the same on every rank: rank 1 differs from rank 0. Every rank must" in lines[0]
+
+
+# The line itself: pure.
+
+
+def noted(what: str = "input 1 of Net.forward", checksum: int = 7, shard: int = 0, line: str = "a.py:3") -> Note:
+    return Note(Site(what, (4, 3), "torch.float32", line), checksum, shard)
+
+
+def test_ranks_that_agree_have_nothing_to_explain() -> None:
+    assert explain({rank: [noted(), noted("target")] for rank in range(3)}) is None
+    assert explain({0: [], 1: []}) is None
+
+
+def test_the_first_that_differs_is_named() -> None:
+    line = explain(
+        {0: [noted(), noted("b")], 1: [noted(checksum=8), noted("b")], 2: [noted(checksum=8), noted("b", 2)]}
+    )
+    assert line is not None and line.startswith(
+        "input 1 of Net.forward, shape (4, 3), torch.float32, at a.py:3, is not"
+    )
+    assert "ranks 1 and 2 differ from rank 0." in line
+
+
+def test_only_ranks_with_the_same_shard_are_compared() -> None:
+    shards = {0: [noted(checksum=1, shard=0)], 1: [noted(checksum=2, shard=1)], 2: [noted(checksum=1, shard=0)]}
+    assert explain({**shards, 3: [noted(checksum=2, shard=1)]}) is None
+    line = explain({**shards, 3: [noted(checksum=3, shard=1)]})
+    assert line is not None and "rank 3 differs from rank 1." in line
+
+
+def test_ranks_that_went_different_ways() -> None:
+    line = explain({0: [noted(), noted("target")], 1: [noted()], 2: [noted()]})
+    assert (
+        line is not None
+        and "on rank 0: target, shape (4, 3), torch.float32, at a.py:3; ranks 1 and 2: nothing more" in line
+    )
+    line = explain({0: [noted(line="a.py:3")], 1: [noted(line="a.py:9")]})
+    assert (
+        line is not None and "at a.py:3; rank 1: input 1 of Net.forward, shape (4, 3), torch.float32, at a.py:9" in line
+    )
