@@ -26,7 +26,6 @@ from mucudnn.planning.planner import Planner
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
@@ -117,11 +116,11 @@ def measure(
     settings = Settings.from_environment(
         {}, workspace_limit="unlimited", policy=unit.policy, database=database_path, progress="off"
     )
-    planner, environment = Planner(settings, store, device=device), Environment.current(device)
+    planner = Planner(settings, store, device=device)
     took = []
     for _ in range(2):  # the second time every launch is known
         began = time.perf_counter()
-        plan = planner.measured(problem, environment, operands, math.inf)
+        plan = planner.measured(planner.measurement(problem, operands), math.inf)
         took.append(time.perf_counter() - began)
     plans = Plans.of(plan.options.get(Dim.BATCH, ()), problem.extent)
     chosen = {limit: plans.within(limit) for limit in limits}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,8 @@ class Call:
     Attributes:
         grad_output: None in the forward direction.
         bias: None in the backward directions.
+        before: what torch would compute before this direction and has not yet, the gradient of the input before that of
+            the weight; called before the result is allocated where memory is counted in torch's order.
     """
 
     direction: Direction
@@ -30,6 +33,7 @@ class Call:
     transposed: bool
     output_padding: Shape
     groups: int
+    before: Callable[[], None] | None = None
 
     def operands(self, target: torch.Tensor | None = None) -> Operands:
         """The tensors by their roles, the direction's target among them if there is one yet."""

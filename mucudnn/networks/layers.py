@@ -25,7 +25,6 @@ from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
-from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
 
 NETWORKS = "mucudnn.networks.models"
@@ -120,11 +119,10 @@ def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 def measure(layers: list[Layer], settings: Settings, store: Store) -> list[Record]:
     """How each layer is computed on this machine's processor, measured as far as the store does not know it."""
     planner = Planner(settings, store)
-    environment = Environment.current(torch.device("cpu"))
     records = []
     with progress.bar(len(layers), "convolutions", settings.progress) as advance:
         for layer in layers:
-            records.append(planner.plan(layer.problem, environment).record)
+            records.append(planner.plan(planner.measurement(layer.problem)).record)
             advance()
     return records
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.optimizer import Division, Option, best_division, desirable_divisions, desirable_set
 from mucudnn.providers import STOCK
 from mucudnn.reporting.record import Record
-from mucudnn.timing.schedule import LaunchError
+from mucudnn.timing.schedule import LaunchError, Schedule
 
 MARGIN = 0.05
 """A division replaces torch's own kernel only if, both run in turn, it takes less than 1 - MARGIN of its time."""
@@ -23,21 +24,18 @@ class Plan:
     """How a problem is computed.
 
     Attributes:
-        problem: the convolution.
+        schedule: the launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
         limit: bytes of workspace that were allowed.
-        dim: along which it is divided.
-        division: the launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
-        options: all launches that are known beside that one, from which another division can be made.
+        options: all launches that are known beside torch's own kernel on the whole, from which another division can be
+            made.
         seconds: of the division, as it compares with torch's own kernel when both run in turn.
         undivided_seconds: of the best algorithm that fits and takes the whole at once, compared alike.
         stock_seconds: of torch's own kernel on the whole.
         whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
     """
 
-    problem: ConvProblem
+    schedule: Schedule
     limit: float
-    dim: Dim
-    division: Division
     options: Options
     seconds: float
     undivided_seconds: float
@@ -45,6 +43,21 @@ class Plan:
     whole_workspace: int = 0
 
     @property
+    def problem(self) -> ConvProblem:
+        """The convolution."""
+        return self.schedule.problem
+
+    @property
+    def dim(self) -> Dim:
+        """Along which it is divided."""
+        return self.schedule.dim
+
+    @property
+    def division(self) -> Division:
+        """The algorithms and the sizes of the parts."""
+        return self.schedule.division
+
+    @cached_property
     def is_stock(self) -> bool:
         """Whether torch's own kernel serves the problem undivided."""
         return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
@@ -65,15 +78,15 @@ class Plan:
             whole_workspace=self.whole_workspace,
         )
 
-    def records(self) -> list[Record]:
-        """The record alone, as others have several."""
-        return [self.record]
+    def divided(self, dim: Dim, division: Division) -> Plan:
+        """The plan with another division, at the time that the launches of that one add up to."""
+        schedule = replace(self.schedule, dim=dim, division=division)
+        return replace(self, schedule=schedule, seconds=division.seconds)
 
     def without(self, failed: LaunchError) -> Plan:
         """The next best plan once an algorithm has failed: without it at the failed extent and above."""
         options = {**self.options, self.dim: surviving(self.options.get(self.dim, ()), failed)}
-        dim, division = best(self.problem, options, self.stock_seconds, self.limit)
-        return replace(self, dim=dim, division=division, options=options, seconds=division.seconds)
+        return replace(self, options=options).divided(*best(self.problem, options, self.stock_seconds, self.limit))
 
     def desirable(self) -> list[Division]:
         """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
@@ -92,7 +105,7 @@ class Plan:
         dim = next(
             dim for dim in known if division.extent == self._extent(dim) and known[dim].issuperset(division.options)
         )
-        return replace(self, dim=dim, division=division, seconds=division.seconds, limit=limit)
+        return replace(self, limit=limit).divided(dim, division)
 
     def _stock(self, dim: Dim) -> Option:
         return Option(self._extent(dim), STOCK, self.stock_seconds, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,8 +17,9 @@ from mucudnn.planning.plan import MARGIN, Plan, best, surviving
 from mucudnn.providers import STOCK, Provider, providers_on
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
-from mucudnn.timing.board import Alone, Board
+from mucudnn.timing.board import Board
 from mucudnn.timing.environment import Environment, memory
+from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
@@ -72,7 +73,7 @@ class Planner:
         self._settings = settings
         self._store = store
         self.device = device
-        self._board = board or Alone()
+        self._board = board
         self._providers = providers_on(device, settings.engines) if providers is None else providers
         self._peers = [
             Planner(replace(settings, benchmark_devices=None), store, device=peer)
@@ -86,25 +87,30 @@ class Planner:
             found |= {algorithm: provider for provider, algorithm in self._candidates(problem, dim)}
         return found
 
-    def plan(
+    def measurement(
         self,
         problem: ConvProblem,
-        environment: Environment,
         operands: Operands | None = None,
         strides: Shape | None = None,
-        limit: float | None = None,
-    ) -> Plan:
-        """The fastest division within a limit.
+    ) -> Measurement:
+        """What is known of a problem under the present environment, and the means to measure the rest.
 
         Args:
             problem: the convolution.
-            environment: under which it runs.
             operands: tensors to measure with, of which nothing is written; made up if not given.
             strides: of the result; those of the target among the operands if not given.
+        """
+        logbook = Logbook(Environment.current(self.device), self._store, self._board)
+        return Measurement(problem, logbook, operands, strides, self.device)
+
+    def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
+        """The fastest division of a problem within a limit.
+
+        Args:
             limit: bytes of workspace; that of the settings if not given.
         """
-        measurement = self._measurement(problem, environment, operands, strides)
-        stock = self._measured(measurement, self._settings.workspace_limit if limit is None else limit)
+        problem = measurement.problem
+        stock = self.measured(measurement, self._settings.workspace_limit if limit is None else limit)
         plan = self._fastest(measurement, stock)
         if len(plan.division.options) > 1:
             whole = [option for option in stock.options.get(Dim.BATCH, ()) if option.extent == problem.extent]
@@ -127,16 +133,15 @@ class Planner:
         options = {**stock.options}
         for _ in range(ATTEMPTS):
             dim, division = best(problem, options, stock_seconds, limit)
-            attempt = replace(stock, dim=dim, division=division)
+            attempt = stock.divided(dim, division)
             if attempt.is_stock:
                 break
-            schedule = Schedule(problem, dim, division, self.providers(problem))
             try:
-                larger = _enlarged(options[dim], division, schedule.workspaces)
+                larger = _enlarged(options[dim], division, attempt.schedule.workspaces)
                 if larger != options[dim]:
                     options[dim] = larger
                     continue
-                seconds = measurement.division_seconds(dim, division, schedule)
+                seconds = measurement.division_seconds(attempt.schedule)
             except LaunchError as error:
                 _log.warning("%s %s: %s", problem.direction, problem, error)
                 options[dim] = surviving(options[dim], error)
@@ -152,35 +157,23 @@ class Planner:
             ]
         return stock
 
-    def measured(
-        self,
-        problem: ConvProblem,
-        environment: Environment,
-        operands: Operands | None,
-        limit: float,
-        strides: Shape | None = None,
-    ) -> Plan:
-        """Torch's own kernel as the plan, beside it all options that were measured within the limit; as `plan`."""
-        return self._measured(self._measurement(problem, environment, operands, strides), limit)
-
-    def _measurement(
-        self, problem: ConvProblem, environment: Environment, operands: Operands | None, strides: Shape | None
-    ) -> Measurement:
-        return Measurement(problem, environment, self._store, operands, strides, self.device, self._board)
-
-    def _measured(self, measurement: Measurement, limit: float) -> Plan:
+    def measured(self, measurement: Measurement, limit: float) -> Plan:
+        """Torch's own kernel as the plan, beside it all options that were measured within the limit."""
         problem, stock_seconds = measurement.problem, measurement.stock_seconds()
         options: dict[Dim, list[Option]] = {}
+        providers: Mapping[str, Provider] = {}
         if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
+            providers = self.providers(problem)
             tasks = [(dim, name) for dim in dims(problem) for _, name in self._candidates(problem, dim)]
             workers = [self._worker(measurement, limit)]
             workers += [peer._worker(measurement.elsewhere(peer.device), limit) for peer in self._peers]
             with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
-                found = Survey(measurement, tasks, self._board, {"limit": limit, "policy": self._settings.policy})
+                found = Survey(measurement, tasks, {"limit": limit, "policy": self._settings.policy})
                 for (dim, _), launches in zip(tasks, found.by(workers, advance), strict=True):
                     options.setdefault(dim, []).extend(launches)
         whole = Division((Option(problem.extent, STOCK, stock_seconds, 0),))
-        return Plan(problem, limit, Dim.BATCH, whole, options, stock_seconds, stock_seconds, stock_seconds)
+        schedule = Schedule(problem, Dim.BATCH, whole, providers)
+        return Plan(schedule, limit, options, stock_seconds, stock_seconds, stock_seconds)
 
     def _worker(self, measurement: Measurement, limit: float) -> Worker:
         """Measures the launches of an algorithm along a dim, on this planner's device."""

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,28 +55,30 @@ def convolve(
     with _stream_of(x):
         source, weight = _tensor("x", x), _tensor("w", w)
         problem = _problem(source, weight, stride, padding, dilation, groups)
-        return _alike(_result(_session(workspace_limit), problem, source, weight), x)
+        return _alike(_result(session_within(workspace_limit), problem, source, weight), x)
 
 
 def _result(session: Session, problem: ConvProblem, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     geometry = (problem.stride, problem.padding, problem.dilation, False, (0,) * problem.dims, problem.groups)
     call = Call(Direction.FORWARD, x, w, None, None, *geometry)
     key = ("convolve", x.device, x.dtype, x.shape, x.stride(), w.shape, w.stride(), geometry, switches(x.device.type))
-    planned = session.decide(key, call) if x.device.type in shim.DEVICE_TYPES.values() else None
-    served = None if planned is None else planned.run(call)
-    return stock_result(problem, call.operands()) if served is None else served
+    decision = session.decide(key, call) if x.device.type in shim.DEVICE_TYPES.values() else None
+    result = None if decision is None else decision.run(call)
+    return stock_result(problem, call.operands()) if result is None else result
 
 
-def _session(workspace_limit: str | float | None) -> Session:
+sessions: dict[Settings, Session] = {}
+"""Those of calls that torch's own patch does not serve, kept with their plans for the next calls."""
+
+
+def session_within(workspace_limit: str | float | None) -> Session:
+    """The session that serves `convolve`: that of `patch` where there is one and no limit is given, else its own."""
     patched = shim.current()
     if workspace_limit is None and patched is not None:
         return patched
-    return _session_of(Settings.from_environment(workspace_limit=workspace_limit))
-
-
-@cache
-def _session_of(settings: Settings) -> Session:
-    return Session(settings)
+    settings = Settings.from_environment(workspace_limit=workspace_limit)
+    # Of threads that meet the same settings first, one's session is kept.
+    return sessions.get(settings) or sessions.setdefault(settings, Session(settings))
 
 
 def _problem(

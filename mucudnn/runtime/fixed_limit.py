@@ -1,4 +1,4 @@
-"""Planned: a convolution that the program has met, with its plan at work."""
+"""Fixed limit: convolutions that each may use the same number of bytes, whatever else runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Shape
 from mucudnn.planning.plan import Plan
-from mucudnn.planning.planner import Planner
-from mucudnn.providers import stock_result
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule
 
@@ -19,43 +17,49 @@ _adopted: list[Schedule] = []
 plans may still wait in a stream, or be part of a CUDA graph. Schedules share the plans that they have in common."""
 
 
-class Planned:
-    """A convolution that the program has met, and how it is computed now."""
+class FixedLimit:
+    """The plan of one shape and direction within a limit, and its next best ones if algorithms fail.
 
-    def __init__(self, plan: Plan, planner: Planner, strides: Shape) -> None:
+    Attributes:
+        plan: how the convolutions are computed now.
+    """
+
+    def __init__(self, plan: Plan, strides: Shape, is_lasting: bool = False) -> None:
         """
         Args:
             strides: of what torch's own kernel returns, and so of the results.
+            is_lasting: whether what runs outlives this object, as what a GPU was given does.
         """
-        self._providers = planner.providers(plan.problem)
-        self._on_gpu = planner.device.type == "cuda"
+        self._is_lasting = is_lasting
         self._strides = strides
         self._warned = False
+
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
-        self._schedule = None if plan.is_stock else Schedule(plan.problem, plan.dim, plan.division, self._providers)
-        if self._schedule is not None and self._on_gpu:
-            _adopted.append(self._schedule)
+        if self._is_lasting and not plan.is_stock:
+            _adopted.append(plan.schedule)
 
-    def run(self, call: Call) -> torch.Tensor:
-        """The call's result; of an algorithm that fails the plan is rid for good, with one warning."""
-        problem = self.plan.problem
-        while (schedule := self._schedule) is not None:
-            target = call.input.new_empty_strided(problem.target_shape, self._strides)
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; an algorithm that fails is left out of the plan from then on, with one warning.
+
+        `None` where torch's own kernel is to compute it.
+        """
+        while not (plan := self.plan).is_stock:
+            target = call.input.new_empty_strided(plan.problem.target_shape, self._strides)
             try:
-                schedule.run(call.operands(target))
+                plan.schedule.run(call.operands(target))
                 return target
             except LaunchError as error:
                 del target
                 self._warn(error)
-                self._adopt(self.plan.without(error))
-        return stock_result(problem, call.operands())
+                self._adopt(plan.without(error))
+        return None
 
     def records(self) -> list[Record]:
-        """The plan for people."""
-        return self.plan.records()
+        """The record of the plan."""
+        return [self.plan.record]
 
     def _warn(self, error: LaunchError) -> None:
         if not self._warned:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Hashable
+from contextlib import nullcontext
 
 import torch
 
 from mucudnn.convolution.call import Call
-from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
-from mucudnn.runtime.fixed_limit import Planned
-from mucudnn.runtime.shared_total import Shared, Workspace
-from mucudnn.runtime.step_budget import Allowance, Neutral
+from mucudnn.runtime.decision import Decision
+from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.shared_total import SharedTotal, Workspace
+from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
+
+UNMEASURED = (torch.OutOfMemoryError, CudnnError)
+"""Errors that end a measurement and not the program: the convolution is then left to torch."""
 
 
 class Session:
@@ -34,18 +38,18 @@ class Session:
             board: where other processes with the same program post what they measure.
         """
         self.settings = settings
-        self.decisions: dict[Hashable, Planned | Shared | Neutral | None] = {}
-        """By the shim's key: None where torch's own kernel serves the convolution."""
+        self.decisions: dict[Hashable, Decision | None] = {}
+        """By the shim's key: None where torch's own kernel computes the convolution."""
         self.store = Store(settings.database)
         self._board = board
         self._planners: dict[torch.device, Planner | None] = {}
         self._lock = threading.Lock()
-        self._plans: dict[Hashable, Plan | Planned | Shared | Neutral] = {}
+        self._made: dict[Hashable, Decision] = {}  # also those for torch's own kernel, in the order of the first calls
         self._allowance = Allowance(settings) if settings.is_by_step else None
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total)
 
-    def decide(self, key: Hashable, call: Call) -> Planned | Shared | Neutral | None:
+    def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
         is_cuda = call.input.device.type == "cuda"
         if is_cuda and torch.cuda.is_current_stream_capturing():
@@ -54,7 +58,7 @@ class Session:
             if key not in self.decisions:
                 try:
                     self.decisions[key] = self._decision(call)
-                except (torch.OutOfMemoryError, CudnnError) as error:
+                except UNMEASURED as error:
                     _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
                     self.decisions[key] = None
             return self.decisions[key]
@@ -62,8 +66,8 @@ class Session:
     def records(self) -> list[Record]:
         """What is decided for every convolution met so far, in that order."""
         with self._lock:
-            plans = list(self._plans.values())
-        return [record for plan in plans for record in plan.records()]
+            decisions = list(self._made.values())
+        return [record for decision in decisions for record in decision.records()]
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
@@ -75,79 +79,59 @@ class Session:
             self._allowance.close()
         self.store.close()
 
-    def _decision(self, call: Call) -> Planned | Shared | Neutral | None:
+    def _decision(self, call: Call) -> Decision | None:
         if self._allowance is not None:
-            return self._neutral(self._allowance, call)
-        return self._plan(call) if self._workspace is None else self._share(call)
+            return self._step_budget(self._allowance, call)
+        if self._workspace is not None:
+            return self._shared_total(self._workspace, call)
+        return self._fixed_limit(call)
 
-    def _plan(self, call: Call) -> Planned | None:
+    def _fixed_limit(self, call: Call) -> FixedLimit | None:
         met = self._met(call)
         if met is None:
             return None
-        problem, strides, planner = met
-        plan = planner.plan(problem, Environment.current(call.input.device), call.operands(), strides)
-        planned = Planned(plan, planner, strides)
-        self._plans[problem] = plan if plan.is_stock else planned
-        return None if plan.is_stock else planned
+        planner, measurement = met
+        decision = _working(planner, planner.plan(measurement), measurement)
+        self._made[measurement.problem] = decision
+        return None if decision.plan.is_stock else decision
 
-    def _neutral(self, allowance: Allowance, call: Call) -> Neutral | None:
+    def _step_budget(self, allowance: Allowance, call: Call) -> StepBudget | None:
         problem = call.problem()
         if problem is None or self._planner_for(call) is None:
             return None
-        neutral = Neutral(allowance, problem, self._within)
-        self._plans[neutral] = neutral
-        return neutral
+        decision = StepBudget(allowance, problem, self._within)
+        self._made[decision] = decision
+        return decision
 
-    def _within(self, call: Call, budget: int) -> Planned | None:
-        """The best plan of a call within so many bytes, None where it cannot be measured."""
-        with self._lock:
-            met = self._met(call)
-            assert met is not None, "it was met before"
-            problem, strides, planner = met
-            environment = Environment.current(call.input.device)
-            try:
-                plan = planner.plan(problem, environment, call.operands(), strides, limit=budget)
-            except (torch.OutOfMemoryError, CudnnError) as error:
-                _warn(f"{call.direction} of {problem} is left to torch, as it could not be measured: {error}")
-                return None
-            return Planned(plan, planner, strides)
-
-    def _share(self, call: Call) -> Shared | None:
-        assert self._workspace is not None
-        with self._workspace.ledger.alone():
+    def _shared_total(self, workspace: Workspace, call: Call) -> SharedTotal | None:
+        with workspace.ledger.alone():
             met = self._met(call)
             if met is None:
                 return None
-            problem, strides, planner = met
-            environment, limit = Environment.current(call.input.device), self.settings.workspace_limit
-            stock = planner.measured(problem, environment, call.operands(), limit, strides)
+            planner, measurement = met
+            stock = planner.measured(measurement, self.settings.workspace_limit)
         if len(stock.desirable()) == 1:
-            self._plans[problem] = stock
+            self._made[measurement.problem] = FixedLimit(stock, measurement.strides)
             return None
-        shared = Shared(self._workspace, stock, self._confirm)
-        self._plans[shared] = shared  # layers of one problem may differ in their strides
-        return shared
+        decision = SharedTotal(workspace, stock, self._within)
+        self._made[decision] = decision  # layers of one problem may differ in their strides
+        return decision
 
-    def _confirm(self, call: Call, share: int) -> Planned | None:
-        """The best plan of a call within a share, its division measured as a whole; None where that cannot be."""
-        assert self._workspace is not None
-        with self._lock, self._workspace.ledger.alone():
+    def _within(self, call: Call, limit: int) -> FixedLimit | None:
+        """The best plan of a call within so many bytes, measured as a whole; None where it cannot be measured."""
+        with self._lock, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
             met = self._met(call)
             assert met is not None, "it was met before"
-            problem, strides, planner = met
-            environment = Environment.current(call.input.device)
+            planner, measurement = met
             try:
-                plan = planner.plan(problem, environment, call.operands(), strides, limit=share)
-            except (torch.OutOfMemoryError, CudnnError) as error:
-                _warn(f"{call.direction} of {problem} is left to torch, as it could not be measured: {error}")
+                return _working(planner, planner.plan(measurement, limit), measurement)
+            except UNMEASURED as error:
+                what = f"{call.direction} of {measurement.problem}"
+                _warn(f"{what} is left to torch, as it could not be measured: {error}")
                 return None
-            return Planned(plan, planner, strides)
 
-    def _met(self, call: Call) -> tuple[ConvProblem, Shape, Planner] | None:
-        """The problem of a call, the strides that torch's own kernel gives its result, and who plans it.
-
-        None if it is not divided.
-        """
+    def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
+        """Who plans a call, and with which measurement; None for a call that is not divided."""
         unplanned = call.problem()
         planner = None if unplanned is None else self._planner_for(call)
         if unplanned is None or planner is None:
@@ -155,7 +139,7 @@ class Session:
         result = stock_result(unplanned, call.operands())
         problem = call.problem(result)
         assert problem is not None
-        return problem, result.stride(), planner
+        return planner, planner.measurement(problem, call.operands(), result.stride())
 
     def _planner_for(self, call: Call) -> Planner | None:
         """Who plans a call, None where it is left to torch."""
@@ -173,6 +157,10 @@ class Session:
             except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
                 _warn(f"convolutions on {device} are left to torch: {error}")
         return self._planners[device]
+
+
+def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:
+    return FixedLimit(plan, measurement.strides, is_lasting=planner.device.type == "cuda")
 
 
 def _warn(what: str) -> None:

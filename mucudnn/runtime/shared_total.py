@@ -1,4 +1,4 @@
-"""Shared: convolutions of one shape whose workspaces come out of a total for all (WD)."""
+"""Shared total: convolutions whose workspaces together stay within a total (WD)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.fixed_limit import Planned
+from mucudnn.runtime.fixed_limit import FixedLimit
 
 
 class Workspace:
@@ -25,14 +25,14 @@ class Workspace:
         self.lock = threading.Lock()
 
 
-class Shared:
+class SharedTotal:
     """The kernels of one shape and direction: one per weight, so one per layer.
 
     They have been measured once. Each runs the division that its share allows; a division is held against torch's own
     kernel when a kernel first runs it, and leaves the menu if it does not hold.
     """
 
-    def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], Planned | None]) -> None:
+    def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], FixedLimit | None]) -> None:
         """
         Args:
             stock: torch's own kernel as the plan, with all options that were measured.
@@ -40,7 +40,7 @@ class Shared:
         """
         self._workspace, self._stock, self._confirm = workspace, stock, confirm
         self._menu = Menu(stock.desirable())
-        self._planned: dict[int, Planned | None] = {}  # by share; None where torch's own kernel serves
+        self._within: dict[int, FixedLimit | None] = {}  # by share; None where torch's own kernel serves
         self._found: dict[Division, Plan] = {}  # what came on the menu later
         self._lock = threading.Lock()
 
@@ -51,11 +51,11 @@ class Shared:
             if kernel is None or kernel.division is None or kernel.division == self._stock.division:
                 return None
             division, share = kernel.division, kernel.share
-        planned = self._planned[share] if share in self._planned else self._confirmed(division, share, call)
-        if planned is None or planned.plan.is_stock or not self._workspace.ledger.take(share):
+        within = self._within[share] if share in self._within else self._confirmed(division, share, call)
+        if within is None or within.plan.is_stock or not self._workspace.ledger.take(share):
             return None
         try:
-            return planned.run(call)
+            return within.run(call)
         finally:
             self._workspace.ledger.give(share)
 
@@ -67,22 +67,22 @@ class Shared:
 
     def _plan(self, division: Division, share: int) -> Plan:
         """What runs within a share, or would by the times of its launches."""
-        planned = self._planned.get(share)
-        if planned is not None:
-            return planned.plan
+        within = self._within.get(share)
+        if within is not None:
+            return within.plan
         if division in self._found:
             return replace(self._found[division], limit=share)
         return self._stock.taking(division, share)
 
-    def _confirmed(self, division: Division, share: int, call: Call) -> Planned | None:
+    def _confirmed(self, division: Division, share: int, call: Call) -> FixedLimit | None:
         with self._lock:
-            if share not in self._planned:
-                planned = self._confirm(call, share)
-                plan = self._stock if planned is None else planned.plan
+            if share not in self._within:
+                within = self._confirm(call, share)
+                plan = self._stock if within is None else within.plan
                 if plan.division != division:
                     self._disappoint(share, plan)
-                self._planned[share] = planned
-            return self._planned[share]
+                self._within[share] = within
+            return self._within[share]
 
     def _disappoint(self, share: int, best: Plan) -> None:
         """Takes from the menu what within a share promises to be better than what was found to be best there."""

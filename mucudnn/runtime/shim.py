@@ -12,16 +12,13 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
 from mucudnn.providers import stock_kernel
-from mucudnn.runtime.fixed_limit import Planned
 from mucudnn.runtime.session import Session
-from mucudnn.runtime.shared_total import Shared
-from mucudnn.runtime.step_budget import Neutral
 from mucudnn.timing.environment import switches
 
 DEVICE_TYPES = {"CPU": "cpu"} | ({"CUDA": "cuda"} if torch.version.cuda is not None else {})
 """The dispatch keys that are served, with their device types."""
 
-_UNMET = object()
+_UNMET: Any = object()
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _session: Session | None = None
@@ -87,14 +84,14 @@ def _convolution(stock: Any, device_type: str) -> Any:
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
             key = (forward, _look(input), _look(weight), geometry, switches(device_type))
-            planned = session.decisions.get(key, _UNMET)
-            if planned is not None:
+            decision = session.decisions.get(key, _UNMET)
+            if decision is not None:
                 call = Call(forward, input, weight, bias, None, *geometry)
-                if planned is _UNMET:
-                    planned = session.decide(key, call)
-                served = planned.run(call) if isinstance(planned, Planned | Shared | Neutral) else None
-                if served is not None:
-                    return served
+                if decision is _UNMET:
+                    decision = session.decide(key, call)
+                result = None if decision is None else decision.run(call)
+                if result is not None:
+                    return result
         if on_host:
             # What torch's own kernel does, with no boxing of arguments, which takes longer; the flags are cuDNN's.
             with torch._C.DisableTorchFunction():
@@ -102,10 +99,10 @@ def _convolution(stock: Any, device_type: str) -> Any:
                     input, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
                     False, False, False, False,
                 )  # fmt: skip
-        result: torch.Tensor = stock.call_boxed(
+        by_torch: torch.Tensor = stock.call_boxed(
             keyset, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )
-        return result
+        return by_torch
 
     return convolution
 
@@ -135,6 +132,10 @@ def _convolution_backward(stock: Any, device_type: str) -> Any:
             )  # fmt: skip
             return found
 
+        def input_gradient() -> None:
+            # In torch's order: were the weight's gradient alive beside it, it would need more memory.
+            gradients[0], left[0] = by_torch([True, False, False])[0], False
+
         session = _session
         left = list(output_mask)
         gradients: list[torch.Tensor | None] = [None, None, None]
@@ -144,18 +145,14 @@ def _convolution_backward(stock: Any, device_type: str) -> Any:
             for place, direction in enumerate(directions):
                 if not left[place]:
                     continue
-                planned = session.decisions.get((direction, *looks), _UNMET)
-                if planned is None:
+                decision = session.decisions.get((direction, *looks), _UNMET)
+                if decision is None:
                     continue
-                call = Call(direction, input, weight, None, grad_output, *geometry)
-                if planned is _UNMET:
-                    planned = session.decide((direction, *looks), call)
-                if isinstance(planned, Neutral):
-                    planned = planned.chosen(call)
-                    if planned is not None and place == 1 and left[0]:
-                        # In torch's order: were the weight's gradient alive beside it, it would need more memory.
-                        gradients[0], left[0] = by_torch([True, False, False])[0], False
-                gradients[place] = planned.run(call) if isinstance(planned, Planned | Shared) else None
+                before = input_gradient if place == 1 and left[0] else None
+                call = Call(direction, input, weight, None, grad_output, *geometry, before)
+                if decision is _UNMET:
+                    decision = session.decide((direction, *looks), call)
+                gradients[place] = None if decision is None else decision.run(call)
                 left[place] = gradients[place] is None
             if left[2] and not left[1] and left != list(output_mask):
                 # Torch computes the bias's gradient along with the weight's, at its cost; alone it is a sum.

@@ -1,4 +1,4 @@
-"""Neutral: convolutions that may use what memory a step leaves at their moment, so that its peak does not rise."""
+"""Step budget: convolutions that may use what memory a step leaves free at their moment, so that its peak stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.optimizer import Timeline
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
-from mucudnn.runtime.fixed_limit import Planned
+from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
 
@@ -32,7 +32,7 @@ class Allowance:
         self._steps: dict[torch.device, Steps] = {}
         self._gradient: tuple[int, int] | None = None
 
-    def bytes(self, neutral: Neutral, call: Call) -> int | None:
+    def bytes(self, decision: StepBudget, call: Call) -> int | None:
         """What the call may use; `None` while that is not known."""
         with self._lock:
             device = call.input.device
@@ -44,7 +44,7 @@ class Allowance:
             if call.direction is Direction.BACKWARD_FILTER and gradient == self._gradient:
                 size += call.input.numel() * call.input.element_size()
             self._gradient = gradient if call.direction is Direction.BACKWARD_DATA else None
-            return self._steps[device].call(neutral, call.direction is Direction.FORWARD, size)
+            return self._steps[device].call(decision, call.direction is Direction.FORWARD, size)
 
     def timeline(self) -> list[Moment]:
         """The step that was last gone through among those that are known, on the device that was used first."""
@@ -52,7 +52,7 @@ class Allowance:
             for steps in self._steps.values():
                 if (step := steps.last) is not None:
                     moments = zip(step.calls, step.timeline.live, step.budgets, strict=True)
-                    return [neutral.moment(live, budget) for neutral, live, budget in moments]  # type: ignore[attr-defined]
+                    return [decision.moment(live, budget) for decision, live, budget in moments]  # type: ignore[attr-defined]
         return []
 
     def close(self) -> None:
@@ -68,10 +68,12 @@ class Allowance:
         return tuple(int(min(budget, self._settings.workspace_limit)) for budget in found)
 
 
-class Neutral:
+class StepBudget:
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
-    def __init__(self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], Planned | None]) -> None:
+    def __init__(
+        self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], FixedLimit | None]
+    ) -> None:
         """
         Args:
             problem: as far as it is known before it was computed, for its name.
@@ -80,47 +82,51 @@ class Neutral:
         self._allowance, self._plan = allowance, plan
         formats = cast(tuple[str, str, str], tuple(name or "contiguous" for name in problem.formats))
         self._name = f"{problem.direction} {replace(problem, formats=formats)}"
-        self._planned: dict[int, Planned | None] = {}  # by budget
+        self._within: dict[int, FixedLimit | None] = {}  # by budget
         self._lock = threading.Lock()
 
-    def chosen(self, call: Call) -> Planned | None:
-        """What serves the call, to be run at once; `None` where torch's own kernel shall."""
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel is to compute it."""
+        chosen = self._chosen(call)
+        if chosen is None:
+            return None
+        if call.before is not None:
+            call.before()
+        return chosen.run(call)
+
+    def _chosen(self, call: Call) -> FixedLimit | None:
+        """What computes the call now; `None` where torch's own kernel does."""
         budget = self._allowance.bytes(self, call)
         if not budget:
             return None
-        if budget not in self._planned and _is_captured(call):
+        if budget not in self._within and _is_captured(call):
             return None  # nothing can be measured in a CUDA graph's capture
-        planned = self._planned[budget] if budget in self._planned else self._made(call, budget)
-        if planned is None or planned.plan.is_stock:
+        chosen = self._within[budget] if budget in self._within else self._made(call, budget)
+        if chosen is None or chosen.plan.is_stock:
             return None
         if self._allowance.limit < math.inf:
             # More may be alive than when the step was recorded.
-            needed = held(call.input.device) + _result_bytes(call) + planned.plan.division.workspace
+            needed = held(call.input.device) + _result_bytes(call) + chosen.plan.division.workspace
             if needed > self._allowance.limit:
                 return None
-        return planned
-
-    def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; `None` where torch's own kernel shall serve it."""
-        planned = self.chosen(call)
-        return None if planned is None else planned.run(call)
+        return chosen
 
     def records(self) -> list[Record]:
         """A record for each budget, as the limit."""
         with self._lock:
-            return [planned.plan.record for planned in self._planned.values() if planned is not None]
+            return [chosen.plan.record for chosen in self._within.values() if chosen is not None]
 
     def moment(self, live: int, budget: int) -> Moment:
         """A call in the recorded step."""
-        planned = self._planned.get(budget)
-        workspace = 0 if planned is None else planned.plan.division.workspace
+        chosen = self._within.get(budget)
+        workspace = 0 if chosen is None else chosen.plan.division.workspace
         return Moment(self._name, live, workspace, budget)
 
-    def _made(self, call: Call, budget: int) -> Planned | None:
+    def _made(self, call: Call, budget: int) -> FixedLimit | None:
         with self._lock:
-            if budget not in self._planned:
-                self._planned[budget] = self._plan(call, budget)
-            return self._planned[budget]
+            if budget not in self._within:
+                self._within[budget] = self._plan(call, budget)
+            return self._within[budget]
 
 
 def _result_bytes(call: Call) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,8 @@ from mucudnn.optimizer import Division, Option
 from mucudnn.providers import STOCK, Provider, stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.timing import clock
-from mucudnn.timing.board import Alone, Board
-from mucudnn.timing.database import Launches
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.schedule import LaunchError, Schedule, rounding_bytes
-from mucudnn.timing.store import Store
 
 MOST_SETS = 16
 """Sets of operands that a GPU's measurement goes round."""
@@ -43,31 +40,33 @@ class Measurement:
     def __init__(
         self,
         problem: ConvProblem,
-        environment: Environment,
-        store: Store,
+        logbook: Logbook,
         operands: Operands | None = None,
         strides: Shape | None = None,
         device: torch.device | None = None,
-        board: Board | None = None,
     ) -> None:
         """
         Args:
+            logbook: what is known, and where what is measured is kept.
             operands: to measure with, of which nothing is written; made up if not given.
             strides: of the result; those of the target among the operands if not given.
             device: to measure on; that of the host if not given.
-            board: where others post what they have measured.
         """
         self.problem = problem
-        self._environment = environment
-        self._store = store
-        self._known: dict[ConvProblem, Launches] = {}
+        self.logbook = logbook
         self._given = operands
         self._strides = strides
         self._device = device or torch.device("cpu")
         self._clock = clock.clock_of(self._device)
-        self._board = board or Alone()
         self._turns: Iterator[Operands] | None = None
         self._stock_seconds: float | None = None
+
+    @property
+    def strides(self) -> Shape:
+        """Of the result, as torch's own kernel lays it out."""
+        if self._strides is None:
+            self._strides = self._turn().target(self.problem).stride()
+        return self._strides
 
     def elsewhere(self, device: torch.device) -> Measurement:
         """The same on another device of the same kind, with operands of its own."""
@@ -76,20 +75,18 @@ class Measurement:
             tensors: dict[str, Any] = {str(role): getattr(self._given, role) for role in Role}
             moved: dict[str, Any] = {name: t if t is None else t.to(device) for name, t in tensors.items()}
             given = replace(self._given, **moved)
-        found = Measurement(self.problem, self._environment, self._store, given, self._strides, device)
+        found = Measurement(self.problem, self.logbook.unshared(), given, self._strides, device)
         found._stock_seconds = self.stock_seconds()
         return found
-
-    @property
-    def key(self) -> dict[str, Any]:
-        """What the times depend on, plain values."""
-        return {**self._key(self.problem), "extent": self.problem.extent}
 
     def stock_seconds(self) -> float:
         """Seconds of torch's own kernel on the whole."""
         if self._stock_seconds is None:
-            self._stock_seconds = self._once(
-                STOCK, 0, lambda: clock.seconds(lambda: stock_result(self.problem, self._turn()), self._clock)
+            self._stock_seconds = self.logbook.seconds(
+                self.problem,
+                STOCK,
+                0,
+                lambda: clock.seconds(lambda: stock_result(self.problem, self._turn()), self._clock),
             )
         return self._stock_seconds
 
@@ -116,7 +113,7 @@ class Measurement:
         workspace = self.workspace(candidate, dim, size)
         assert workspace is not None, "sizes are of parts that the algorithm serves"
         problem = middle(self.problem, dim, size).problem
-        known = self._launches(problem).get((algorithm, problem.extent))
+        known = self.logbook.launches(problem).get((algorithm, problem.extent))
         if known is not None:
             return Option(size, algorithm, known.seconds, workspace)
         division = Division((Option(problem.extent, algorithm, 0.0, workspace),))
@@ -126,10 +123,10 @@ class Measurement:
         dtype = torch.float32 if rounding_bytes(self.problem, size < extent(self.problem, dim)) else None
 
         def work() -> None:
-            cut, operands = next(walk)
-            if cut.problem not in schedules:
-                schedules[cut.problem] = Schedule(cut.problem, Dim.BATCH, division, {algorithm: provider})
-            schedules[cut.problem].run(cut.part(self._with_target(operands, dtype)).operands)
+            part, operands = next(walk)
+            if part.problem not in schedules:
+                schedules[part.problem] = Schedule(part.problem, Dim.BATCH, division, {algorithm: provider})
+            schedules[part.problem].run(part.part(self._with_target(operands, dtype)).operands)
 
         try:
             seconds = clock.first_seconds(work, self._clock)
@@ -138,10 +135,10 @@ class Measurement:
         except LaunchError as error:
             _log.warning("%s %s: not usable: %s", self.problem.direction, self.problem, error)
             return None
-        self._record(problem, Option(problem.extent, algorithm, seconds, workspace))
+        self.logbook.record(problem, Option(problem.extent, algorithm, seconds, workspace))
         return Option(size, algorithm, seconds, workspace)
 
-    def division_seconds(self, dim: Dim, division: Division, schedule: Schedule) -> float:
+    def division_seconds(self, schedule: Schedule) -> float:
         """Seconds of a division: its time in units of torch's own kernel's, both run in turn, times that on record.
 
         It is kept as a launch of its own, named by its parts.
@@ -149,8 +146,8 @@ class Measurement:
         Raises:
             LaunchError: where one of the algorithms fails.
         """
-        parts = "+".join(f"{option.extent}:{option.algorithm}" for option in division.options)
-        name = f"division {parts}" if dim is Dim.BATCH else f"division {dim} {parts}"
+        parts = "+".join(f"{option.extent}:{option.algorithm}" for option in schedule.division.options)
+        name = f"division {parts}" if schedule.dim is Dim.BATCH else f"division {schedule.dim} {parts}"
 
         def measure() -> float:
             ratio = clock.ratio(
@@ -160,24 +157,12 @@ class Measurement:
             )
             return ratio * self.stock_seconds()
 
-        return self._once(name, division.workspace, measure)
+        return self.logbook.seconds(self.problem, name, schedule.division.workspace, measure)
 
     def adopt(self, dim: Dim, option: Option) -> None:
         """Keeps a launch that another measurement of the problem has found."""
         cut = middle(self.problem, dim, option.extent)
-        self._record(cut.problem, replace(option, extent=cut.problem.extent))
-
-    def _once(self, name: str, workspace: int, measure: Callable[[], float]) -> float:
-        """Seconds of work on the whole, one number for all who share the board."""
-        known = self._launches(self.problem).get((name, self.problem.extent))
-        seconds = self._board.once({**self.key, "work": name}, measure if known is None else lambda: known.seconds)
-        if known is None or known.seconds != seconds:
-            self._record(self.problem, Option(self.problem.extent, name, seconds, workspace))
-        return seconds
-
-    def _record(self, problem: ConvProblem, option: Option) -> None:
-        self._launches(problem)[option.algorithm, option.extent] = option
-        self._store.record(self._key(problem), [option])
+        self.logbook.record(cut.problem, replace(option, extent=cut.problem.extent))
 
     def _turn(self) -> Operands:
         """Operands to read."""
@@ -189,22 +174,21 @@ class Measurement:
     def _walk(self, dim: Dim, size: int) -> Iterator[tuple[Tile, Operands]]:
         """Parts of a size with the operands that they are of: all of one set, then all of the next."""
         starts = range(0, extent(self.problem, dim) - size + 1, size) if dim is Dim.BATCH else ()
-        cuts = [tile(self.problem, dim, start, size) for start in starts] or [middle(self.problem, dim, size)]
+        tiles = [tile(self.problem, dim, start, size) for start in starts] or [middle(self.problem, dim, size)]
         while True:
             operands = self._turn()
-            yield from ((cut, operands) for cut in cuts)
+            yield from ((tile, operands) for tile in tiles)
 
     def _with_target(self, given: Operands, dtype: torch.dtype | None = None) -> Operands:
         """Operands with a new target, of their own type if no other is given."""
-        strides = given.target(self.problem).stride() if self._strides is None else self._strides
-        target = given.w.new_empty_strided(self.problem.target_shape, strides, dtype=dtype or given.w.dtype)
+        target = given.w.new_empty_strided(self.problem.target_shape, self.strides, dtype=dtype or given.w.dtype)
         return replace(given, **{str(self.problem.target): target})
 
     def _need(self, provider: Provider, algorithm: str, part: ConvProblem) -> int | None:
         """Bytes that a part needs; `None` where the algorithm does not serve it."""
         if self._device.type != "cuda":
             return provider.workspace(part, algorithm) if provider.serves(part, algorithm) else None
-        known = self._store.needs(self._key(part))
+        known = self.logbook.needs(part)
         launch = f"{algorithm} of {part.extent} at {part.alignment}"
         if launch not in known:
             is_lasting, need = True, None
@@ -216,16 +200,8 @@ class Measurement:
                 need = None
             if not is_lasting:
                 return None
-            self._store.record_need(self._key(part), launch, need)
+            self.logbook.record_need(part, launch, need)
         return known[launch]
-
-    def _launches(self, problem: ConvProblem) -> Launches:
-        if problem not in self._known:
-            self._known[problem] = self._store.launches(self._key(problem))
-        return self._known[problem]
-
-    def _key(self, problem: ConvProblem) -> dict[str, Any]:
-        return {**problem.launch_key(), **self._environment.launch_key()}
 
 
 def _sets(operands: Operands, problem: ConvProblem, device: torch.device) -> list[Operands]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -39,24 +40,36 @@ class Run(NamedTuple):
     accumulate: bool
 
 
+@dataclass(frozen=True)
 class Schedule:
-    """A division made ready: its parts one after the other, each by its algorithm, into one result."""
+    """A division made ready: its parts one after the other, each by its algorithm, into one result.
 
-    def __init__(self, problem: ConvProblem, dim: Dim, division: Division, providers: Mapping[str, Provider]) -> None:
-        """
-        Args:
-            dim: along which the problem is divided.
-            providers: by algorithm, for every algorithm in the division.
-        """
-        self._problem = problem
-        self._runs: list[Run] = []
+    Attributes:
+        problem: the convolution.
+        dim: along which it is divided.
+        division: the algorithms and the sizes of the parts.
+        providers: by algorithm, at least those in the division.
+    """
+
+    problem: ConvProblem
+    dim: Dim
+    division: Division
+    providers: Mapping[str, Provider] = field(compare=False, repr=False)
+
+    @cached_property
+    def _runs(self) -> Sequence[Run]:
+        runs: list[Run] = []
         start = 0
-        for algorithm, extents in division.runs():
-            accumulate = problem.target is Role.W and start > 0
-            cut = tuple(tiles(problem, dim, extents, start))
-            self._runs.append(Run(algorithm, providers[algorithm], cut, accumulate))
+        for algorithm, extents in self.division.runs():
+            accumulate = self.problem.target is Role.W and start > 0
+            parts = tuple(tiles(self.problem, self.dim, extents, start))
+            runs.append(Run(algorithm, self.providers[algorithm], parts, accumulate))
             start += sum(extents)
-        self._rounding = rounding_bytes(problem, sum(len(run.tiles) for run in self._runs) > 1)
+        return runs
+
+    @cached_property
+    def _rounding(self) -> int:
+        return rounding_bytes(self.problem, len(self.division.options) > 1)
 
     @property
     def workspaces(self) -> Iterator[int]:
@@ -81,18 +94,18 @@ class Schedule:
         Raises:
             LaunchError: where an algorithm fails; the target's contents are then undefined.
         """
-        result = operands.target(self._problem)
+        result = operands.target(self.problem)
         if self._rounding:
             operands = replace(operands, w=torch.empty_like(operands.w, dtype=torch.float32))
         with _BeneathTransforms():
-            for algorithm, provider, cut, accumulate in self._runs:
+            for algorithm, provider, parts, accumulate in self._runs:
                 try:
-                    provider.launch(algorithm, [tile.part(operands) for tile in cut], accumulate)
+                    provider.launch(algorithm, [tile.part(operands) for tile in parts], accumulate)
                 except (RuntimeError, MemoryError) as error:
-                    largest = max(tile.extent for tile in cut)
+                    largest = max(tile.extent for tile in parts)
                     raise LaunchError(algorithm, largest, error) from error
-            if operands.target(self._problem) is not result:
-                result.copy_(operands.target(self._problem))
+            if operands.target(self.problem) is not result:
+                result.copy_(operands.target(self.problem))
 
 
 def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from mucudnn.convolution.problem import Dim
 from mucudnn.optimizer import Option
-from mucudnn.timing.board import Board, name_of
+from mucudnn.timing.board import name_of
 from mucudnn.timing.measurement import Measurement
 
 Task = tuple[Dim, str]
@@ -27,13 +27,15 @@ _Plain = list[list[Any]]
 class Survey:
     """The tasks of one problem. Each is done once, by whichever worker of whichever process is free first."""
 
-    def __init__(self, measurement: Measurement, tasks: Sequence[Task], board: Board, terms: Mapping[str, Any]) -> None:
+    def __init__(self, measurement: Measurement, tasks: Sequence[Task], terms: Mapping[str, Any]) -> None:
         """
         Args:
             terms: what beside the problem decides which launches are measured.
         """
-        self._measurement, self._tasks, self._board = measurement, tasks, board
-        self._keys = [{**measurement.key, **terms, "work": f"{dim} {name}"} for dim, name in tasks]
+        self._measurement, self._tasks, self._board = measurement, tasks, measurement.logbook.board
+        problem = measurement.problem
+        key = {**measurement.logbook.key(problem), "extent": problem.extent, **terms}
+        self._keys = [{**key, "work": f"{dim} {name}"} for dim, name in tasks]
 
     def by(self, workers: Sequence[Worker], advance: Callable[[], object]) -> list[list[Option]]:
         """The launches of every task, in the tasks' order.

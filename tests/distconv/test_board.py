@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 from ranks import Ranks
 
@@ -14,7 +13,6 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.settings import Settings
-from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
 
 
@@ -44,7 +42,7 @@ def planned(prefix: str, policy: str, late: int) -> tuple[list[Plan], list[str]]
     ]
     if dist.get_rank() == late:
         dist.barrier()
-    plans = [planner.plan(problem, Environment.current(torch.device("cpu"))) for problem in problems]
+    plans = [planner.plan(planner.measurement(problem)) for problem in problems]
     if dist.get_rank() != late:
         dist.barrier()
     return plans, board.posted

@@ -13,7 +13,7 @@ from mucudnn.runtime import arrays
 @pytest.fixture(autouse=True)
 def private_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUCUDNN_DATABASE", ":memory:")
-    arrays._session_of.cache_clear()
+    arrays.sessions.clear()
 
 
 @pytest.mark.usefixtures("slow_stock")
@@ -24,7 +24,7 @@ def test_torch(device: torch.device) -> None:
     result = mucudnn.convolve(x, w, padding=1, groups=2, workspace_limit="1MiB")
     assert result.device == x.device
     torch.testing.assert_close(result, functional.conv2d(x, w, padding=1, groups=2), rtol=1e-11, atol=1e-11)
-    (record,) = arrays._session("1MiB").records()
+    (record,) = arrays.session_within("1MiB").records()
     assert record.workspace <= 2**20
 
 

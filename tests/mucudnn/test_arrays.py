@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forced import Forced, forced
 from hypothesis import given, settings
 from problems import TOLERANCE, operands, problems, reference, relative_error
 
 import mucudnn
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.runtime import arrays
+from mucudnn.runtime.session import Session
+from mucudnn.settings import Settings
 
 RANDOM = np.random.default_rng(0)
 X, W = RANDOM.standard_normal((4, 6, 9, 8)), RANDOM.standard_normal((4, 3, 3, 2))
@@ -49,7 +52,7 @@ class Foreign:
 @pytest.fixture(autouse=True)
 def private_database(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUCUDNN_DATABASE", ":memory:")
-    arrays._session_of.cache_clear()
+    arrays.sessions.clear()
 
 
 @settings(max_examples=60)
@@ -122,29 +125,32 @@ def test_nothing_is_copied(writeable: bool) -> None:
 
 def test_the_result_outlives_everything() -> None:
     result = mucudnn.convolve(X.copy(), W.copy(), **GEOMETRY)
-    arrays._session_of.cache_clear()
+    arrays.sessions.clear()
     for _ in range(20):
         np.full(result.size, np.nan)
     np.testing.assert_allclose(result, EXPECTED, rtol=1e-12, atol=1e-12)
 
 
-def test_it_is_divided_within_the_limit(force: Callable[[str], None]) -> None:
-    force("gemm")
+def test_it_is_divided_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {None: 64 * 2**20, "3MiB": 3 * 2**20}
+    sessions = {}
+    for wanted in limits:
+        chosen = Settings.from_environment(workspace_limit=wanted, database=":memory:")
+        sessions[chosen] = Session(chosen, Forced("gemm"))
+    monkeypatch.setenv("MUCUDNN_DATABASE", ":memory:")
+    monkeypatch.setattr(arrays, "sessions", sessions)
     np.testing.assert_allclose(mucudnn.convolve(X, W, **GEOMETRY), EXPECTED, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(
         mucudnn.convolve(X, W, **GEOMETRY, workspace_limit="3MiB"), EXPECTED, rtol=1e-12, atol=1e-12
     )
-    limits = {arrays._session(limit).settings.workspace_limit: arrays._session(limit) for limit in (None, "3MiB")}
-    assert set(limits) == {64 * 2**20, 3 * 2**20}
-    for session in limits.values():
-        (record,) = session.records()
-        assert record.parts == ((2, "gemm"), (2, "gemm"))
+    for wanted, limit in limits.items():
+        (record,) = arrays.session_within(wanted).records()
+        assert record.parts == ((2, "gemm"), (2, "gemm")) and record.limit == limit
     assert not mucudnn.is_patched()
 
 
-def test_a_patch_gives_its_settings(force: Callable[[str], None]) -> None:
-    force("gemm")
-    with mucudnn.patched(database=":memory:", workspace_limit="5MiB"):
+def test_a_patch_gives_its_settings() -> None:
+    with forced("gemm", workspace_limit="5MiB"):
         mucudnn.convolve(X, W, **GEOMETRY)
         assert len(mucudnn.report()) == 1
         mucudnn.convolve(X, W, **GEOMETRY, workspace_limit=0)

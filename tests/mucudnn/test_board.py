@@ -18,6 +18,7 @@ from mucudnn.planning.planner import Planner
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
 from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 from mucudnn.timing.survey import Survey
@@ -62,7 +63,8 @@ class Shared(Board):
 
 def planned(board: Board, policy: str = "powerOfTwo") -> Plan:
     settings = Settings.from_environment({}, policy=policy, database=":memory:", progress="off")
-    return Planner(settings, Store(":memory:"), board=board).plan(PROBLEM, ENVIRONMENT)
+    planner = Planner(settings, Store(":memory:"), board=board)
+    return planner.plan(planner.measurement(PROBLEM))
 
 
 def test_all_come_to_one_plan_from_times_that_differ() -> None:
@@ -77,11 +79,11 @@ def test_all_come_to_one_plan_from_times_that_differ() -> None:
 
 def test_what_a_database_knows_does_not_set_its_owner_apart() -> None:
     board, store = Shared(), Store(":memory:")
-    own = Measurement(PROBLEM, ENVIRONMENT, store)
+    own = Measurement(PROBLEM, Logbook(ENVIRONMENT, store))
     own_seconds = own.stock_seconds()
-    first = Measurement(PROBLEM, ENVIRONMENT, Store(":memory:"), board=board).stock_seconds()
-    assert Measurement(PROBLEM, ENVIRONMENT, store, board=board).stock_seconds() == first != own_seconds
-    assert Measurement(PROBLEM, ENVIRONMENT, store).stock_seconds() == first
+    first = Measurement(PROBLEM, Logbook(ENVIRONMENT, Store(":memory:"), board)).stock_seconds()
+    assert Measurement(PROBLEM, Logbook(ENVIRONMENT, store, board)).stock_seconds() == first != own_seconds
+    assert Measurement(PROBLEM, Logbook(ENVIRONMENT, store)).stock_seconds() == first
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -97,9 +99,9 @@ def test_a_survey_does_every_task_once(workers: int, processes: int) -> None:
         return [Option(size, name, 1.0 + number, size * number) for size in (1, 2)]
 
     def process(_: int) -> list[list[Option]]:
-        measurement = Measurement(PROBLEM, ENVIRONMENT, Store(":memory:"))
+        measurement = Measurement(PROBLEM, Logbook(ENVIRONMENT, Store(":memory:"), board))
         advanced = itertools.count()
-        found = Survey(measurement, tasks, board, {}).by([worker] * workers, lambda: next(advanced))
+        found = Survey(measurement, tasks, {}).by([worker] * workers, lambda: next(advanced))
         assert next(advanced) == len(tasks)
         return found
 

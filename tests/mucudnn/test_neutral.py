@@ -261,8 +261,8 @@ def test_planning_within_a_step_does_not_raise_its_peak_either(slow_stock: None)
     with mucudnn.patched(workspace_limit="peak", database=":memory:") as session:
         program.peaks([4] * 5, 0)
         # Everything is forgotten but the budgets.
-        for neutral in session._plans.values():
-            neutral._planned.clear()  # type: ignore[union-attr]
+        for decision in session._made.values():
+            decision._within.clear()  # type: ignore[attr-defined]
         session.store._memory.clear()
         assert session.records() == []
         with TensorMemory() as memory:

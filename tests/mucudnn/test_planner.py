@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from forced import Forced, divided
 from torch.nn import functional
 
 import mucudnn
+from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import Part
 from mucudnn.optimizer import Division, Option
@@ -19,12 +21,12 @@ from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
+from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.settings import Settings
 from mucudnn.timing import clock
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.schedule import Schedule
 from mucudnn.timing.store import Store
 
-ENVIRONMENT = Environment("test", threads=2, deterministic=False, precision="", libraries="")
 STOCK_SECONDS = 1.0
 ROWS = 8
 
@@ -94,7 +96,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def plan(machine: Machine, extent: int, limit: float, policy: str = "powerOfTwo", store: Store | None = None) -> Plan:
     settings = Settings.from_environment({}, workspace_limit=limit, policy=policy, database=":memory:")
-    return Planner(settings, store or Store(":memory:"), (machine,)).plan(problem(extent), ENVIRONMENT)
+    planner = Planner(settings, store or Store(":memory:"), (machine,))
+    return planner.plan(planner.measurement(problem(extent)))
 
 
 @pytest.mark.parametrize(
@@ -254,24 +257,41 @@ def test_a_failing_plan_falls_to_the_next_best(
         Option(4, "stock", 0.4, 4),
     ]
 
-    def forced(self: Planner, problem: ConvProblem, environment: object, *measured_with: object) -> Plan:
-        return Plan(problem, math.inf, Dim.BATCH, Division((options[0],)), {Dim.BATCH: options}, 0.1, 0.1, 1.0)
-
-    monkeypatch.setattr(Planner, "plan", forced)
+    torch.manual_seed(0)
     x, w = torch.randn(8, 3, 9, 9, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
-    expected_result = functional.conv2d(x, w)
-    with mucudnn.patched(database=":memory:"):
-        functional.conv2d(x, w)
-        for provider, least in faults.items():
-            Fault(provider, least, error, monkeypatch)
-        with pytest.warns(RuntimeWarning, match="goes on with the next best plan") as warned:
-            actual = functional.conv2d(x, w)
-        torch.testing.assert_close(actual, expected_result, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(functional.conv2d(x, w), expected_result, rtol=1e-12, atol=1e-12)
-        (record,) = mucudnn.report()
+    call = Call(Direction.FORWARD, x, w, None, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+    exact = functional.conv2d(x, w)
+    convolution = call.problem(exact)
+    assert convolution is not None
+    providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(convolution)}
+    schedule = Schedule(convolution, Dim.BATCH, Division((options[0],)), providers)
+    decision = FixedLimit(Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0), exact.stride())
+    assert decision.run(call) is not None
+    for provider, least in faults.items():
+        Fault(provider, least, error, monkeypatch)
+    with pytest.warns(RuntimeWarning, match="goes on with the next best plan") as warned:
+        results = [decision.run(call), decision.run(call)]
+    (record,) = decision.records()
     assert list(record.parts) == expected
+    for result in results:
+        if expected == [(8, "stock")]:
+            assert result is None  # left to the caller, who has torch's own kernel
+        else:
+            torch.testing.assert_close(result, exact, rtol=1e-12, atol=1e-12)
     assert len([w for w in warned if issubclass(w.category, RuntimeWarning)]) == 1
     assert "\n" not in str(warned[0].message)
+
+
+def test_a_call_whose_algorithm_fails_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = torch.randn(8, 3, 9, 9, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
+    expected = functional.conv2d(x, w)
+    with mucudnn.patched(database=":memory:", board=Forced("fft")):
+        torch.testing.assert_close(functional.conv2d(x, w), expected, rtol=1e-12, atol=1e-12)
+        assert divided() == 1
+        Fault(Fft, 1, MemoryError(), monkeypatch)
+        with pytest.warns(RuntimeWarning, match="goes on with the next best plan"):
+            torch.testing.assert_close(functional.conv2d(x, w), expected, rtol=1e-12, atol=1e-12)
+        assert divided() == 0
 
 
 def test_providers_name_each_algorithm_once() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from forced import Forced, divided, forced
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -62,20 +63,14 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert error < tolerance, f"{name}: {error}"
 
 
-def divided() -> int:
-    """Convolutions met that torch's own kernel does not serve alone."""
-    return sum(len(record.parts) > 1 or record.parts[0][1] != "stock" for record in mucudnn.report())
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_every_kind_of_layer(kind: str, algorithm: str, force: Callable[[str], None]) -> None:
+def test_every_kind_of_layer(kind: str, algorithm: str) -> None:
     torch.manual_seed(0)
     build, shape = LAYERS[kind]
     module, x = build().double(), torch.randn(shape, dtype=torch.float64)
     expected = results(module, x)
-    force(algorithm)
-    with mucudnn.patched(database=":memory:"):
+    with mucudnn.patched(database=":memory:", board=Forced(algorithm)):
         assert_same(results(module, x), expected)
         assert_same(results(module, x), expected)  # the first call plans, the second only runs
         assert divided() == (0 if algorithm == "stock" and kind in ("unbatched", "one sample") else 3)
@@ -83,7 +78,7 @@ def test_every_kind_of_layer(kind: str, algorithm: str, force: Callable[[str], N
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 @pytest.mark.filterwarnings("error")
-def test_the_key_of_gpus_is_served_and_given_back(force: Callable[[str], None]) -> None:
+def test_the_key_of_gpus_is_served_and_given_back() -> None:
     """Without a GPU: host tensors, sent to the kernels under CUDA's key."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     x, w, dy = torch.randn(4, 3, 9, 9), torch.randn(4, 3, 3, 3), torch.randn(4, 4, 9, 9)
@@ -96,8 +91,7 @@ def test_the_key_of_gpus_is_served_and_given_back(force: Callable[[str], None]) 
 
     names = "aten::convolution", "aten::convolution_backward"
     expected, before = through_key(), [torch._C._dispatch_dump(name) for name in names]
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
         for found, wanted in zip(through_key(), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
         assert divided() == 3
@@ -106,7 +100,7 @@ def test_the_key_of_gpus_is_served_and_given_back(force: Callable[[str], None]) 
 
 @pytest.mark.parametrize("channels_last", ["input", "weight", "both"])
 @pytest.mark.parametrize("kind", ["2-D", "3-D", "strided", "depthwise", "1x1", "transposed 2-D", "transposed 3-D"])
-def test_memory_formats_are_torchs(kind: str, channels_last: str, force: Callable[[str], None]) -> None:
+def test_memory_formats_are_torchs(kind: str, channels_last: str) -> None:
     torch.manual_seed(0)
     build, shape = LAYERS[kind]
     module, x = build().double(), torch.randn(shape, dtype=torch.float64)
@@ -116,8 +110,7 @@ def test_memory_formats_are_torchs(kind: str, channels_last: str, force: Callabl
     if channels_last != "weight":
         x = x.contiguous(memory_format=memory_format)
     expected = results(module, x)
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
         assert_same(results(module, x), expected)
         assert divided() == 3
 
@@ -133,19 +126,19 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("algorithm", ["gemm", "fft"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_of_other_tensors(view: str, algorithm: str, force: Callable[[str], None]) -> None:
+def test_views_of_other_tensors(view: str, algorithm: str) -> None:
     torch.manual_seed(0)
     module, x = nn.Conv2d(3, 4, 3).double(), VIEWS[view](torch.randn(4, 3, 9, 9, dtype=torch.float64))
     expected = results(module, x)
-    force(algorithm)
-    with mucudnn.patched(database=":memory:"):
+    with forced(algorithm):
         assert_same(results(module, x), expected)
+        assert divided() == 3
 
 
 @pytest.mark.parametrize(
     "wanted", [(True, False, False), (False, True, False), (False, False, True), (True, False, True)]
 )
-def test_gradients_of_any_subset(wanted: tuple[bool, ...], force: Callable[[str], None]) -> None:
+def test_gradients_of_any_subset(wanted: tuple[bool, ...]) -> None:
     def gradients() -> list[torch.Tensor | None]:
         torch.manual_seed(0)
         tensors = [torch.randn(shape, dtype=torch.float64) for shape in ((4, 3, 9, 9), (4, 3, 3, 3), (4,))]
@@ -155,12 +148,12 @@ def test_gradients_of_any_subset(wanted: tuple[bool, ...], force: Callable[[str]
         return [tensor.grad for tensor in tensors]
 
     expected = gradients()
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
         for actual, gradient in zip(gradients(), expected, strict=True):
             assert (actual is None) == (gradient is None)
             if gradient is not None:
                 torch.testing.assert_close(actual, gradient, rtol=1e-12, atol=1e-12)
+        assert divided() == 1 + wanted[0] + wanted[1]  # the forward one too
 
 
 def no_grad(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -221,23 +214,21 @@ def checkpointed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         checkpointed,
     ],
 )
-def test_every_use(use: Callable[[nn.Module, torch.Tensor], torch.Tensor], force: Callable[[str], None]) -> None:
+def test_every_use(use: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
     torch.manual_seed(0)
     module, x = nn.Conv2d(3, 4, 3, padding=1).double(), torch.randn(4, 3, 7, 7, dtype=torch.float64)
     expected = use(module, x)
     module.zero_grad()
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
         torch.testing.assert_close(use(module, x), expected, rtol=1e-10, atol=1e-10)
         assert divided() >= 1
 
 
-def test_compiled_module(force: Callable[[str], None]) -> None:
+def test_compiled_module() -> None:
     torch.manual_seed(0)
     module, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).double(), torch.randn(4, 3, 7, 7).double()
     expected = results(module, x)
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
         compiled = torch.compile(module)
         actual = results(compiled, x)
         assert divided() == 3
@@ -245,7 +236,7 @@ def test_compiled_module(force: Callable[[str], None]) -> None:
         torch.testing.assert_close(actual.get(name, actual.get(f"_orig_mod.{name}")), tensor, rtol=1e-10, atol=1e-10)
 
 
-def test_autocast_in_both_passes(force: Callable[[str], None]) -> None:
+def test_autocast_in_both_passes() -> None:
     """The backward pass too runs under autocast here, which must not reach into an algorithm's own products."""
     torch.manual_seed(0)
     module, x = nn.Conv2d(3, 4, 5), torch.randn(4, 3, 16, 16)
@@ -256,12 +247,11 @@ def test_autocast_in_both_passes(force: Callable[[str], None]) -> None:
 
     expected = run()
     assert expected["output"].dtype == torch.bfloat16
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
         assert_same(run(), expected, tolerance=1e-2)
         assert divided() == 3
     module = module.double()
-    with torch.autocast("cpu", dtype=torch.bfloat16), mucudnn.patched(database=":memory:"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), forced("fft"):
         arguments = (x.double(), module.weight, None, (1, 1), (0, 0), (1, 1), False, (0, 0), 1)
         with torch.autocast("cpu", enabled=False):
             exact = torch.ops.aten.convolution(*arguments)
@@ -273,31 +263,31 @@ def test_autocast_in_both_passes(force: Callable[[str], None]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_weight_gradients_round_once(dtype: torch.dtype, force: Callable[[str], None]) -> None:
+def test_half_weight_gradients_round_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, w = torch.randn(8, 2, 12, 12).to(dtype), torch.randn(3, 2, 3, 3).to(dtype).requires_grad_()
     exact = w.detach().double().requires_grad_()
     functional.conv2d(x.double(), exact).sum().backward()
     for algorithm in ("gemm", "fft"):
-        force(algorithm)
         w.grad = None
-        with mucudnn.patched(database=":memory:"):
+        with forced(algorithm):
             functional.conv2d(x, w).sum().backward()
+            assert divided() == 2
         spacing = torch.finfo(dtype).eps * exact.grad.abs()
         assert ((w.grad.double() - exact.grad).abs() <= 0.51 * spacing + 1e-4).all()
 
 
 @pytest.mark.parametrize("algorithm", ["gemm", "fft"])
-def test_deterministic_runs_are_bitwise_equal(algorithm: str, force: Callable[[str], None]) -> None:
+def test_deterministic_runs_are_bitwise_equal(algorithm: str) -> None:
     torch.manual_seed(0)
     module, x = nn.Conv2d(3, 4, 5, padding=2), torch.randn(7, 3, 33, 31)
-    force(algorithm)
     torch.use_deterministic_algorithms(True)
     try:
         runs = []
         for _ in range(2):
-            with mucudnn.patched(database=":memory:"):
+            with forced(algorithm):
                 runs += [results(module, x), results(module, x)]
+                assert divided() == 3
     finally:
         torch.use_deterministic_algorithms(False)
     for run in runs[1:]:
@@ -318,23 +308,22 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_wrong_calls_raise_torchs_own_errors(call: str, force: Callable[[str], None]) -> None:
+def test_wrong_calls_raise_torchs_own_errors(call: str) -> None:
     with pytest.raises(Exception) as expected:
         CALLS[call]()
-    force("fft")
-    with mucudnn.patched(database=":memory:"), pytest.raises(expected.type) as actual:
+    with mucudnn.patched(database=":memory:", board=Forced("fft")), pytest.raises(expected.type) as actual:
         CALLS[call]()
     assert str(actual.value) == str(expected.value)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5, 5), (2, 0, 5, 5)])
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_empty_inputs(shape: tuple[int, ...], force: Callable[[str], None]) -> None:
+def test_empty_inputs(shape: tuple[int, ...]) -> None:
     module, x = nn.Conv2d(shape[1], 4, 3, padding=2), torch.zeros(shape)
     expected = results(module, x)
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with mucudnn.patched(database=":memory:", board=Forced("fft")):
         actual = results(module, x)
+        assert divided() == 0
     for name, tensor in expected.items():
         assert torch.equal(actual[name], tensor), name
 
@@ -349,13 +338,12 @@ def test_complex_and_integer_convolutions_are_torchs() -> None:
         assert torch.equal(functional.conv2d(*integers), expected[1])
 
 
-def test_threads(force: Callable[[str], None]) -> None:
+def test_threads() -> None:
     torch.manual_seed(0)
     module, inputs = nn.Conv2d(3, 4, 3).double(), [torch.randn(2 + i % 3, 3, 9, 9).double() for i in range(12)]
     expected = [module(x) for x in inputs]
     actual: dict[int, torch.Tensor] = {}
-    force("fft")
-    with mucudnn.patched(database=":memory:"):
+    with forced("fft"):
 
         def work(i: int) -> None:
             actual[i] = module(inputs[i])
@@ -365,16 +353,15 @@ def test_threads(force: Callable[[str], None]) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(mucudnn.report()) == 3
+        assert len(mucudnn.report()) == divided() == 3
     for i, tensor in enumerate(expected):
         torch.testing.assert_close(actual[i], tensor, rtol=1e-12, atol=1e-12)
 
 
-def test_limit_zero_leaves_everything_to_torch(force: Callable[[str], None]) -> None:
-    force("fft")
+def test_limit_zero_leaves_everything_to_torch() -> None:
     module, x = nn.Conv2d(3, 4, 3), torch.randn(2, 3, 9, 9)
     expected = results(module, x)
-    with mucudnn.patched(workspace_limit=0, database=":memory:"):
+    with mucudnn.patched(workspace_limit=0, database=":memory:", board=Forced("fft")):
         actual = results(module, x)
         assert mucudnn.report() == []
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())

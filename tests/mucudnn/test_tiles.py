@@ -7,13 +7,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from forced import divided, forced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import TOLERANCE, dtypes, operands, problems, reference, relative_error
 from tensor_memory import TensorMemory
-from test_planner import ENVIRONMENT
 from test_providers import ALGORITHMS, launch
-from test_shim import LAYERS, assert_same, divided, results
+from test_shim import LAYERS, assert_same, results
 from test_workspace import PROVIDERS, widened
 
 import mucudnn
@@ -25,6 +25,7 @@ from mucudnn.providers import STOCK, stock
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
 from mucudnn.timing import clock
+from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
 
 
@@ -102,13 +103,12 @@ def bare_result(problem: ConvProblem, given: Operands) -> torch.Tensor:
 
 @pytest.mark.parametrize("algorithm", ("stock", "gemm", "fft"))
 @pytest.mark.parametrize("kind", LAYERS)
-def test_every_kind_of_layer_in_tiles(kind: str, algorithm: str, force) -> None:  # type: ignore[no-untyped-def]
+def test_every_kind_of_layer_in_tiles(kind: str, algorithm: str) -> None:
     torch.manual_seed(0)
     build, shape = LAYERS[kind]
     module, x = build().double(), torch.randn(shape, dtype=torch.float64)
     expected = results(module, x)
-    force(algorithm, spatial=True)
-    with mucudnn.patched(database=":memory:"):
+    with forced(algorithm, spatial=True):
         assert_same(results(module, x), expected)
         spatial = [record for record in mucudnn.report() if record.dim != "batch"]
         assert len(spatial) == (0 if kind == "over-padded" else 3)
@@ -198,13 +198,14 @@ def test_the_faster_dim_is_taken(
     )
     chosen = Settings.from_environment({}, workspace_limit=limit, database=":memory:")
     store = Store(":memory:")
-    plan = Planner(chosen, store, (rows,)).plan(problem, ENVIRONMENT)
+    planner = Planner(chosen, store, (rows,))
+    plan = planner.plan(planner.measurement(problem))
     assert plan.dim is dim
     assert max(option.extent for option in plan.division.options) == largest
     assert plan.division.workspace <= limit
     # A tile's time is kept under the tile's own problem.
     middle = tile(problem, Dim.HEIGHT, 8, 16).problem
-    known = store.launches({**middle.launch_key(), **ENVIRONMENT.launch_key()})
+    known = store.launches({**middle.launch_key(), **Environment.current(torch.device("cpu")).launch_key()})
     assert (("rows", samples) in known) == (18 * samples <= limit)
 
 
