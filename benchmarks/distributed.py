@@ -47,13 +47,14 @@ Record = dict[str, Any]
 PARTS = (*CASES, "fixed", "memory", "traffic", "wide", "channels")
 LEAST_ROUNDS, MOST_ROUNDS = 3, 400
 TURN_SECONDS = 0.5
-"""About how long one side keeps the machine before the other has its turn."""
+"""About how long distconv's processes are measured before JAX's have their turn, and the other way round."""
 
 TOLERANCE = 1e-2
-"""Of float32 against one process: rounding turns a ReLU or a maximum here and there. Tests compare in float64."""
+"""The largest relative difference from one process that float32 may show. Rounding can change which side of zero a
+ReLU's input lies on, or which element is the maximum. The tests compare in float64."""
 
 SLOW_SECONDS = 30.0
-"""A side whose round takes longer is measured once."""
+"""Processes whose round takes longer than this are measured in one round only."""
 
 
 def jax_missing(python: str) -> str | None:
@@ -74,7 +75,7 @@ def take_turns(sides: list[tuple[Process, Record]], seconds: float) -> dict[str,
     """Seconds of every arm of every side, a few rounds of one side after a few of the other."""
     found: dict[str, list[float]] = {}
     turn: dict[Process, int] = {}
-    for process, request in sides:  # warms up, and tells how many rounds a turn takes
+    for process, request in sides:  # warms up; the time it takes decides how many rounds make a turn
         began = time.perf_counter()
         first = process.ask(**request, rounds=1)
         taken = time.perf_counter() - began
@@ -98,9 +99,10 @@ def medians(found: dict[str, list[float]]) -> dict[str, float]:
 
 
 def over(found: dict[str, list[float]], arms: Sequence[str], below: Sequence[str]) -> dict[str, dict[str, float]]:
-    """What each of these arms takes more than each of those below, the median over rounds.
+    """By how many seconds each of these arms exceeds each of those below, the median over rounds.
 
-    Within a round, as a core may be slow for seconds: of two medians one may fall in such a time and the other not.
+    The difference is taken within a round, because a core may be slow for some seconds: the median of one arm may come
+    from such a time and the median of the other not.
     """
     return {
         arm: {base: statistics.median(a - b for a, b in zip(found[arm], found[base], strict=True)) for base in below}
@@ -109,7 +111,7 @@ def over(found: dict[str, list[float]], arms: Sequence[str], below: Sequence[str
 
 
 def measure_speed(name: str, case: Case, ranks: int, gloo: Process, jax: Process | None, seconds: float) -> Record:
-    """One case on so many ranks, but for MPI."""
+    """One case on so many ranks: distconv over Gloo, and JAX."""
     wrong = gloo.ask(do="error", case=name)
     if not wrong < TOLERANCE:
         raise Failed(f"{name} on {ranks} ranks is off by {wrong:.1e}")
@@ -256,7 +258,7 @@ def arguments() -> argparse.Namespace:
 
 
 def command(options: argparse.Namespace) -> str:
-    """How to measure the same again; where files and interpreters are is left out."""
+    """The command that measures the same again, without the paths of files and interpreters."""
     words = [f"--only {name}" for name in options.only or ()]
     words += [f"--ranks {','.join(map(str, options.ranks))}", f"--transports {','.join(options.transports)}"]
     return " ".join(["python benchmarks/distributed.py", *words, f"--seconds {options.seconds:g}"])

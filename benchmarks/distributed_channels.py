@@ -1,4 +1,4 @@
-"""Convolutions whose channels are sharded: what every algorithm moves beside its formula, and what one costs."""
+"""Convolutions whose channels are sharded: the bytes that each algorithm sends, beside its formula, and its time."""
 
 from __future__ import annotations
 

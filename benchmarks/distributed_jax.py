@@ -78,7 +78,7 @@ def block(channels: int) -> tuple[Function, Parameters]:
 
 
 def unet(width: int = 16, levels: int = 4, classes: int = 3) -> tuple[Function, Parameters]:
-    """The 3-D U-Net of benchmarks/networks/unet3d.py with batch norm."""
+    """The 3-D U-Net of mucudnn/networks/models/unet3d.py with batch norm."""
     weights = Weights()
 
     def layer(inputs: int, outputs: int) -> tuple[int, int]:

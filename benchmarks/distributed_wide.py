@@ -46,7 +46,7 @@ def _step(model: nn.Module) -> tuple[int, list[tuple[int, int]]]:
     transport = dist.all_reduce
 
     def counting(tensor: Tensor, *rest: Any, group: Any = None, async_op: bool = False, **options: Any) -> Any:
-        if async_op:  # those of gradients alone run beside the backward pass
+        if async_op:  # only the allreduces of gradients are asynchronous: they run beside the backward pass
             found.append((tensor.nbytes, dist.get_world_size(group)))
         return transport(tensor, *rest, group=group, async_op=async_op, **options)
 
@@ -62,6 +62,6 @@ def _step(model: nn.Module) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory beneath, which tensors may share, on this rank."""
+    """Bytes of the memory that the tensors lie in on this rank; tensors that share memory count once."""
     storages = ((t._local_tensor if isinstance(t, DTensor) else t).untyped_storage() for t in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -43,7 +43,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "engines-h200"
 
 
 class NoCard:
-    """Plans for a card that is not there; nothing runs."""
+    """Makes plans for a GPU that is not there; nothing runs."""
 
     def __init__(self, library: Library) -> None:
         self.library, self.device = library, Device.known(library, H200)
@@ -91,7 +91,7 @@ def served(place: NoCard, problem: ConvProblem) -> dict[int, dict[str, Any]]:
         try:
             engine = graph.engine(index)
             if Behavior.RUNTIME_COMPILATION in engine.behavior:
-                continue  # it loads what it compiles, which takes a driver
+                continue  # it compiles a kernel and loads it, which needs a driver
             plan = graph.plan(engine)
         except CudnnError:
             continue
@@ -137,7 +137,7 @@ def allowed(row: dict[str, Any], tf32: bool) -> dict[int, dict[str, Any]]:
 
 
 def summary(rows: list[dict[str, Any]], largest: int) -> list[list[str]]:
-    """By type, memory format and direction: how many engines serve, and where the limit takes some away undivided."""
+    """By type, memory format and direction: how many engines serve, and how many layers have one above the limit."""
     lines = []
     arms = [("float32", False), ("float32", True), *((dtype, True) for dtype in DTYPES[1:])]
     for dtype, tf32 in arms:

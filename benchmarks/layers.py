@@ -51,10 +51,10 @@ ROUND_SECONDS = 5.0
 LEAST_ROUNDS, MOST_ROUNDS = 7, 40
 
 WARM_SECONDS = 0.15
-"""A call that takes longer has no other before it to warm it up."""
+"""Seconds. A call that takes longer is timed alone; a shorter one is called twice, the first time to warm up."""
 
 SLOW_SECONDS, SLOW_ROUNDS = 5.0, 3
-"""Where torch takes so long for a call, so many rounds must do."""
+"""Where a call of torch's kernel takes longer than so many seconds, so many rounds are enough."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Row:
 
 
 def large_kernels() -> Iterator[Case]:
-    """Dense 31x31 and a 1-D kernel of 1023, where Fourier wins and its workspace grows with the batch."""
+    """Kernels of 31x31 and of 1023 in 1-D: the Fourier transform is fastest, and its workspace grows with the batch."""
     for name, shape, weight, padding in (
         ("31x31, 8x16x64x64", (8, 16, 64, 64), (16, 16, 31, 31), (15, 15)),
         ("1023, 16x16x8192", (16, 16, 8192), (16, 16, 1023), (511,)),
@@ -106,7 +106,7 @@ def large_kernels() -> Iterator[Case]:
 
 
 def one_volume() -> Iterator[Case]:
-    """A single volume with a 15x15x15 kernel, at a quarter of what Fourier needs undivided in any direction."""
+    """A single volume with a 15x15x15 kernel, within a quarter of what an undivided Fourier transform needs."""
     ones, padding = (1,) * 3, (7,) * 3
     shape, weight = (1, 2, 64, 64, 64), (2, 2, 15, 15, 15)
     layer = Layer("15x15x15, 1x2x64x64x64", shape, weight, ones, padding, ones, 1, False, (0,) * 3)
@@ -152,7 +152,7 @@ def measure(case: Case, database: str) -> Row:
     work = training_pass(case.layer)
 
     def call(name: str) -> float:
-        """Seconds of the second of two calls: the first finds the caches of the arm before."""
+        """Seconds of the second of two calls: the first finds in the caches what the arm before it left there."""
         shim.install(arms[name])
         seconds = clock.first_seconds(work)
         if seconds < WARM_SECONDS:

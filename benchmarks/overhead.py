@@ -71,7 +71,7 @@ def planning_seconds(batch: int, algorithms: int) -> float:
 
 
 class Stubbed(NoCard):
-    """Hands out a handle and a workspace, of which nobody makes use."""
+    """Stands in for cuDNN's handle and workspace: the call that would use them is stubbed."""
 
     def __init__(self, library: Library) -> None:
         super().__init__(library)
@@ -104,7 +104,7 @@ def part_microseconds(library: Library, parts: int) -> float:
 
 
 def detours() -> Table:
-    """Of a convolution that stays with torch's kernel."""
+    """The detour of a convolution that stays with torch's kernel."""
     image, kernel = torch.randn(1, 1, 4, 4), torch.randn(1, 1, 1, 1)
     parameter = kernel.clone().requires_grad_()
 
@@ -123,13 +123,13 @@ def detours() -> Table:
 
 
 def parts(library: Library) -> Table:
-    """Of a planned convolution of cuDNN's."""
+    """The host's time per part of a convolution that cuDNN computes by a plan."""
     cells = [(str(parts), f"{part_microseconds(library, parts):.1f}") for parts in (1, 2, 4, 16, MANY)]
     return Table("cuDNN, the call that runs a plan stubbed", ("parts", "µs per part"), cells)
 
 
 def plans() -> Table:
-    """Of making plans."""
+    """How long plans take to make."""
     cells = [
         (f"policy all, mini-batch {batch}, 8 algorithms", f"{planning_seconds(batch, 8):.4f}") for batch in (256, 1024)
     ]

@@ -1,4 +1,4 @@
-"""How much of an unlimited workspace's gain comes for nothing: a training script with and without peak-neutral budgets.
+"""How much of the gain of unlimited workspace costs no memory: a training script with and without peak-neutral budgets.
 
     python benchmarks/peak.py                              # benchmarks/brain_slices.py, three ways
     python benchmarks/peak.py --rounds 3 -- --steps 20 --batch 16
@@ -127,7 +127,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         database, record = options.database or Path(folder) / "times.sqlite", Path(folder) / "record.json"
         peaks, workspaces, seconds = {}, {}, {}
-        for arm in ARMS:  # measures what the others then know
+        for arm in ARMS:  # each arm measures here what the timed runs below then find in the database
             peaks[arm] = peak_bytes(run(arm, database, record, own, measure=True))
             plans: dict[str, Any] = json.loads(record.with_suffix(".plans").read_text())
             workspaces[arm] = max((plan["workspace"] for plan in plans["plans"]), default=0)

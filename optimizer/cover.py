@@ -1,4 +1,4 @@
-"""Cover: the least time in which launches cover every extent up to a mini-batch, as launches become available."""
+"""Cover: the least time in which launches add up to every extent up to a mini-batch, launch by launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class Cover:
 
     The programme T(b) = min over b1 of T1(b1) + T(b - b1), T(0) = 0 (mu-cuDNN, Oyama et al. 2018, equation 1), is an
     unbounded knapsack, so it can be solved launch by launch: with one more launch of extent b and seconds t,
-    T'(n) = min over k of k t + T(n - k b). Every k comes of taking 1, 2, 4, ... launches more or not.
+    T'(n) = min over k of k t + T(n - k b). Any k is a sum of different powers of two, so adding 1, 2, 4, ...
+    launches in turn, each where it helps, reaches it.
 
     Of divisions that are equally fast the one with the fewest parts counts.
     """
@@ -29,14 +30,14 @@ class Cover:
 
     @property
     def seconds(self) -> float:
-        """T(extent); `math.inf` while nothing covers it."""
+        """T(extent); `math.inf` while no launches add up to it."""
         return float(self._seconds[self.extent])
 
     def add(self, option: Option) -> None:
         """Makes a launch available, any number of times."""
         step, times = option.extent, 1
         if step > self.extent or (option.seconds, 1) >= (self._seconds[step], self._parts[step]):
-            return  # what is there does as well in its place
+            return  # launches that add up to this extent are known and as fast
         self._options.append(option)
         while step <= self.extent:
             seconds = times * option.seconds + self._seconds[:-step]
@@ -53,7 +54,7 @@ class Cover:
         """The best division of the whole extent, its launches sorted by algorithm and descending extent.
 
         Raises:
-            ValueError: while nothing covers the extent.
+            ValueError: while no launches add up to the extent.
         """
         if self.seconds == np.inf:
             raise ValueError(f"extent={self.extent}: the launches do not add up to it")

@@ -15,11 +15,11 @@ Numbers = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 _ROUNDING = 1e-12
-"""What is better by a smaller fraction is not looked for: sums of floating-point seconds are no more exact."""
+"""A choice better by a smaller fraction is not searched for: sums of floating-point seconds are no more exact."""
 
 
 class Group(NamedTuple):
-    """What one kernel may be: items in strictly ascending bytes and strictly descending seconds."""
+    """The choices of one kernel: items in strictly ascending bytes and strictly descending seconds."""
 
     bytes: Integers
     seconds: Numbers
@@ -46,10 +46,13 @@ class Solution:
 
 
 def relaxed(groups: Sequence[Group], total: int) -> Solution:
-    """The linear relaxation: its value as a bound, and what it comes to with its one broken item left out.
+    """A choice made from the linear relaxation, with the relaxation's value as its bound.
+
+    The relaxation may take fractions of items. Its optimum does so in one group at most; there the choice takes the
+    lighter of the two items, so that it fits.
 
     Args:
-        groups: of which the lightest items together fit.
+        groups: their lightest items together fit the total.
         total: bytes.
     """
     return _rounded(_Increments(groups).relaxation(0), len(groups), total)
@@ -59,12 +62,12 @@ def solve(groups: Sequence[Group], total: int, most_states: float = math.inf, pa
     """The choice with the least sum of seconds whose bytes add up to `total` at most.
 
     A sweep over the groups keeps every partial choice that no other dominates in bytes and seconds and that may still
-    lead to something better than the best complete choice known: its linear relaxation tells. The relaxation of any
-    partial choice, rounded down, is a complete choice too, so the two meet soon. (Dynamic programming with bounds, as
-    in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995.)
+    lead to something better than the best complete choice known, by the bound of its linear relaxation. The relaxation
+    of any partial choice, rounded down, is a complete choice too, so that bound and best choice soon meet. (Dynamic
+    programming with bounds, as in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995.)
 
     Args:
-        groups: of which the lightest items together fit.
+        groups: their lightest items together fit the total.
         total: bytes.
         most_states: gives up after so many partial choices.
         patience: gives up after so many seconds.
@@ -75,7 +78,8 @@ def solve(groups: Sequence[Group], total: int, most_states: float = math.inf, pa
     if start.proven:
         return start
     kept = [_worthwhile(group, whole.price(total), start.seconds - start.bound) for group in groups]
-    # What weighs most comes first: the light ones, left at the end, round off well.
+    # The groups whose items differ most in bytes come first. Rounding down the relaxation of the groups that are left,
+    # whose items differ little, then loses little.
     order = sorted(range(len(groups)), key=lambda index: -int(np.ptp(groups[index].bytes[kept[index]])))
     worthwhile = [Group(groups[index].bytes[kept[index]], groups[index].seconds[kept[index]]) for index in order]
     sweep = _Sweep(worthwhile, total, start.seconds)
@@ -118,7 +122,7 @@ class _Increments:
         self._most_seconds = np.array([group.seconds[0] for group in groups])
 
     def relaxation(self, first: int) -> _Relaxation:
-        """That of the groups from `first` on."""
+        """The relaxation of the groups from number `first` on."""
         mine = self._owners >= first
         return _Relaxation(
             np.cumsum(np.append(self._least_bytes[first:].sum(), self._bytes[mine])),
@@ -233,7 +237,7 @@ class _Sweep:
 
 
 def _undominated(bytes_: Integers, seconds: Numbers) -> Integers:
-    """The indices of what nothing beats in both."""
+    """The indices of the pairs that no other pair dominates in bytes and seconds, in ascending bytes."""
     order = np.lexsort((seconds, bytes_))
     least = np.minimum.accumulate(seconds[order])
     return order[np.append(True, least[1:] < least[:-1])[: len(order)]]

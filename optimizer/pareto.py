@@ -1,4 +1,4 @@
-"""The desirable set: what no other choice beats in both time and workspace."""
+"""The desirable set: the choices that no other choice dominates in time and workspace."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def desirable_divisions(options: Iterable[Option], extent: int) -> list[Division
         if cover.seconds < before:
             found.append(cover.division())
     if not found and cover.seconds < math.inf:
-        found.append(cover.division())  # of nothing, by no launch
+        found.append(cover.division())  # the extent is 0: a division without launches
     return desirable_set(found)
 
 

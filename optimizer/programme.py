@@ -12,7 +12,7 @@ SOLVERS = {"HiGHS": "pulp highspy", "CBC": "pulp"}
 """The solvers by name, the preferred first, and the packages that bring them."""
 
 _SCALE = 1e4
-"""Solvers keep to constraints and find optima to about 1e-7: so much of the total and of the seconds is one."""
+"""The total and the seconds are scaled to this number: solvers keep constraints, and prove optima, to about 1e-7."""
 
 
 def installed() -> list[str]:
@@ -30,7 +30,7 @@ def solve(groups: Sequence[Group], total: int, solver: str, time_limit: float) -
     Groups that are alike share their variables, which then count how many of them take an item.
 
     Args:
-        groups: of which the lightest items together fit.
+        groups: their lightest items together fit the total.
         total: bytes.
         solver: one of `installed()`.
         time_limit: seconds, after which the best choice known is taken, with its bound.
@@ -39,10 +39,12 @@ def solve(groups: Sequence[Group], total: int, solver: str, time_limit: float) -
     if start.proven:
         return start
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of PuLP 4, which cannot be used on every Python yet
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # about version 4, which needs a newer Python than this project
         items, optimal = _solved(groups, total, solver, time_limit, start.seconds)
     if items is None or sum(int(group.bytes[item]) for group, item in zip(groups, items, strict=True)) > total:
-        return start  # nothing was found, or by the solver's tolerance too much
+        return start  # the solver found nothing, or within its tolerance exceeded the total
     seconds = sum(float(group.seconds[item]) for group, item in zip(groups, items, strict=True))
     return Solution(items, seconds, seconds if optimal else start.bound)
 
@@ -50,7 +52,7 @@ def solve(groups: Sequence[Group], total: int, solver: str, time_limit: float) -
 def _solved(
     groups: Sequence[Group], total: int, solver: str, time_limit: float, seconds: float
 ) -> tuple[list[int] | None, bool]:
-    """The items that the solver finds, and whether it says that they are the best; `seconds` is their likely sum."""
+    """The items that the solver finds, and whether they are proven best; `seconds`, about their sum, sets the scale."""
     import pulp
 
     alike: dict[tuple[bytes, bytes], list[int]] = {}

@@ -49,7 +49,7 @@ def best_division(options: Iterable[Option], extent: int, limit: float) -> Divis
         neighbours; of divisions equally fast, one with the fewest parts. `None` where nothing fits.
     """
     cover = Cover(extent)
-    # The best per sample first: most of the others then turn out to be of no use.
+    # The fastest per sample first: most of the other options then improve nothing and are skipped at once.
     for option in sorted(options, key=lambda option: (option.seconds / option.extent, option.workspace)):
         if option.workspace <= limit:
             cover.add(option)

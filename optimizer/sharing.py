@@ -16,7 +16,7 @@ FRONTIER = "frontier"
 """The name of the exact method that needs no solver."""
 
 MOST_STATES = 10_000_000
-"""Partial choices after which the exact method leaves the rest to a solver, where one is installed."""
+"""Partial choices after which the exact method gives up and a solver takes over, where one is installed."""
 
 TIME_LIMIT = 60.0
 """Seconds after which the best sharing known is taken, with its gap, unless told otherwise."""
@@ -77,12 +77,13 @@ def share(
     """`divide_workspace` with what is known of its result.
 
     Args:
-        method: "frontier" (exact, needs nothing), "CBC" or "HiGHS" (by PuLP). If not given, the first proves an optimum
-            on all but contrived inputs in milliseconds; the rest is left to a solver where one is installed.
-        time_limit: seconds after which the best known is taken, with its gap.
+        method: "frontier" (exact, needs nothing), "CBC" or "HiGHS" (by PuLP). If not given, "frontier" is
+            tried first: it proves an optimum in milliseconds on all but contrived inputs. What it gives up on goes to a
+            solver where one is installed.
+        time_limit: seconds after which the best sharing known is taken, with its gap.
 
     Raises:
-        ValueError: as `divide_workspace`; also for a method that is not there.
+        ValueError: as `divide_workspace`; also for a method that is unknown or not installed.
     """
     menus = [desirable_set(kernel) for kernel in kernels]
     for number, menu in enumerate(menus):

@@ -1,6 +1,6 @@
 """Peak-neutral budgets: what each convolution may use without raising the peak memory of a step.
 
-Workspace lives only while its convolution runs. So a convolution may use, for nothing, what lies between the memory
+Workspace lives only while its convolution runs. So a convolution may use, at no cost, what lies between the memory
 that is alive at its own moment and the step's peak. The budget is tight only near the peak and generous elsewhere.
 """
 
@@ -39,8 +39,8 @@ class Timeline:
 def common(timelines: Sequence[Timeline]) -> Timeline:
     """A timeline whose budgets suit each of several steps of the same convolutions.
 
-    Steps may differ in what else is alive: gradients that have accumulated, say. The least peak and, at each moment,
-    the most that was alive are on the safe side of all of them.
+    Steps may differ in what else is alive, for example accumulated gradients. So the least peak is taken and, at each
+    moment, the most that was alive: budgets made of these raise the peak of none of the steps.
 
     Raises:
         ValueError: for no timeline, or for timelines of different lengths.
