@@ -3,10 +3,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test lint demo docs clean
+# What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
+QUICK := tests/optimizer tests/test_imports.py \
+	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
+	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
+
+.PHONY: test quick lint demo docs clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest
+
+quick: .venv/ready
+	$(BIN)/python -m pytest -k 'not gloo and not mpi' $(QUICK)
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .
