@@ -134,9 +134,8 @@ def _verdict(runs: dict[str, list[Run]]) -> int:
     for part, (*_, divided, plain64, divided64) in runs.items():
         if losses_differ(plain64, divided64) > TOLERANCE:
             failures.append(f"{part}: losses in float64 differ by more than {TOLERANCE}")
-        failures += [
-            f"{part}: no convolution of {run.name!r} was divided" for run in (divided, divided64) if not run.cut
-        ]
+        if not divided.cut:
+            failures.append(f"{part}: no convolution was divided")
     for failure in failures:
         print(f"demo: {failure}", file=sys.stderr)
     return int(bool(failures))

@@ -146,10 +146,11 @@ def tables(title: str, runs: Sequence[Run]) -> list[Table]:
     columns = [_quantities(arm, plain) for arm in arms]
     rows = [(quantity, *(column[quantity] for column in columns)) for quantity in columns[0]]
     rows.append(("the same in float64, first steps", "", "", f"{losses_differ(plain64, divided64):.1e}"))
+    rows.append(("convolutions divided in float64", "", "", _share_divided(divided64)))
     found = [Table(title, ("", *(arm.name for arm in arms)), rows)]
     if divided.cut:
         headings = "divided", "direction", "division", "over undivided", "workspace", "undivided it needs"
-        found.append(Table(f"{divided.name}: {_how_many(divided)}", headings, [_cut(plan) for plan in divided.cut]))
+        found.append(Table(f"{divided.name}: what was cut", headings, [_cut(plan) for plan in divided.cut]))
     return found
 
 
@@ -164,7 +165,7 @@ def _quantities(run: Run, plain: Run) -> dict[str, str]:
         "seconds per step": f"{run.seconds:.3f}",
         "over plain": f"{plain.seconds / run.seconds:.2f}x",
         "largest workspace": workspace,
-        "convolutions divided": "-" if run.plans is None else f"{len(run.cut)} of {len(run.plans)}",
+        "convolutions divided": _share_divided(run),
     }
     if run.peaks:
         cells["peak tensor memory, MiB"] = ", ".join(f"{peak:.0f}" for peak in run.peaks)
@@ -173,8 +174,8 @@ def _quantities(run: Run, plain: Run) -> dict[str, str]:
     return cells
 
 
-def _how_many(run: Run) -> str:
-    return f"{len(run.cut)} of {len(run.plans or ())} convolutions are divided"
+def _share_divided(run: Run) -> str:
+    return "-" if run.plans is None else f"{len(run.cut)} of {len(run.plans)}"
 
 
 def _cut(plan: Record) -> tuple[str, ...]:
