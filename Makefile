@@ -8,7 +8,7 @@ QUICK := tests/optimizer tests/test_imports.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
-.PHONY: test quick lint demo docs clean
+.PHONY: test quick lint demo gpu docs clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest
@@ -23,6 +23,13 @@ lint: .venv/ready
 
 demo: .venv/ready
 	$(BIN)/python benchmarks/demo.py
+
+# On a machine with a GPU, with its own Python and torch; one run takes 8 minutes, and the next one goes on from there.
+GPU_SECONDS ?= 480
+GPU_RESULTS ?= benchmarks/results
+
+gpu:
+	$(PYTHON) benchmarks/gpu_all.py --seconds $(GPU_SECONDS) --results $(GPU_RESULTS)
 
 # The pages are made from text alone: what builds them has an environment of its own, without torch.
 docs: .venv-docs/ready

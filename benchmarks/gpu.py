@@ -20,20 +20,14 @@ With --device cpu the script tries itself: the host's algorithms, and small netw
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import gpu_costs, gpu_iterations, gpu_layers
+from benchmarks.gpu_bench import Bench, DeviceLost, NoDevice, about, run
 from benchmarks.gpu_cases import (
     DEEPBENCH,
     ITERATIONS,
@@ -43,37 +37,21 @@ from benchmarks.gpu_cases import (
     CostUnit,
     IterationUnit,
     LayersError,
-    LayerUnit,
     Unit,
     alexnet,
     layer_units,
     read_layers,
 )
+from benchmarks.gpu_layers import quiet_environment
 from benchmarks.gpu_report import markdown, summaries
-from benchmarks.gpu_results import Results, ResultsError, Row
-from benchmarks.gpu_timing import clock_of
+from benchmarks.gpu_results import Results, ResultsError
+from benchmarks.table import show
 from mucudnn.convolution.problem import Direction
-from mucudnn.providers import providers_on
-from mucudnn.version import VERSION
 
 RESULTS = Path("benchmarks/results")
 PARTS = ("layers", "iterations", "costs")
 GROUPS = ("alexnet", "deepbench")
 POLICIES = ("powerOfTwo", "all")
-UNIT_SECONDS = 1.5
-"""Seconds that the arms of a layer take turns; a network's take ten times as long."""
-
-
-class NoDevice(RuntimeError):
-    """There is nothing to measure on; the message is one line."""
-
-
-class OutOfTime(Exception):
-    """A unit takes longer than is left of the run. No RuntimeError, which would be taken for an algorithm's failure."""
-
-
-class DeviceLost(RuntimeError):
-    """An error after which this process cannot use the device any more; the message is one line."""
 
 
 def mebibytes(text: str) -> list[int]:
@@ -148,136 +126,13 @@ def units(options: argparse.Namespace) -> list[Unit]:
     return found
 
 
-def about(device: torch.device) -> dict[str, str]:
-    """Where and with what is measured.
-
-    Raises:
-        NoDevice: where the device is not there, or not to be used.
-    """
-    versions = {"torch": torch.__version__, "cuDNN": str(torch.backends.cudnn.version()), "mucudnn": VERSION}
-    if device.type == "cpu":
-        return {"device": "cpu", **versions}
-    count = torch.cuda.device_count()
-    if not torch.cuda.is_available() or (device.index or 0) >= count:
-        there = f"there are {count} CUDA devices" if torch.cuda.is_available() else "torch finds no CUDA device"
-        raise NoDevice(f"{there}, {device} is to be measured on (--device cpu tries the script itself)")
-    try:
-        providers_on(device)
-    except RuntimeError as error:
-        raise NoDevice(str(error)) from error
-    return {"device": torch.cuda.get_device_name(device), **versions}
-
-
-class Bench:
-    """Measures units on one device."""
-
-    def __init__(self, device: torch.device, results: Results, limits: list[int]) -> None:
-        self._device, self._results, self._limits = device, results, limits
-        self._capped = gpu_layers.Capped(device)
-        self._clock = clock_of(device)
-
-    def measure(self, unit: Unit) -> Row:
-        """The unit's row; one that says what failed, where it does.
-
-        Raises:
-            DeviceLost: where nothing more can be measured in this process.
-        """
-        try:
-            return self._row(unit)
-        except RuntimeError as error:  # out of memory among them
-            reason = (str(error) or repr(error)).splitlines()[0]
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-        except RuntimeError as error:
-            raise DeviceLost(reason) from error
-        return {"failed": reason}
-
-    def _row(self, unit: Unit) -> Row:
-        gpu_layers.free(self._device)
-        database = self._results.database
-        if isinstance(unit, LayerUnit):
-            PRECISIONS[unit.precision].apply()
-            limits = self._missing(unit)
-            return gpu_layers.measure(unit, limits, self._device, self._clock, database, self._capped, UNIT_SECONDS)
-        if isinstance(unit, IterationUnit):
-            return gpu_iterations.measure(unit, self._device, database, 10 * UNIT_SECONDS)
-        return gpu_costs.measure(self._device)
-
-    def _missing(self, unit: LayerUnit) -> list[int]:
-        there = self._results.rows.get(unit.key, {}).get("limits", {})
-        return [limit for limit in self._limits if str(limit) not in there] or self._limits
-
-    def close(self) -> None:
-        self._capped.close()
-
-
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """
-    Raises:
-        OutOfTime: in the middle of what is done when the time is over.
-    """
-
-    def stop(*_: object) -> None:
-        raise OutOfTime
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1.0))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def run(pending: list[Unit], done: int, results: Results, seconds: float, measure: Callable[[Unit], Row]) -> int:
-    """Measures units one after the other until the next would end beyond `seconds`.
-
-    One that turns out to take longer is left for another run, which finds the launches that this one has timed.
-
-    Returns:
-        How many were measured.
-
-    Raises:
-        DeviceLost: as `measure`; the unit counts as failed.
-    """
-    began, longest, count = time.perf_counter(), 0.0, 0
-    with tqdm(total=done + len(pending), initial=done, desc="units", file=sys.stderr, disable=None) as bar:
-        for unit in pending:
-            start = time.perf_counter()
-            left = seconds - (start - began)
-            if count and longest > left:
-                break
-            bar.set_postfix_str(unit.key)
-            try:
-                with at_most(left):
-                    row = measure(unit)
-            except OutOfTime:
-                break
-            except DeviceLost as error:
-                results.add(unit.key, {"failed": str(error)})
-                raise
-            results.add(unit.key, row)
-            longest = max(longest, time.perf_counter() - start)
-            count += 1
-            bar.update()
-    return count
-
-
-def show(results: Results) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 180)
-    for table in summaries(results):
-        console.print(table.rich())
-
-
 def main() -> int:
     options = arguments()
     try:
         wanted = units(options)
         results = Results.load(options.results)
         if options.tables:
-            show(results)
+            show(summaries(results))
             return 0
         pending = [unit for unit in wanted if not results.is_done(unit.key, options.limits, options.retry)]
         done = len(wanted) - len(pending)
@@ -290,7 +145,7 @@ def main() -> int:
     except (LayersError, ResultsError, NoDevice) as error:
         print(f"gpu.py: {error}", file=sys.stderr)
         return 2
-    gpu_layers.quiet_environment()
+    quiet_environment()
     if options.device.type == "cuda":
         torch.cuda.set_device(options.device)
     bench = Bench(options.device, results, options.limits)
@@ -305,10 +160,10 @@ def main() -> int:
         bench.close()
         if results.rows:
             results.write("gpu.md", markdown(results))
-    show(results)
+    show(summaries(results))
     rest = "" if done == len(wanted) else "; the same command goes on from here"
     print(f"gpu.py: {done} of {len(wanted)} units are measured, in {results.folder}{rest}", file=sys.stderr)
-    return 0
+    return 0 if done == len(wanted) else 3
 
 
 if __name__ == "__main__":

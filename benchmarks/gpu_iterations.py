@@ -1,4 +1,7 @@
-"""Measures training steps of a network: stock torch, capped stock torch and mucudnn, a process each, in turn."""
+"""Measures training steps of a network, a process for each arm, in turn.
+
+The arms: torch as it is, torch capped, mucudnn within a limit, and mucudnn within what memory a step leaves.
+"""
 
 from __future__ import annotations
 
@@ -30,22 +33,22 @@ def measure(unit: IterationUnit, device: torch.device, database: Path, seconds: 
     Raises:
         Failed: where stock torch fails.
     """
-    caps: dict[str, int | None] = {"stock": None, "capped": unit.limit, "mucudnn": None}
+    limits: dict[str, int | str | None] = {"stock": None, "capped": None, "mucudnn": unit.limit, "by step": "peak"}
     arms: dict[str, Process] = {}
     failed: dict[str, str] = {}
-    first: list[float] = []
+    first: dict[str, list[float]] = {}
     with ExitStack() as processes:
-        for name, cap in caps.items():
+        for name, limit in limits.items():
+            cap = unit.limit if name == "capped" else None
             process = processes.enter_context(worker(f"{unit.network}, {name}", device, cap))
-            limit = unit.limit if name == "mucudnn" else None
             request = {"network": unit.network, "precision": unit.precision, "limit": limit, "database": str(database)}
             try:
-                first = _asked(process, do="prepare", **request)["first"]  # in the end mucudnn's, if it does not fail
+                first[name] = _asked(process, do="prepare", **request)["first"]
                 arms[name] = process
             except Failed as error:
                 if name == "stock":
                     raise
-                first, failed[name] = [], str(error)
+                failed[name] = str(error)
         times: dict[str, list[float]] = {name: [] for name in arms}
         peaks: dict[str, int | None] = {}
         began = time.perf_counter()
@@ -55,18 +58,21 @@ def measure(unit: IterationUnit, device: torch.device, database: Path, seconds: 
             for name, process in arms.items():
                 answer = _asked(process, do="steps", count=STEPS)
                 times[name] += answer["seconds"]
-                peaks[name] = answer["peak"]
+                peaks[name] = answer["peak"] if answer["peak"] is None else max(answer["peak"], peaks.get(name) or 0)
     over = {
         name: ratio(times[name], times["mucudnn"]) for name in ("stock", "capped") if {name, "mucudnn"} <= times.keys()
     }
+    if "by step" in times:
+        over["stock by step"] = ratio(times["stock"], times["by step"])
+    measuring, planning = first.get("mucudnn") or (None, None)
     return {
         "unit": {"network": unit.network, "precision": unit.precision, "limit": unit.limit},
         "seconds": {name: statistics.median(values) for name, values in times.items()},
         "peaks": peaks,
         "over": over,
         "failures": failed,
-        "benchmarking": first[0] if first else None,
-        "planning": first[1] if first else None,
+        "benchmarking": measuring,
+        "planning": planning,
     }
 
 

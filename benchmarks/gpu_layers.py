@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.gpu_cases import LayerUnit
 from benchmarks.gpu_plans import Plans, described
-from benchmarks.gpu_timing import Arm, Clock, in_turn, ratio
+from benchmarks.gpu_timing import Arm, Clock, Here, in_turn, peak, ratio
 from benchmarks.process import Failed, Process
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
@@ -45,6 +45,44 @@ def worker(name: str, device: torch.device, cap: int | None = None) -> Process:
     return Process(name, [[sys.executable, str(WORKER), str(device)]], **environment)
 
 
+class CappedArm:
+    """One layer in a capped process.
+
+    Attributes:
+        peak: bytes that a call takes at its peak, None on the host.
+        failed: why it takes no further turns; None while it does.
+    """
+
+    def __init__(self, process: Process, drop: Callable[[], None]) -> None:
+        self.peak: int | None = None
+        self.failed: str | None = None
+        self._process, self._drop = process, drop
+
+    def ask(self, **request: Any) -> Any:
+        """
+        Raises:
+            Failed: where the process gives no answer, or one that says so.
+        """
+        try:
+            answer = self._process.ask(**request)
+        except Failed:
+            self._drop()
+            raise
+        if "failed" in answer:
+            raise Failed(answer["failed"])
+        return answer
+
+    def seconds(self, clock: Clock) -> float:
+        """Of one call, by the process's own clock; infinite once it has failed."""
+        if self.failed is None:
+            try:
+                found: float = self.ask(do="call")["seconds"]
+                return found
+            except Failed as error:
+                self.failed = str(error)
+        return math.inf
+
+
 class Capped:
     """Stock torch under caps, a process each, started when first asked."""
 
@@ -52,23 +90,32 @@ class Capped:
         self._device = device
         self._processes: dict[int, Process] = {}
 
-    def seconds(self, unit: LayerUnit, limit: int, seconds: float) -> float:
-        """Median seconds of a layer under a cap in bytes.
+    def arm(self, unit: LayerUnit, limit: int) -> CappedArm:
+        """A layer under a cap in bytes, to take its turn among other arms.
 
         Raises:
             Failed: where the process fails; the next question starts another one.
         """
         if limit not in self._processes:
             self._processes[limit] = worker(f"torch capped at {limit // MIB} MiB", self._device, limit)
+        arm = CappedArm(self._processes[limit], lambda: self._drop(limit))
         request = {"layer": asdict(unit.layer), "precision": unit.precision, "direction": unit.direction}
-        try:
-            answer = self._processes[limit].ask(do="layer", seconds=seconds, **request)
-        except Failed:
-            self._processes.pop(limit).close()
-            raise
-        if "failed" in answer:
-            raise Failed(answer["failed"])
-        return answer["seconds"]
+        arm.peak = arm.ask(do="layer", **request)["peak"]
+        return arm
+
+    def forget(self) -> None:
+        """Has the processes give the memory of their layers back; they stay."""
+        for limit, process in list(self._processes.items()):
+            try:
+                process.ask(do="forget")
+            except Failed:
+                self._drop(limit)
+
+    def _drop(self, limit: int) -> None:
+        process = self._processes.pop(limit, None)
+        if process is not None:
+            process.kill()
+            process.close()
 
     def close(self) -> None:
         for process in self._processes.values():
@@ -131,28 +178,40 @@ def measure(
             {}, workspace_limit=PATCHED_LIMIT, policy=unit.policy, database=database_path, progress="off"
         )
     )
-    arms = {"stock": Arm(call), "patched": Arm(call, lambda: installed(patched))}
+    arms: dict[str, Arm] = {"stock": Here(call), "patched": Here(call, lambda: installed(patched))}
     about: dict[str, dict[str, Any]] = {}
     for division in dict.fromkeys(division for pair in chosen.values() for division in pair if division is not None):
         text = described(division)
         about[text["division"]], work = _tried(problem, division, operands, planner, call)
         about[text["division"]] |= text
         if work is not None:
-            arms[text["division"]] = Arm(work)
+            arms[text["division"]] = Here(work)
+    caps: dict[int, CappedArm] = {}
+    failures: dict[int, str] = {}
+    for limit in chosen:
+        try:
+            arms[_cap(limit)] = caps[limit] = capped.arm(unit, limit)
+        except Failed as error:
+            failures[limit] = str(error)
     times = in_turn(arms, clock, seconds)
+    peaks = {name: peak(arm, device) for name, arm in arms.items() if isinstance(arm, Here)}
+    capped.forget()
     for name in about.keys() & times.keys():
-        about[name]["seconds"] = statistics.median(times[name])
+        about[name] |= {"seconds": statistics.median(times[name]), "peak": peaks[name]}
+    failures |= {limit: arm.failed for limit, arm in caps.items() if arm.failed is not None}
 
     def entry(limit: int) -> dict[str, Any]:
         undivided, divided = (None if d is None else about[described(d)["division"]] for d in chosen[limit])
-        cap, reason = _or_reason(lambda: capped.seconds(unit, limit, seconds / 4))
+        reason = failures.get(limit)
+        cap = None if reason is not None else statistics.median(times[_cap(limit)])
         over: dict[str, float | None] = {"undivided": None, "stock": None, "capped": None}
         if divided is not None and "seconds" in divided:
             over["stock"] = ratio(times["stock"], times[divided["division"]])
-            over["capped"] = None if cap is None else cap / divided["seconds"]
+            over["capped"] = None if cap is None else ratio(times[_cap(limit)], times[divided["division"]])
             if undivided is not None and "seconds" in undivided:
                 over["undivided"] = ratio(times[undivided["division"]], times[divided["division"]])
         found = {"undivided": undivided, "divided": divided, "capped": cap, "over": over}
+        found["capped_peak"] = None if cap is None else caps[limit].peak
         return found if reason is None else {**found, "capped_failed": reason}
 
     (record,) = patched.records() or (None,)
@@ -165,11 +224,13 @@ def measure(
             "policy": unit.policy,
         },
         "stock": statistics.median(times["stock"]),
+        "stock_peak": peaks["stock"],
         "patched": {
             "limit": PATCHED_LIMIT,
             "seconds": statistics.median(times["patched"]),
             "over_stock": ratio(times["stock"], times["patched"]),
             "division": "stock" if record is None else record.division,
+            "peak": peaks["patched"],
         },
         "limits": {str(limit): entry(limit) for limit in chosen},
         "needed": plans.needed(),
@@ -202,11 +263,9 @@ def _tried(
     return {"error": (off / torch.linalg.vector_norm(expected, dtype=torch.float64)).item()}, work
 
 
-def _or_reason(ask: Callable[[], float]) -> tuple[float | None, str | None]:
-    try:
-        return ask(), None
-    except Failed as error:
-        return None, str(error)
+def _cap(limit: int) -> str:
+    """The arm's name."""
+    return f"capped at {limit}"
 
 
 def free(device: torch.device) -> None:

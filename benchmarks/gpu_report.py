@@ -45,7 +45,8 @@ NOTES = """Medians of events on the device, arms in turn, the L2 cache overwritt
 "x stock" and "x capped" say how many times as fast the divided plan is as (a) the best undivided plan within the same
 limit, (b) torch with `benchmark=True` and no cap, (c) the same with `CUDNN_CONV_WSCAP_DBG` at the limit. Plans within a
 limit are made of cuDNN's algorithms alone; torch's own kernel, whose scratch memory nobody limits, is only compared
-with. What takes it less than 0.1 ms is left to it, and has no plan."""
+with. What takes it less than 0.1 ms is left to it, and has no plan. Peaks are of what a call allocates, its result
+included. "By step" is mucudnn with `workspace_limit="peak"`."""
 
 
 def _of_kind(results: Results, kind: str) -> list[Row]:
@@ -121,9 +122,10 @@ def _never_slower(layers: list[Row]) -> Table:
 
 
 def _iterations(steps: list[Row]) -> Table:
-    arms = ("stock", "capped", "mucudnn")
+    arms = ("stock", "capped", "mucudnn", "by step")
+    ratios = {"stock": "x stock", "capped": "x capped", "stock by step": "by step x stock"}
     headings = (
-        *("network", "precision", "limit MiB", *(f"{arm} ms" for arm in arms), "x stock", "x capped"),
+        *("network", "precision", "limit MiB", *(f"{arm} ms" for arm in arms), *ratios.values()),
         *(f"{arm} peak GiB" for arm in arms),
         *("measuring s", "planning s"),
     )
@@ -135,7 +137,7 @@ def _iterations(steps: list[Row]) -> Table:
             (
                 *(unit["network"], unit["precision"], str(unit["limit"] // MIB)),
                 *(_ms(row["seconds"].get(arm)) for arm in arms),
-                *(_figure(row["over"].get(arm)) for arm in ("stock", "capped")),
+                *(_figure(row["over"].get(name)) for name in ratios),
                 *("-" if peak is None else f"{peak / 2**30:.2f}" for peak in peaks),
                 *("-" if row[name] is None else f"{row[name]:.1f}" for name in ("benchmarking", "planning")),
             )
@@ -176,7 +178,8 @@ def _failures(results: Results) -> Table:
 def _details(members: list[Row], policy: str, precision: str) -> Table:
     headings = (
         *("layer", "direction", "limit MiB", "stock ms", "capped ms", "undivided ms", "divided ms"),
-        *("x undivided", "x stock", "x capped", "workspace MiB", "off stock by", "plan"),
+        *("x undivided", "x stock", "x capped", "workspace MiB", "stock peak MiB", "capped peak MiB", "peak MiB"),
+        *("off stock by", "plan"),
     )
     rows = []
     for row in members:
@@ -189,7 +192,7 @@ def _details(members: list[Row], policy: str, precision: str) -> Table:
                     *(f"{row['unit']['group']} {row['unit']['layer']}", row["unit"]["direction"], str(limit // MIB)),
                     *map(_ms, times),
                     *(_figure(entry["over"][name]) for name in OVER),
-                    "-" if workspace is None else f"{workspace / MIB:.1f}",
+                    *map(_mib, (workspace, row["stock_peak"], entry["capped_peak"], divided.get("peak"))),
                     "-" if error is None else f"{error:.0e}",
                     divided.get("division", "-"),
                 )
@@ -203,6 +206,10 @@ def _title(row: Row) -> str:
 
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:.1f}"
 
 
 def _figure(value: float | None) -> str:

@@ -20,9 +20,17 @@ FLUSH_BYTES = 512 * 2**20
 millisecond to enqueue what is timed."""
 
 
+class Arm(Protocol):
+    """What takes its turn."""
+
+    def seconds(self, clock: Clock) -> float:
+        """Of one call."""
+        ...
+
+
 @dataclass(frozen=True)
-class Arm:
-    """Work, and what is set up around it but not timed."""
+class Here:
+    """Work of this process, and what is set up around it but not timed."""
 
     work: Work
     around: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -30,6 +38,19 @@ class Arm:
     def seconds(self, clock: Clock) -> float:
         with self.around():
             return clock.seconds(self.work)
+
+
+def peak(arm: Here, device: torch.device) -> int | None:
+    """Bytes of tensors that a call allocates at its peak, its result among them; None on the host."""
+    if device.type != "cuda":
+        return None
+    with arm.around():
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        arm.work()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
 
 
 class Clock(Protocol):

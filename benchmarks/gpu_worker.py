@@ -2,15 +2,14 @@
 
     CUDNN_CONV_WSCAP_DBG=64 python benchmarks/gpu_worker.py cuda:0
 
-`layer`: seconds of stock torch on a layer. `prepare`, then `steps`: training steps of a network, under mucudnn where a
-limit is given.
+`layer`, then `call`: stock torch on a layer. `prepare`, then `steps`: training steps of a network, under mucudnn where
+a limit is given.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import mucudnn
 from benchmarks.gpu_cases import PRECISIONS, Precision, layer_problem
 from benchmarks.gpu_layers import free, through_torch
-from benchmarks.gpu_timing import Arm, Clock, clock_of, in_turn
+from benchmarks.gpu_timing import Clock, Here, clock_of, peak
 from mucudnn.networks.models import NETWORKS, Layer
 from mucudnn.timing.measurement import synthetic_operands
 
@@ -64,21 +63,41 @@ class Worker:
         self._device = device
         self._clock: Clock = clock_of(device)
         self._training: Training | None = None
+        self._layer: Here | None = None
 
-    def layer(self, layer: dict[str, Any], precision: str, direction: str, seconds: float) -> dict[str, Any]:
+    def layer(self, layer: dict[str, Any], precision: str, direction: str) -> dict[str, Any]:
+        """Warms up; the bytes that a call takes at its peak, None on the host."""
         PRECISIONS[precision].apply()
+        free(self._device)
         shape = Layer(**{name: tuple(value) if isinstance(value, list) else value for name, value in layer.items()})
         problem = layer_problem(shape, precision, direction)
-        work = through_torch(problem, synthetic_operands(problem, self._device))
-        times = in_turn({"stock": Arm(work)}, self._clock, seconds)
-        del work
-        free(self._device)
-        return {"seconds": statistics.median(times["stock"])}
+        self._layer = Here(through_torch(problem, synthetic_operands(problem, self._device)))
+        self._layer.seconds(self._clock)
+        return {"peak": peak(self._layer, self._device)}
 
-    def prepare(self, network: str, precision: str, limit: int | None, database: str) -> dict[str, Any]:
-        """Warms up; of mucudnn, also the seconds that measuring and then planning add to a first step."""
+    def call(self) -> dict[str, Any]:
+        """Seconds of one call of the layer."""
+        assert self._layer is not None
+        return {"seconds": self._layer.seconds(self._clock)}
+
+    def forget(self) -> dict[str, Any]:
+        """Gives the layer's memory back."""
+        self._layer = None
+        free(self._device)
+        return {}
+
+    def prepare(self, network: str, precision: str, limit: int | str | None, database: str) -> dict[str, Any]:
+        """Warms up; of mucudnn, also the seconds that measuring and then planning add to a first step.
+
+        Torch's own search for the fastest kernels comes first and alone: its workspaces, as large as the device allows,
+        are no part of what a step needs, so budgets by step must not see them.
+        """
         PRECISIONS[precision].apply()
         self._training = training = Training(network, PRECISIONS[precision], self._device)
+        training.step()
+        free(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         first = []
         for _ in range(1 if limit is None else 2):
             if limit is not None:
@@ -99,7 +118,8 @@ class Worker:
 
     def answer(self, do: str, **request: Any) -> dict[str, Any]:
         try:
-            return {"layer": self.layer, "prepare": self.prepare, "steps": self.steps}[do](**request)
+            layers = {"layer": self.layer, "call": self.call, "forget": self.forget}
+            return {**layers, "prepare": self.prepare, "steps": self.steps}[do](**request)
         except RuntimeError as error:  # out of memory among them
             free(self._device)
             return {"failed": (str(error) or repr(error)).splitlines()[0]}

@@ -11,7 +11,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from ctypes import c_void_p
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.detour import CALLS, ROUNDS, detour, microseconds
 from benchmarks.engines import NoCard
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
@@ -27,36 +27,11 @@ from mucudnn.optimizer import Division, Option, best_division, micro_batch_sizes
 from mucudnn.providers.cudnn.elsewhere import wheel_library
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.library import Library, Unavailable
-from mucudnn.runtime import shim
-from mucudnn.runtime.session import Session
-from mucudnn.settings import Settings
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule
 
 RESULT = "overhead-cpu"
-CALLS, ROUNDS = 2000, 15
 MANY = 64
-
-
-def microseconds(work: Callable[[], object], calls: int) -> float:
-    """Microseconds of a call, over many."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        work()
-    return 1e6 * (time.perf_counter() - start) / calls
-
-
-def detour(work: Callable[[], object]) -> tuple[float, float]:
-    """Microseconds of a call with torch as it is and with the shim, in turn, medians."""
-    session = Session(Settings.from_environment({}, database=":memory:"))
-    times: dict[str, list[float]] = {"stock": [], "shim": []}
-    for _ in range(ROUNDS):
-        for name, arm in (("stock", None), ("shim", session)):
-            shim.install(arm)
-            microseconds(work, 100)
-            times[name].append(microseconds(work, CALLS))
-    shim.install(None)
-    return statistics.median(times["stock"]), statistics.median(times["shim"])
 
 
 def planning_seconds(batch: int, algorithms: int) -> float:

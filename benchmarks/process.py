@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -35,26 +36,32 @@ class Process:
             for index, command in enumerate(commands)
         ]
 
-    def ask(self, **request: Any) -> Any:
-        """The answer to a request. Failed where there is none."""
+    def ask(self, within: float = ANSWER_SECONDS, **request: Any) -> Any:
+        """The answer to a request. Failed where there is none within so many seconds; then the process is of no use."""
         first = self._processes[0]
         assert first.stdin is not None and first.stdout is not None
         try:
             print(json.dumps(request), file=first.stdin, flush=True)
         except BrokenPipeError:
             raise Failed(f"{self.name}: it ended, see above") from None
-        if not select.select([first.stdout], [], [], ANSWER_SECONDS)[0]:
-            raise Failed(f"{self.name}: no answer within {ANSWER_SECONDS:g} s to {request}")
+        if not select.select([first.stdout], [], [], within)[0]:
+            raise Failed(f"{self.name}: no answer within {within:g} s to {request}")
         answer = first.stdout.readline()
         if not answer:
             raise Failed(f"{self.name}: it ended, see above")
         return json.loads(answer)
 
+    def kill(self) -> None:
+        """Ends the processes at once."""
+        for process in self._processes:
+            process.kill()
+
     def close(self) -> None:
         """Ends the processes: by the end of their input, or by force after some seconds."""
         first = self._processes[0]
         assert first.stdin is not None
-        first.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            first.stdin.close()
         for process in self._processes:
             try:
                 process.wait(10)
@@ -67,6 +74,5 @@ class Process:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:
-            for process in self._processes:
-                process.kill()
+            self.kill()
         self.close()

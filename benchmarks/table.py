@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import table as rich_table
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich import table as rich_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -26,6 +28,8 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
     def rich(self) -> rich_table.Table:
+        from rich import table as rich_table
+
         shown = rich_table.Table(title=self.title)
         for index, heading in enumerate(self.headings):
             shown.add_column(heading, justify="right" if index else "left")
@@ -39,7 +43,12 @@ class Table:
 
 
 def show(tables: Iterable[Table]) -> None:
-    """Prints tables, wide enough to be read also where there is no terminal."""
+    """Prints tables, wide enough to be read also where there is no terminal; in Markdown where there is no rich."""
+    if importlib.util.find_spec("rich") is None:
+        print("\n\n".join(table.markdown() for table in tables))
+        return
+    from rich.console import Console
+
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables:
         console.print(table.rich())

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: its tables, its way of going on, its errors, and one layer on the host."""
+"""benchmarks/gpu.py without a GPU: its units, its way of going on, its errors, and one layer on the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import DeviceLost, arguments, main, mebibytes, run, units
+from benchmarks.gpu import arguments, main, mebibytes, units
+from benchmarks.gpu_bench import DeviceLost, run
 from benchmarks.gpu_cases import DEEPBENCH, MIB, REQUIRED, LayersError, LayerUnit, alexnet, read_layers
 from benchmarks.gpu_plans import Plans, described
-from benchmarks.gpu_report import details, markdown, summaries
 from benchmarks.gpu_results import Results, ResultsError
 from mucudnn.optimizer import Division, Option
 
@@ -122,46 +122,24 @@ def test_runs_of_a_division() -> None:
 # Results
 
 
-def layer_row(layer: str, over: float, patched: float, limit: int = 8 * MIB) -> dict[str, Any]:
-    undivided = {"division": "fast(8)", "predicted": 4.0, "workspace": 0, "seconds": over, "error": 1e-7}
-    divided = {"division": "2xfast(4)", "predicted": 3.0, "workspace": 5 * MIB, "seconds": 1.0, "error": 1e-7}
-    entry = {
-        "undivided": undivided,
-        "divided": divided,
-        "capped": 2.0,
-        "over": {"undivided": over, "stock": 1.5, "capped": 2.0},
-    }
-    return {
-        "unit": {
-            "group": "net",
-            "layer": layer,
-            "precision": "float32",
-            "direction": "forward",
-            "policy": "powerOfTwo",
-        },
-        "stock": 1.5,
-        "patched": {"limit": 64 * MIB, "seconds": 1.0, "over_stock": patched, "division": "2xfast(4)"},
-        "limits": {str(limit): entry},
-        "needed": {"undivided": 64 * MIB, "divided": 4 * MIB},
-        "launches": 10,
-        "benchmarking": 3.0,
-        "planning": 0.01,
-    }
-
-
 ABOUT = {"device": "a GPU", "torch": "2.13.0"}
+
+
+def limits(*sizes: int) -> dict[str, Any]:
+    """Of a row of a layer, what decides whether it is complete."""
+    return {"limits": {str(size): {} for size in sizes}}
 
 
 def test_going_on(tmp_path: Path) -> None:
     results = Results.load(tmp_path / "new")
     results.continue_on(ABOUT)
-    results.add("layers/one", layer_row("one", 2.0, 1.0))
+    results.add("layers/one", limits(8 * MIB))
     again = Results.load(tmp_path / "new")
     again.continue_on(ABOUT)
     assert again.rows == results.rows
     assert again.is_done("layers/one", [8 * MIB], False)
     assert not again.is_done("layers/one", [8 * MIB, 64 * MIB], False)
-    again.add("layers/one", layer_row("one", 2.0, 1.0, limit=64 * MIB))
+    again.add("layers/one", limits(64 * MIB))
     assert again.is_done("layers/one", [8 * MIB, 64 * MIB], False)
     again.add("costs/host", {"failed": "no memory"})
     assert again.is_done("costs/host", [], False) and not again.is_done("costs/host", [], True)
@@ -213,63 +191,6 @@ def test_a_lost_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(DeviceLost):
         run(pending, 0, results, 10.0, measure)
     assert Results.load(tmp_path).rows == {pending[0].key: {"failed": "an illegal memory access"}}
-
-
-# Tables
-
-
-def test_summaries_of_known_rows() -> None:
-    rows = {f"layers/{name}": layer_row(name, over, patched) for name, over, patched in FIGURES}
-    rows["layers/none"] = {
-        **layer_row("none", 1.0, 1.0),
-        "limits": {
-            str(8 * MIB): {
-                "undivided": None,
-                "divided": {"failed": "no memory", "division": "x(1)", "predicted": 1.0, "workspace": 1},
-                "capped": None,
-                "capped_failed": "it ended",
-                "over": {"undivided": None, "stock": None, "capped": None},
-            }
-        },
-        "needed": {"undivided": None, "divided": None},
-    }
-    rows["iterations/net"] = {
-        "unit": {"network": "net", "precision": "tf32", "limit": 64 * MIB},
-        "seconds": {"stock": 0.3, "mucudnn": 0.2},
-        "peaks": {"stock": 3 * 2**30, "mucudnn": 2**30},
-        "over": {"stock": 1.5},
-        "failures": {"capped": "out of memory"},
-        "benchmarking": 12.0,
-        "planning": 0.5,
-    }
-    rows["costs/host"] = {"unit": {}, "stock": 10.0, "shim": 18.5, "algorithm": "e1", "part": 12.25}
-    results = Results(Path(), ABOUT, rows)
-    speed, needed, slower, steps, costs, failed = summaries(results)
-    (row,) = speed.rows
-    # Geometric mean of 1, 2 and 4; a third of them at 1.0; one layer of four has no plan that ran.
-    assert row[:9] == ("powerOfTwo", "float32", "net", "8", "4 of 4", "2.000", "4.000", "33%", "1.500")
-    assert row[-3:] == ("2.000", "2.000", "2.000")
-    assert needed.rows == [
-        ("powerOfTwo", "float32", "net", "3", "64.0", "64.0", "4.0", "4.0", "16.000", "16.000"),
-    ]
-    assert slower.rows == [("powerOfTwo", "float32", "4", "0.900", "1", "net slow forward (0.900)")]
-    assert steps.rows == [
-        ("net", "tf32", "64", "300.000", "-", "200.000", "1.500", "-", "3.00", "-", "1.00", "12.0", "0.5"),
-    ]
-    assert [cost for _, cost in costs.rows] == ["8.5", "12.2", "12.0", "0.04"]
-    assert failed.rows == [
-        ("layers/none", "8 MiB, capped: it ended"),
-        ("layers/none", "8 MiB, divided: no memory"),
-        ("iterations/net", "capped: out of memory"),
-    ]
-    (table,) = details(results)
-    assert len(table.rows) == 4
-    for made in (*summaries(results), *details(results)):
-        assert {len(made.headings)} == {len(row) for row in made.rows}
-        assert made.markdown() in markdown(results)
-
-
-FIGURES = (("one", 1.0, 1.0), ("two", 2.0, 1.2), ("slow", 4.0, 0.9))
 
 
 # The command
@@ -332,7 +253,12 @@ def test_a_layer_on_the_host(
     assert "1 of 1 units are measured" in done.stderr
     (row,) = json.loads((folder / "gpu.json").read_text())["rows"].values()
     entry = row["limits"][str(MIB)]
-    assert entry["capped"] > 0 and row["stock"] > 0 and row["patched"]["over_stock"] > 0
+    assert (
+        entry["capped"] > 0
+        and entry["over"].keys() == {"undivided", "stock", "capped"}
+        and row["stock"] > 0
+        and row["patched"]["over_stock"] > 0
+    )
     for kind in ("undivided", "divided"):
         plan = entry[kind]
         assert plan is None or (plan["error"] < 1e-5 and plan["seconds"] > 0 and plan["workspace"] <= MIB)

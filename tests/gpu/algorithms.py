@@ -1,4 +1,4 @@
-"""Algorithms on a device, problem by problem."""
+"""Algorithms on a device, problem by problem; which problems, and how exact each algorithm has to be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import dims, extent, tiles
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import Provider
+from mucudnn.providers.cudnn.backend import Note
+from mucudnn.providers.cudnn.card import Card
+from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.form import form
+from mucudnn.providers.cudnn.graph import Configuration, Graph
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing.store import Store
 
@@ -88,6 +93,43 @@ GEOMETRIES: dict[str, dict] = {
         **{"groups": 2, "padding": (1, 1, 1)},
     },
 }
+
+
+def cases(whole: bool) -> list[tuple[str, Direction, str]]:
+    """Geometries, directions and arms: every combination, or a sample with every pair of geometry and direction, and
+    every arm as often as the others.
+    """
+    pairs = [(geometry, direction) for geometry in GEOMETRIES for direction in Direction]
+    names = list(ARMS)
+    if whole:
+        return [(geometry, direction, arm) for geometry, direction in pairs for arm in names]
+    return [(*pair, names[number % len(names)]) for number, pair in enumerate(pairs)]
+
+
+WINOGRAD_IN_HALF = 2e-2
+"""The bound for Winograd's kernels on half types: they transform what they read, in that type, before they multiply,
+and an element of a 6x6 tile is a sum of up to 36 others with weights up to 25. Which tile is cuDNN's choice."""
+
+
+def tolerance(provider: Provider, algorithm: str, problem: ConvProblem, arm: Arm, device: torch.device) -> float:
+    """The bound on an algorithm's relative error."""
+    if problem.is_half and _is_winograd(provider, algorithm, problem, device):
+        return WINOGRAD_IN_HALF
+    return arm.tolerance
+
+
+def _is_winograd(provider: Provider, algorithm: str, problem: ConvProblem, device: torch.device) -> bool:
+    if not isinstance(provider, Engines):
+        return "winograd" in algorithm
+    put = form(problem)
+    assert put is not None, "the engine served it"
+    card = Card(device.index or 0)
+    with card.planning() as here:
+        graph = Graph(card.library, here, put, accumulate=False)
+        notes = graph.engine(Configuration.parsed(algorithm).engine).notes
+    return not notes.isdisjoint(
+        {Note.WINOGRAD, Note.WINOGRAD_TILE_4x4, Note.WINOGRAD_TILE_6x6, Note.WINOGRAD_TILE_13x13}
+    )
 
 
 def problem_of(geometry: str, direction: Direction, arm: Arm) -> ConvProblem:

@@ -133,7 +133,8 @@ def test_autocast(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("slow_stock")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_weight_gradients_round_once(dtype: torch.dtype, device: torch.device) -> None:
+def test_half_weight_gradients_round_no_more_than_their_parts(dtype: torch.dtype, device: torch.device) -> None:
+    """Every part's own result may be rounded once, as cuDNN writes half types, and then the sum of the parts is."""
     torch.manual_seed(0)
     x = torch.randn(8, 4, 12, 12, device=device).to(dtype)
     w = torch.randn(8, 4, 3, 3, device=device).to(dtype).requires_grad_()
@@ -141,8 +142,9 @@ def test_half_weight_gradients_round_once(dtype: torch.dtype, device: torch.devi
     functional.conv2d(x.double(), exact).sum().backward()
     with mucudnn.patched(workspace_limit="1MiB", database=":memory:", progress="off"):
         functional.conv2d(x, w).sum().backward()
-    spacing = torch.finfo(dtype).eps * exact.grad.abs()
-    assert ((w.grad.double() - exact.grad).abs() <= 0.52 * spacing + 1e-3).all()
+    absolute = torch.zeros_like(exact).requires_grad_()
+    functional.conv2d(x.double().abs(), absolute).sum().backward()  # no partial sum is larger
+    assert ((w.grad.double() - exact.grad).abs() <= torch.finfo(dtype).eps * absolute.grad).all()
 
 
 @pytest.fixture
@@ -269,9 +271,9 @@ def test_plans_come_from_the_database(device: torch.device, tmp_path: object, mo
     module, x = nn.Conv2d(32, 64, 5, padding=2).to(device), torch.randn(32, 32, 28, 28, device=device)
     with mucudnn.patched(workspace_limit="8MiB", database=f"{tmp_path}/times.sqlite", progress="off") as first:
         results(module, x)
-    monkeypatch.setattr("mucudnn.benchmark.seconds", _never)
-    monkeypatch.setattr("mucudnn.benchmark.first_seconds", _never)
-    monkeypatch.setattr("mucudnn.benchmark.ratio", _never)
+    monkeypatch.setattr("mucudnn.timing.clock.seconds", _never)
+    monkeypatch.setattr("mucudnn.timing.clock.first_seconds", _never)
+    monkeypatch.setattr("mucudnn.timing.clock.ratio", _never)
     with mucudnn.patched(workspace_limit="8MiB", database=f"{tmp_path}/times.sqlite", progress="off") as second:
         results(module, x)
     assert [record.parts for record in second.records()] == [record.parts for record in first.records()]

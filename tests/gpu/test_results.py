@@ -1,47 +1,57 @@
-"""Every algorithm of the device in every direction, type, memory format and geometry, against float64 on the host."""
+"""Every algorithm of the device in every direction, type, memory format and geometry, against float64 on the host.
+
+Of the combinations a sample is run; GPU_TESTS_ALL=1 (`python tests/gpu/run.py --all`) runs all of them, each of which
+makes a hundred plans or more.
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import pytest
 import torch
-from algorithms import ARMS, GEOMETRIES, divisions, launch, on_device, precision, problem_of, providers
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from problems import operands, problems, reference, relative_error
+from algorithms import ARMS, cases, divisions, launch, on_device, precision, problem_of, providers, tolerance
+from references import operands, reference, relative_error
 
 from mucudnn.convolution.problem import Direction, Role
 from mucudnn.providers import STOCK
+from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.legacy import Legacy, math_type
 
+CASES = cases(bool(os.environ.get("GPU_TESTS_ALL")))
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+
+@pytest.mark.parametrize("geometry, direction, arm", CASES)
 def test_every_algorithm(geometry: str, direction: Direction, arm: str, device: torch.device) -> None:
     problem = problem_of(geometry, direction, ARMS[arm])
     source = operands(problem, with_bias=direction is Direction.FORWARD)
     expected = reference(problem, source)
-    found, refused = {}, []
+    wrong, ran, refused = {}, set(), []
     with precision(ARMS[arm]):
         for algorithm, provider in providers(problem, device).items():
+            bound = tolerance(provider, algorithm, problem, ARMS[arm], device)
             for dim, extents in divisions(problem):
                 tensors = on_device(problem, source, device)
-                if problem.target is Role.W and problem.is_half:  # parts add up in float32
+                if problem.target is Role.W and problem.is_half and len(extents) > 1:  # parts add up in float32
                     tensors.w.data = tensors.w.float()
                 try:
-                    ran = launch(provider, problem, algorithm, tensors, extents, dim)
+                    if not launch(provider, problem, algorithm, tensors, extents, dim):
+                        continue
                 except RuntimeError as error:
                     refused.append(f"{algorithm} {dim} {extents}: {error}")
                     continue
-                if ran:
-                    found[algorithm, dim, extents] = relative_error(tensors.target(problem).cpu(), expected)
-    wrong = {key: error for key, error in found.items() if not error < ARMS[arm].tolerance}
+                ran.add(algorithm)
+                error = relative_error(tensors.target(problem).cpu(), expected)
+                if not error < bound:
+                    wrong[algorithm, dim, extents] = error
     assert not wrong
-    assert any(algorithm != STOCK for algorithm, *_ in found), f"nothing ran: {refused}"
+    assert ran - {STOCK}, f"nothing ran: {refused}"
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    "geometry, arm", [(geometry, arm) for geometry, direction, arm in CASES if direction is Direction.BACKWARD_FILTER]
+)
 def test_weight_gradients_are_added_on_request(geometry: str, arm: str, device: torch.device) -> None:
     """beta 1: what the target holds is kept, and every part is added to it."""
     problem = problem_of(geometry, Direction.BACKWARD_FILTER, ARMS[arm])
@@ -52,6 +62,7 @@ def test_weight_gradients_are_added_on_request(geometry: str, arm: str, device: 
     wrong, ran = {}, 0
     with precision(ARMS[arm]):
         for algorithm, provider in providers(problem, device).items():
+            bound = tolerance(provider, algorithm, problem, ARMS[arm], device)
             for dim, extents in divisions(problem):
                 tensors = on_device(problem, source, device)
                 wide = torch.float32 if problem.is_half else tensors.w.dtype
@@ -63,41 +74,29 @@ def test_weight_gradients_are_added_on_request(geometry: str, arm: str, device: 
                     continue
                 ran += 1
                 error = relative_error(tensors.w.cpu(), held + exact)
-                if not error < ARMS[arm].tolerance:
+                if not error < bound:
                     wrong[algorithm, dim, extents] = error
     assert not wrong
     assert ran
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_cudnns_own_search_agrees(geometry: str, direction: Direction, arm: str, cuda: torch.device) -> None:
-    """Of its older algorithms: those that are offered run, and need what was said."""
+@pytest.mark.parametrize("geometry, direction, arm", CASES)
+def test_cudnns_own_search_needs_no_more_than_was_said(
+    geometry: str, direction: Direction, arm: str, cuda: torch.device
+) -> None:
+    """What of the older algorithms runs in the search is cuDNN's affair: where that differs from what is offered, a
+    warning says so. What it says an algorithm needs must not be more than what plans reckon with.
+    """
     problem = problem_of(geometry, direction, ARMS[arm])
     with precision(ARMS[arm]):
-        (legacy,) = {provider for provider in providers(problem, cuda).values() if isinstance(provider, Legacy)}
-        found = legacy.search(problem)
+        legacy = Legacy(Card(cuda.index or 0))
         offered = legacy.algorithms(problem)
-        assert {name for name, one in found.items() if not one.status} == set(offered)
-        alike = [name for name in offered if found[name].math_type == math_type(problem)]
-        own = {name: legacy.prepared(problem, name, False).workspace for name in alike}
-        assert {name: found[name].workspace for name in alike} == own
-
-
-@settings(max_examples=100)
-@given(data=st.data())
-def test_any_convolution(device: torch.device, data: st.DataObject) -> None:
-    problem = data.draw(problems(dtypes=("float64", "float32")))
-    source = operands(problem)
-    expected = reference(problem, source)
-    dim, extents = data.draw(st.sampled_from(divisions(problem)))
-    for algorithm, provider in providers(problem, device).items():
-        tensors = on_device(problem, source, device)
-        try:
-            if not launch(provider, problem, algorithm, tensors, extents, dim):
-                continue
-        except RuntimeError:
-            continue
-        error = relative_error(tensors.target(problem).cpu(), expected)
-        assert error < ARMS[problem.dtype].tolerance, algorithm
+        if not offered:
+            pytest.skip("none of the older algorithms serves it")
+        found = legacy.search(problem)
+        alike = [name for name in offered if name in found and found[name].math_type == math_type(problem)]
+        promised = {name: legacy.prepared(problem, name, False).workspace for name in alike}
+    ran = {name for name, one in found.items() if not one.status}
+    if ran != set(offered):
+        warnings.warn(f"{problem}: offered {sorted(offered)}, in the search ran {sorted(ran)}", stacklevel=1)
+    assert not {name: found[name].workspace for name in alike if found[name].workspace > promised[name]}

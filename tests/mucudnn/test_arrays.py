@@ -15,7 +15,8 @@ import pytest
 import torch
 from forced import Forced, forced
 from hypothesis import given, settings
-from problems import TOLERANCE, operands, problems, reference, relative_error
+from problems import problems
+from references import TOLERANCE, operands, reference, relative_error
 
 import mucudnn
 from mucudnn.convolution.problem import ConvProblem, Direction

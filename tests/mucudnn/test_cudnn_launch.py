@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import TOLERANCE, operands, problems, reference, relative_error
+from problems import problems
+from references import TOLERANCE, operands, reference, relative_error
 from simulated_cudnn import SimulatedCard
 
 from mucudnn.convolution.operands import Operands

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import TOLERANCE, operands, reference, relative_error
+from references import TOLERANCE, operands, reference, relative_error
 from simulated_cudnn import SimulatedCard, SimulatedCudnn
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction

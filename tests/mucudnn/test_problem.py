@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from problems import apply, operands, problems
+from problems import problems
+from references import apply, operands
 
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 

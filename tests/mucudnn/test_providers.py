@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import TOLERANCE, dtypes, operands, problems, reference, relative_error
+from problems import problems
+from references import TOLERANCE, dtypes, operands, reference, relative_error
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from problems import operands, problems
+from problems import problems
+from references import operands
 from tensor_memory import TensorMemory
 
 import mucudnn

@@ -84,6 +84,7 @@ class Name(enum.IntEnum):
     ENGINE_NUMERICAL_NOTE = 1303
     ENGINE_BEHAVIOR_NOTE = 1305
     ENGINE_DEVICEPROP = 1307
+    DEVICEPROP_HANDLE = 2701
     DEVICEPROP_JSON_REPRESENTATION = 2702
 
 
@@ -191,6 +192,13 @@ class Descriptor:
 
     def set_text(self, name: Name, text: bytes) -> Descriptor:
         return self._set(name, Type.CHAR, len(text), create_string_buffer(text, len(text)))
+
+    def text(self, name: Name, most: int = 65536) -> str:
+        """An attribute of characters, at most so many."""
+        characters, count = create_string_buffer(most), c_int64()
+        status = self._library.cudnnBackendGetAttribute(self.pointer, name, Type.CHAR, most, byref(count), characters)
+        self._library.check(status, f"get {name.name}")
+        return characters.raw[: min(count.value, most)].rstrip(b"\0").decode()
 
     def _set(self, name: Name, kind: Type, count: int, values: Array[Any]) -> Descriptor:
         status = self._library.cudnnBackendSetAttribute(self.pointer, name, kind, count, values)

@@ -8,7 +8,7 @@ from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Any, Self
 
-from mucudnn.providers.cudnn.backend import Descriptor, Kind, Name
+from mucudnn.providers.cudnn.backend import Descriptor, Kind, Name, Type
 from mucudnn.providers.cudnn.library import Library
 
 
@@ -30,6 +30,17 @@ class Device:
         descriptor = Descriptor(library, Kind.DEVICEPROP)
         descriptor.set_text(Name.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
         return cls(properties=descriptor.finalize())
+
+    @classmethod
+    def described(cls, library: Library, handle: c_void_p) -> dict[str, Any]:
+        """The properties of a handle's card, as `known` takes them.
+
+        Raises:
+            CudnnError: where cuDNN does not tell them.
+        """
+        descriptor = Descriptor(library, Kind.DEVICEPROP).set(Name.DEVICEPROP_HANDLE, Type.HANDLE, handle.value)
+        found: dict[str, Any] = json.loads(descriptor.finalize().text(Name.DEVICEPROP_JSON_REPRESENTATION))
+        return found
 
 
 H200: dict[str, Any] = {
