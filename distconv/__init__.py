@@ -3,7 +3,7 @@
 mesh = distconv.init("sample=2,height=2")
 model = distconv.parallelize(model, mesh)
 y = model(distconv.shard(x, mesh))        # DTensors: shape, slicing and sums mean the whole tensor
-full = distconv.gather(y)
+whole = distconv.gather(y)
 """
 
 from __future__ import annotations
@@ -57,18 +57,26 @@ def init(
     device_type: str | None = None,
     channel_algorithm: str | None = None,
 ) -> DeviceMesh:
-    """The mesh of a partition such as ``"sample=2,height=2"`` over all ranks, or over the ascending ``ranks``.
+    """Makes the mesh of a partition, over all ranks or over some. Every rank of the job must call it.
 
-    ``None`` takes the partition of `distconv run`, else reads DISTCONV_PARTITION. Uses the default process group where
-    one exists; makes one, over DISTCONV_BACKEND (default: gloo, nccl for GPUs), from torchrun's environment, or of this
-    process alone. May be called again for another partition. On GPUs each rank's current device becomes the one of its
-    local rank: call it before tensors go to "cuda". Every rank of the job must call it.
+    Uses the default process group where there is one. Else it starts one: over the backend of `DISTCONV_BACKEND`
+    (default: gloo, nccl for GPUs), with the ranks of torchrun's environment, or with this process alone. It may be
+    called again for another partition. On GPUs the current device becomes the one of the rank's local number: call
+    `init` before tensors go to "cuda".
 
-    channel_algorithm: what stays where it is in layers whose channels are sharded, x, y, w or auto (what moves least;
-    see distconv.channels); ``None`` takes --channel-algorithm of `distconv run`, else DISTCONV_CHANNEL_ALGORITHM, else
-    auto.
+    Args:
+        partition: mesh axes and the ranks along each, such as `"sample=2,height=2"`; or a mesh whose axes have these
+            names. If not given, that of `distconv run`, else of `DISTCONV_PARTITION`.
+        ranks: the ranks of the job that make up the mesh, ascending; all of them if not given.
+        device_type: "cpu" or "cuda"; if not given, "cuda" where there is a GPU.
+        channel_algorithm: what stays where it is in layers whose channels are sharded: "x", "y", "w", or "auto", which
+            moves least. If not given, that of `distconv run`, else of `DISTCONV_CHANNEL_ALGORITHM`, else "auto".
 
-    ValueError, one line, for what does not fit.
+    Returns:
+        The mesh, for `shard` and `parallelize`.
+
+    Raises:
+        ValueError: one line, for a partition or an algorithm that is not accepted or does not fit the ranks.
     """
     if isinstance(partition, DeviceMesh):
         mesh = adopt(partition)
@@ -88,10 +96,11 @@ def init(
 
 
 def is_first() -> bool:
-    """Whether this process is the job's first rank, or runs without a job: where to do what must be done once.
+    """Whether this process is the job's first rank, or runs without a job.
 
-    A script that `distconv run` runs needs it only for what is not kept to one rank anyway, a subprocess that writes,
-    say. What is done on the first rank alone must not call the model.
+    It tells where to do what must be done once. A script that `distconv run` runs needs it only for side effects that
+    are not kept to one rank anyway, for example a subprocess that writes a file. What is done on the first rank alone
+    must not call the model.
     """
     return not dist.is_initialized() or dist.get_rank() == 0
 

@@ -18,11 +18,16 @@ T = TypeVar("T")
 
 
 def whole_state(state: T) -> T:
-    """A state, such as ``model.state_dict()`` or ``optimizer.state_dict()``, with whole plain tensors for sharded ones.
+    """A state with whole plain tensors in place of sharded ones, as one process would have it.
 
-    Of any nested dicts, lists and tuples; equal on every rank. One process can load it. Collective over the ranks of
-    the meshes, and needs memory for the whole on every rank: to keep shards apart, save the state itself with
-    torch.distributed.checkpoint, which loads it on any number of ranks.
+    All ranks of the meshes must call it, and each needs memory for the whole. To keep shards apart, save the state
+    itself with `torch.distributed.checkpoint`, which loads it on any number of ranks.
+
+    Args:
+        state: any nested dicts, lists and tuples, such as `model.state_dict()` or `optimizer.state_dict()`.
+
+    Returns:
+        The same on every rank.
     """
     result = tree_map_only(DTensor, lambda x: whole(x.detach()) if is_ours(x.device_mesh) else x, state)
     if hasattr(state, "_metadata"):  # the versions of modules, which load_state_dict reads

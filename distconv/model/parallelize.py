@@ -32,10 +32,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of ``x``, the same full tensor (N, C, spatial...) on every rank, as a DTensor. Differentiable.
+    """This rank's part of a tensor, as a DTensor. Differentiable.
 
-    No communication in forward; in backward the gradient of the full tensor is gathered. A DTensor passes as it is.
-    ValueError where the partition has an axis that the data lacks.
+    Forward sends nothing; backward gathers the gradient of the whole tensor.
+
+    Args:
+        x: the whole tensor (N, C, spatial...), the same on every rank; a DTensor is returned as it is.
+        mesh: of `distconv.init`.
+
+    Raises:
+        ValueError: where the partition has an axis that the data lacks.
     """
     if isinstance(x, DTensor):
         return x
@@ -115,17 +121,24 @@ def _loading(load: Any) -> Any:
 def parallelize(
     model: M, mesh: DeviceMesh, strategy: Mapping[str, str] | Strategy | None = None, *, batch_norm: str = "global"
 ) -> M:
-    """The same model, whose calls now run on shards: plain inputs are sharded, outputs are DTensors on the mesh.
+    """Lets a model run on shards: its plain inputs are sharded, and its outputs are DTensors on the mesh.
 
-    Parameters and buffers are equal on every rank: those of the mesh's first rank are copied to the others once, here.
-    On a mesh that splits channels the parameters that its axes shard become DTensors, of which a rank holds its part:
-    make the optimizer afterwards. Gradients arrive reduced.
+    Parameters and buffers become equal on every rank: the first rank's are copied to the others once, here. Where the
+    mesh splits channels, the parameters that its axes shard become DTensors, of which a rank holds its part: make the
+    optimizer afterwards. After backward, gradients are reduced over the ranks.
 
-    strategy: {pattern of layer names: partition}, where layers run under other partitions of the same ranks than the
-    mesh's; the first pattern that matches decides. What moves between layers is redistributed.
-    batch_norm: "global" takes statistics over the whole batch, as one process would, "local" over each rank's share.
+    Args:
+        model: is changed in place.
+        mesh: of `distconv.init`.
+        strategy: {pattern of layer names: partition}, for layers that run under other partitions of the same ranks; the
+            first pattern that matches decides. What goes between such layers is redistributed.
+        batch_norm: "global" takes statistics over the whole batch, as one process would; "local" over each rank's part.
 
-    ValueError, one line, for a pattern that decides on no layer, and for a partition of another number of ranks.
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: one line, for a pattern that decides on no layer, and for a partition of another number of ranks.
     """
     enable(mesh, batch_norm)
     if strategy is not None and not isinstance(strategy, Strategy):
@@ -182,16 +195,19 @@ class _Script:
 def distributed_script(
     mesh: DeviceMesh, strategy: Strategy | None = None, *, batch_norm: str = "global"
 ) -> Iterator[None]:
-    """Within it, every module with parameters runs distributed at its outermost call, and plain tensors mix with
-    DTensors.
+    """Within it, modules with parameters run distributed at their outermost call, and plain tensors mix with DTensors.
 
-    On a mesh that splits channels a model's parameters are sharded at its first call, and optimizers made earlier
-    follow; torch.save writes them whole. strategy: where layers run under other partitions; their names are those
-    within the module of an outermost call. batch_norm: "global" takes statistics over the whole batch, "local" over
-    each rank's share.
+    This is what `distconv run` puts around a script. Where the mesh splits channels, a model's parameters are sharded
+    at its first call, and optimizers that were made earlier follow; `torch.save` writes whole tensors.
 
-    ValueError, one line, at the first step of an optimizer or else at the end, for a pattern of the strategy that
-    decides on no layer.
+    Args:
+        mesh: of `distconv.init`.
+        strategy: layers that run under other partitions; their names are those within the module of an outermost call.
+        batch_norm: "global" takes statistics over the whole batch, as one process would; "local" over each rank's part.
+
+    Raises:
+        ValueError: one line, at the first step of an optimizer or else at the end, for a pattern of the strategy that
+            decides on no layer.
     """
     enable(mesh, batch_norm)
     script = _Script(mesh, strategy, batch_norm)

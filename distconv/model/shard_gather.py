@@ -54,9 +54,12 @@ def cut(x: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def gather(y: Tensor) -> Tensor:
-    """The full tensor of a DTensor, on every rank. Differentiable; a plain tensor passes as it is.
+    """The whole tensor of a DTensor, on every rank. Differentiable.
 
-    Every rank is taken to compute the same from the result, as one process would.
+    Every rank must compute the same from the result, as one process would: backward then needs no messages.
+
+    Args:
+        y: a DTensor; a plain tensor is returned as it is.
     """
     if not isinstance(y, DTensor):
         return y

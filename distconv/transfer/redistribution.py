@@ -229,14 +229,18 @@ def relaid(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = No
 
 
 def redistribute(x: DTensor, partition: str | Partition | DeviceMesh) -> DTensor:
-    """``x`` under another partition of its ranks; the whole tensor stays what it is. Differentiable.
+    """A tensor under another partition of its ranks; the whole tensor stays the same. Differentiable.
 
-    Collective over the ranks of x, and moves only what a rank needs and does not own: backward moves the gradient the
-    other way. Where neither needs to move nothing is sent. partition: text such as ``"channel=4"``, or a mesh over the
-    same ranks. What is replicated on all ranks stays so.
+    All ranks of the tensor must call it. It moves only what a rank needs and does not own, and backward moves the
+    gradient the other way. What is replicated on all ranks stays replicated.
 
-    ValueError for a tensor that is no DTensor of distconv, and for a partition of another number of ranks.
-    UnsupportedOperation for a mesh over other ranks.
+    Args:
+        x: a DTensor.
+        partition: text such as `"channel=4"`, or a mesh over the same ranks.
+
+    Raises:
+        ValueError: for a tensor that is no DTensor of distconv, and for a partition of another number of ranks.
+        UnsupportedOperation: for a mesh over other ranks.
     """
     if not isinstance(x, DTensor) or not is_ours(x.device_mesh):
         raise ValueError(f"redistribute: a {type(x).__name__}; accepted: a DTensor that distconv made, as by shard")
