@@ -32,11 +32,11 @@ TOLERANCE = 1e-9
 
 RESULT = "demo-cpu"
 
-SLICES = "benchmarks/brain_slices.py", "--batch", "20", "--width", "8", "--steps", "30"
+SLICES = "benchmarks/brain_slices.py", "--batch", "20", "--width", "8", "--steps", "24"
 SLICES_LIMIT = "8MiB"
 """Undivided, the Fourier transform of a 31x31 convolution needs 14.4 MiB here, and torch's own kernel is far slower."""
 
-VOLUME = "benchmarks/brain_volume.py", "--size", "40x48x40"
+VOLUME = "benchmarks/brain_volume.py", "--steps", "20", "--size", "40x48x40"
 VOLUME_LIMIT = "1MiB"
 PARTITION = "depth=2,height=2"
 RANKS = 4
