@@ -11,7 +11,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distconv.partition import SPATIAL, Partition
+from distconv.partition import AXES, Partition
 from mucudnn.networks.models import ResNet, UNet3d
 
 
@@ -32,7 +32,9 @@ class Case:
         """Into how many parts each dim of the input is cut."""
         parts = [1] * len(self.shape)
         for name, count in Partition.parse(self.partitions[ranks]).axes:
-            parts[len(self.shape) - SPATIAL[name]] = count
+            dim = AXES[name].dim_of(len(self.shape))
+            assert dim is not None, f"{self.title}: its input has no {name}"
+            parts[dim] = count
         return tuple(parts)
 
     def slab(self, ranks: int) -> tuple[int, ...]:

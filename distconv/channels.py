@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.partition import CHANNEL, Partition, nested_ownership
+from distconv.partition import AXES, Partition, nested_ownership, shards_channels
 from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
 
 ALGORITHMS = ("x", "y", "w", "auto")
@@ -180,7 +180,7 @@ def _weight_dims(layer: Layer, algorithm: str, names: tuple[str, ...], sizes: tu
     choices = {
         "x": (layer.channel_dim,) * len(names),
         "y": (layer.filter_dim,) * len(names),
-        "w": tuple(layer.filter_dim if name == "filter" else layer.channel_dim for name in names),
+        "w": tuple(layer.filter_dim if name in AXES and AXES[name].of_filters else layer.channel_dim for name in names),
     }
     if algorithm != "auto":
         return choices[algorithm]
@@ -213,8 +213,8 @@ def parameter_placements(module: nn.Module, algorithm: str, partition: Partition
     """
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     whole = (Replicate(),) * len(partition.axes)
-    axes = {name: size for name, size in partition.axes if name in CHANNEL}
-    vector = tuple(Shard(0) if name in CHANNEL else Replicate() for name in partition.names)
+    axes = {name: size for name, size in partition.axes if shards_channels(name)}
+    vector = tuple(Shard(0) if shards_channels(name) else Replicate() for name in partition.names)
     layer = layer_of(module)
     if layer is not None:
         dims = dict(zip(axes, weight_dims(layer, algorithm, axes), strict=True))
@@ -229,7 +229,8 @@ def check_algorithm(algorithm: str, partition: Partition) -> str:
     """The algorithm itself. ValueError, one line, for an unknown one and for ``w`` without its two axes."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"channel algorithm {algorithm!r}: accepted: {', '.join(ALGORITHMS)}")
-    if algorithm == "w" and not set(CHANNEL) <= set(partition.names):
+    of_filters = {AXES[name].of_filters for name in partition.names if shards_channels(name)}
+    if algorithm == "w" and of_filters != {False, True}:
         raise ValueError(
             f"channel algorithm 'w' on partition {str(partition)!r}: accepted with axes channel and filter"
         )

@@ -1,8 +1,7 @@
 """From ``"sample=2,height=2"`` to a DeviceMesh, placements, and the interval of a dim that each rank owns.
 
-An *axis* belongs to the mesh, a *dim* to a tensor. Axis ``sample`` shards dim 0, ``channel`` and ``filter`` (one within
-the other) dim 1, ``depth``, ``height`` and ``width`` the last dims but two, but one, and the last of tensors (N, C,
-spatial...). Layouts are DTensor's canonical ones: ceil-sized shards, the last of them smaller or empty.
+An *axis* belongs to the mesh, a *dim* to a tensor. Which dim each axis shards is said by one table, `AXES`. Layouts are
+DTensor's canonical ones: ceil-sized shards, the last of them smaller or empty.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,59 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 Interval = tuple[int, int]
 
-SPATIAL = {"width": 1, "height": 2, "depth": 3}
-"""Each spatial axis and the dim it shards, counted from the end."""
 
-CHANNEL = ("channel", "filter")
-"""The axes that shard the channels of activations, and so the weights."""
+class Kind(Enum):
+    """What an axis of the mesh shards, of activations (N, C, spatial...)."""
 
-AXES = ("sample", *CHANNEL, "depth", "height", "width")
+    SAMPLES = "samples"
+    CHANNELS = "channels"
+    SPACE = "space"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis that a mesh may have.
+
+    Attributes:
+        name: what a partition calls it.
+        kind: what it shards.
+        dim: the dim of activations that it shards; a dim of space is counted from the end, -1 being the last.
+        of_filters: of an axis that shards channels, whether the algorithm "w" shards the weight's filters along it,
+            and not its channels (see `distconv.channels`).
+    """
+
+    name: str
+    kind: Kind
+    dim: int
+    of_filters: bool = False
+
+    def dim_of(self, ndim: int) -> int | None:
+        """The dim that it shards of a tensor of ``ndim`` dims; None where the tensor has no such dim.
+
+        Tensors of fewer than 3 dims have no space, those of fewer than 2 no channels.
+        """
+        if self.kind is Kind.SPACE:
+            return ndim + self.dim if ndim + self.dim >= 2 else None
+        return self.dim if self.dim < ndim else None
+
+
+AXES = {
+    axis.name: axis
+    for axis in (
+        Axis("sample", Kind.SAMPLES, 0),
+        Axis("channel", Kind.CHANNELS, 1),
+        Axis("filter", Kind.CHANNELS, 1, of_filters=True),
+        Axis("depth", Kind.SPACE, -3),
+        Axis("height", Kind.SPACE, -2),
+        Axis("width", Kind.SPACE, -1),
+    )
+}
+"""Every axis that a mesh may have, by its name. A new one is a row here."""
+
+
+def shards_channels(name: str) -> bool:
+    """Whether the axis of this name shards the channels of activations, and so the weights."""
+    return name in AXES and AXES[name].kind is Kind.CHANNELS
 
 
 @dataclass(frozen=True)
@@ -156,6 +202,12 @@ def is_ours(mesh: DeviceMesh) -> bool:
     return mesh in _groups
 
 
+def splits_channels(mesh: DeviceMesh) -> bool:
+    """Whether the mesh has more than one rank along the axes that shard channels."""
+    names = mesh.mesh_dim_names or ()
+    return math.prod(mesh.size(axis) for axis, name in enumerate(names) if shards_channels(name)) > 1
+
+
 def placements(mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """How a tensor (N, C, spatial...) of ``ndim`` dims lies on the mesh.
 
@@ -170,20 +222,13 @@ def placements(mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
 def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
     result: list[Placement] = []
     for name, size in zip(names, sizes, strict=True):
-        if name == "sample":
-            result.append(Shard(0) if ndim else Replicate())
-        elif name in CHANNEL:
-            result.append(Shard(1) if ndim > 1 else Replicate())
-        elif ndim < 3 or (size == 1 and ndim - SPATIAL[name] < 2):
-            result.append(Replicate())
-        elif ndim - SPATIAL[name] < 2:
-            known = [axis for axis, back in SPATIAL.items() if ndim - back >= 2]
+        dim = AXES[name].dim_of(ndim)
+        if dim is None and ndim >= 3 and size > 1:
             raise ValueError(
                 f"partition axis {name}={size}: {ndim - 2}-D data (N, C, {ndim - 2} spatial dims) has no {name};"
-                f" accepted: {', '.join(('sample', *CHANNEL, *reversed(known)))}"
+                f" accepted: {', '.join(axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None)}"
             )
-        else:
-            result.append(Shard(ndim - SPATIAL[name]))
+        result.append(Replicate() if dim is None else Shard(dim))
     return tuple(result)
 
 

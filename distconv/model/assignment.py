@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.strategy import Strategy
-from distconv.partition import CHANNEL, mesh_like
+from distconv.partition import mesh_like, splits_channels
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,3 @@ def places(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None
 def meshes(found: Mapping[nn.Module, Place]) -> dict[nn.Module, DeviceMesh]:
     """{module: its mesh}."""
     return {module: place.mesh for module, place in found.items()}
-
-
-def splits_channels(mesh: DeviceMesh) -> bool:
-    """Whether the mesh has more than one rank along the axes that shard channels."""
-    names = mesh.mesh_dim_names or ()
-    return math.prod(mesh.size(axis) for axis, name in enumerate(names) if name in CHANNEL) > 1

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.channels import Block, Layer, block, boxes, weight_dims
 from distconv.layouts import coordinate, owners
 from distconv.mesh_options import channel_algorithm
-from distconv.partition import CHANNEL
+from distconv.partition import shards_channels
 from distconv.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
@@ -54,7 +54,7 @@ def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple
     """How x lies on the mesh once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
     names = mesh.mesh_dim_names or ()
     return tuple(
-        Shard(1) if name in CHANNEL and placement.is_replicate() and mesh.size(axis) > 1 else placement
+        Shard(1) if shards_channels(name) and placement.is_replicate() and mesh.size(axis) > 1 else placement
         for axis, (name, placement) in enumerate(zip(names, placements, strict=True))
     )
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from distconv.channels import Layer
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import coordinate, dim_axes, find_layout, owners
-from distconv.partition import CHANNEL
+from distconv.partition import shards_channels, splits_channels
 from distconv.refusal import refuse
 from distconv.rules.channel_split import Split, channel_layout, split
 from distconv.rules.registry import above_autograd, rule
@@ -67,7 +67,7 @@ def places(x: Tensor, weight: Tensor, *others: Any) -> Places:
         raise refuse(aten.linear.default, f"its input is a partial sum: {placements}")
     placements = channel_layout(mesh, placements)
     names = mesh.mesh_dim_names or ()
-    inner = tuple(axis for axis in dim_axes(mesh, placements, 1) if names[axis] not in CHANNEL)
+    inner = tuple(axis for axis in dim_axes(mesh, placements, 1) if not shards_channels(names[axis]))
     parts = split(aten.linear.default, mesh, placements, Layer(weight.shape[1], weight.shape[0]), weight, inner)
     after = tuple(Replicate() if axis in inner else placement for axis, placement in enumerate(placements))
     return Places(mesh, placements, after, parts, *_spread(mesh, parts.axes, inner, weight.shape[0]))
@@ -145,8 +145,7 @@ def _whole(tensor: Tensor | None) -> Tensor | None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``aten::linear`` of DTensors or plain tensors. Differentiable."""
     mesh, _ = find_layout(x, weight, bias)
-    split_channels = any(mesh.size(a) > 1 for a, name in enumerate(mesh.mesh_dim_names or ()) if name in CHANNEL)
-    if split_channels and x.dim() == 2:
+    if splits_channels(mesh) and x.dim() == 2:
         return Linear.apply(x, weight, bias)
     return aten.linear.default.decompose(x, _whole(weight), _whole(bias))
 

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import layout, local_shape
-from distconv.partition import SPATIAL, ownership, sharded_dims
+from distconv.layouts import box_at, layout, local_shape
+from distconv.partition import AXES, Kind, sharded_dims
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
@@ -66,9 +66,9 @@ def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, 
 
 def _divided(mesh: DeviceMesh, axis: int, dims: Sequence[int], shape: Sequence[int], ndim: int) -> int:
     """The dim, out of several, that an axis shards."""
-    names = mesh.mesh_dim_names or ()
-    usual = 0 if names[axis] == "sample" else ndim - SPATIAL.get(names[axis], ndim + 1)
-    if ndim >= 3 and usual in dims and (usual >= 2 or names[axis] == "sample"):
+    row = AXES[(mesh.mesh_dim_names or ())[axis]]
+    usual = row.dim_of(ndim)
+    if ndim >= 3 and usual is not None and usual in dims and row.kind is not Kind.CHANNELS:
         return usual
     return next((dim for dim in dims if shape[dim] > 1), dims[0])
 
@@ -151,26 +151,14 @@ def stays(
         sizes = [range(mesh.size(axis)) for axis in axes]
         for coordinates in itertools.product(*sizes):
             at = dict(zip(axes, coordinates, strict=True))
-            runs = [
-                is_run(_box(mesh, layout, shape, dims, at), [shape[dim] for dim in dims])
-                for layout, shape, dims in ((placements, before, ins), (result, after, outs))
-            ]
+            here = [at.get(axis, 0) for axis in range(mesh.ndim)]
+            runs = []
+            for lying, shape, dims in ((placements, before, ins), (result, after, outs)):
+                box = box_at(mesh, lying, shape, here)
+                runs.append(is_run([box[dim] for dim in dims], [shape[dim] for dim in dims]))
             if runs[0] is None or runs[0] != runs[1]:
                 return False
     return True
-
-
-def _box(
-    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dims: Sequence[int], at: dict[int, int]
-) -> list[tuple[int, int]]:
-    """The intervals of some dims that the rank at these coordinates owns."""
-    box = {dim: (0, shape[dim]) for dim in dims}
-    for axis, dim in sharded_dims(mesh, placements):
-        if dim in box and axis in at:
-            first, last = box[dim]
-            start, stop = ownership(last - first, mesh.size(axis))[at[axis]]
-            box[dim] = first + start, first + stop
-    return list(box.values())
 
 
 @rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
@@ -189,7 +177,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     if moves:
         if any(placement.is_partial() for placement in placements):
             raise UnsupportedOperation(f"view of {before} as {after}: it is a partial sum: {placements}")
-        local = make_reshuffle(mesh, (tuple(placements), before), (result, after))(local)
+        local = make_reshuffle(mesh, (tuple(placements), before), (result, after)).fetch(local)
     y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
     return copy_of(y, x) if moves and "unsafe" not in func._schema.name else y
 

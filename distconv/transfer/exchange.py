@@ -1,4 +1,4 @@
-"""The one collective of distconv: fetch intervals of a dim from the ranks that own them; the adjoint adds them back.
+"""Exchanges: fetch intervals of a dim from the ranks that own them; the adjoint adds them back.
 
 An exchange is made from what every rank of one mesh axis owns and needs, and cached by it. Every rank computes all
 plans from the same shapes, so all agree, without a message, on what moves and on whether anything moves at all.
@@ -22,34 +22,35 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.needs import FILL, OWN, Need, Part, Plan, Stretch, make_plan
+from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_plan
+from distconv.transfer.route import Route, part, unpacked
 from mucudnn.convolution.geometry import Interval, length
 
 
 class Exchange:
     """A plan bound to the process group of a mesh axis and to the dim it shards. Make it with :func:`exchange`.
 
-    ``sent`` and ``received`` count the positions of the dim that ``fetch`` moves to and from each peer.
+    ``route`` counts the positions of the dim that ``fetch`` moves to and from each peer.
     """
 
-    def __init__(self, plan: Plan, dim: int, group: dist.ProcessGroup | None, ranks: int) -> None:
-        self.plan, self.dim, self.group, self.ranks = plan, dim, group, ranks
-        self.sent = _per_peer(plan.sends, ranks)
-        self.received = _per_peer(plan.receives, ranks)
-        readers = Counter(part.block for part in plan.parts)
+    def __init__(self, plan: ExchangePlan, dim: int, group: dist.ProcessGroup | None, ranks: int) -> None:
+        self.plan, self.dim = plan, dim
+        self.route = Route(_per_peer(plan.sends, ranks), _per_peer(plan.receives, ranks), group)
+        readers = Counter(segment.block for segment in plan.segments)
         self._read_once = {
-            part.block
-            for part in plan.parts
-            if readers[part.block] == 1
-            and part.step
-            and part.block != FILL
-            and part.length == plan.extent_of(part.block)
+            segment.block
+            for segment in plan.segments
+            if readers[segment.block] == 1
+            and segment.step
+            and segment.block != FILL
+            and segment.length == plan.extent_of(segment.block)
         }
         """The blocks that are needed once, and all of each: what comes back for one is no sum."""
-        whole = Part(OWN, 0, plan.own, 1)
-        self.is_identity = plan.silent and (plan.parts == (whole,) or (not plan.parts and not plan.own))
+        whole = Segment(OWN, 0, plan.own, 1)
+        self.is_identity = plan.silent and (plan.segments == (whole,) or (not plan.segments and not plan.own))
 
     def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """What this rank needs, from ``local``, the interval it owns; ``fill`` where the need says so.
@@ -59,7 +60,7 @@ class Exchange:
         if self.is_identity:
             return local
         blocks = self._blocks(self._send(local), local)
-        return _joined(self._pieces(local, blocks, self.plan.parts, fill), self.dim, local)
+        return _joined(self._pieces(local, blocks, self.plan.segments, fill), self.dim, local)
 
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
         """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
@@ -70,10 +71,10 @@ class Exchange:
         if self.is_identity:
             yield (0, self.plan.own), local
             return
-        transfer = self._send(local)
+        way = self._send(local)
         yield from self._stretches(local, [], self.plan.at_hand)
-        yield from self._stretches(local, self._blocks(transfer, local), self.plan.from_others)
-        if not self.plan.parts:
+        yield from self._stretches(local, self._blocks(way, local), self.plan.from_others)
+        if not self.plan.segments:
             yield (0, 0), local.narrow(self.dim, 0, 0)
 
     def adjoint(self, grad: Tensor) -> Tensor:
@@ -95,100 +96,84 @@ class Exchange:
         for stretch in plan.from_others:
             self._add_up(sums, stretch, make(stretch.interval))
         rest = _rest(shape, dim)
-        transfer = None
+        way = None
         if rest and not plan.silent:
-            messages = _flat([sums[block] for block in sorted(sums)], like)
-            transfer = self._transfer(messages, self.received, self.sent, rest)
+            way = self.route.back.send([sums[block] for block in sorted(sums)], like, rest)
         sums.clear()
         for stretch in plan.at_hand:
             self._add_up(sums, stretch, make(stretch.interval))
         own = sums[OWN] if OWN in sums else like.new_zeros(_with(shape, dim, plan.own))
-        if transfer is None:
+        if way is None:
             return own.clone(memory_format=torch.contiguous_format) if OWN in self._read_once else own
-        returned = transfer.wait()
+        returned = way.wait()
         if OWN in self._read_once:
-            if len(plan.sends) == 1 and sum(self.sent) == plan.own:
+            if len(plan.sends) == 1 and sum(self.route.sent) == plan.own:
                 return returned.view(own.shape).add_(own)
             own = own.clone(memory_format=torch.contiguous_format)
-        offset = 0
-        for _, (start, stop) in plan.sends:
-            count = (stop - start) * rest
-            own.narrow(dim, start, stop - start).add_(
-                returned.narrow(0, offset, count).view(_with(shape, dim, stop - start))
-            )
-            offset += count
+        pieces = unpacked(returned, [_with(shape, dim, length(interval)) for _, interval in plan.sends])
+        for (_, interval), piece in zip(plan.sends, pieces, strict=True):
+            part(own, dim, interval).add_(piece)
         return own
-
-    def _transfer(self, messages: Tensor, sent: Sequence[int], received: Sequence[int], rest: int) -> AllToAll:
-        """``messages`` to the other ranks: so many positions of ``rest`` elements to and from each."""
-        buffer = messages.new_empty(sum(received) * rest)
-        back, forth = [count * rest for count in received], [count * rest for count in sent]
-        return AllToAll(buffer, messages, back, forth, self.group)
 
     def _send(self, local: Tensor) -> AllToAll | None:
         """What other ranks need of ``local``, on its way to them; None where nothing moves."""
         rest = _rest(local.shape, self.dim)
         if not rest or self.plan.silent:
             return None
-        messages = _flat([_cut(local, self.dim, start, stop - start) for _, (start, stop) in self.plan.sends], local)
-        return self._transfer(messages, self.sent, self.received, rest)
+        return self.route.send([part(local, self.dim, interval) for _, interval in self.plan.sends], local, rest)
 
-    def _blocks(self, transfer: AllToAll | None, local: Tensor) -> list[Tensor]:
+    def _blocks(self, way: AllToAll | None, local: Tensor) -> list[Tensor]:
         """The received blocks."""
-        shapes = [_with(local.shape, self.dim, stop - start) for _, (start, stop) in self.plan.receives]
-        if transfer is None:
+        shapes = [_with(local.shape, self.dim, length(interval)) for _, interval in self.plan.receives]
+        if way is None:
             return [local.new_empty(shape) for shape in shapes]
-        buffer, offset = transfer.wait(), 0
-        blocks = []
-        for shape in shapes:
-            count = math.prod(shape)
-            blocks.append(_cut(buffer, 0, offset, count).view(shape))
-            offset += count
-        return blocks
+        return list(unpacked(way.wait(), shapes))
 
     def _stretches(
         self, local: Tensor, blocks: Sequence[Tensor], stretches: Sequence[Stretch]
     ) -> Iterator[tuple[Interval, Tensor]]:
         for stretch in stretches:
-            pieces = self._pieces(local, blocks, stretch.parts, 0.0)
+            pieces = self._pieces(local, blocks, stretch.segments, 0.0)
             yield stretch.interval, pieces[0] if len(pieces) == 1 else _joined(pieces, self.dim, local)
 
-    def _pieces(self, local: Tensor, blocks: Sequence[Tensor], parts: Sequence[Part], fill: float) -> list[Tensor]:
+    def _pieces(
+        self, local: Tensor, blocks: Sequence[Tensor], segments: Sequence[Segment], fill: float
+    ) -> list[Tensor]:
         dim, shape = self.dim, local.shape
         pieces: list[Tensor] = []
-        for part in parts:
-            if part.block == FILL:
-                pieces.append(local.new_full(_with(shape, dim, part.length), fill))
+        for segment in segments:
+            if segment.block == FILL:
+                pieces.append(local.new_full(_with(shape, dim, segment.length), fill))
                 continue
-            block = local if part.block == OWN else blocks[part.block]
-            if part.step == 0:
-                pieces.append(block.narrow(dim, part.start, 1).expand(_with(shape, dim, part.length)))
-            elif part.step < 0:
-                pieces.append(block.narrow(dim, part.start - part.length + 1, part.length).flip(dim))
+            block = local if segment.block == OWN else blocks[segment.block]
+            if segment.step == 0:
+                pieces.append(block.narrow(dim, segment.start, 1).expand(_with(shape, dim, segment.length)))
+            elif segment.step < 0:
+                pieces.append(block.narrow(dim, segment.start - segment.length + 1, segment.length).flip(dim))
             else:
-                pieces.append(_cut(block, dim, part.start, part.length))
+                pieces.append(part(block, dim, (segment.start, segment.start + segment.length)))
         return pieces
 
     def _add_up(self, sums: dict[int, Tensor], stretch: Stretch, grad: Tensor) -> None:
-        """Adds a stretch of the fetched tensor to the blocks that its parts read."""
+        """Adds a stretch of the fetched tensor to the blocks that its segments read."""
         dim, position = self.dim, 0
-        for part in stretch.parts:
-            piece = _cut(grad, dim, position, part.length)
-            position += part.length
-            if part.block == FILL:
+        for segment in stretch.segments:
+            piece = part(grad, dim, (position, position + segment.length))
+            position += segment.length
+            if segment.block == FILL:
                 continue
-            if part.step == 0:
+            if segment.step == 0:
                 piece = piece.sum(dim, keepdim=True)
-            elif part.step < 0:
+            elif segment.step < 0:
                 piece = piece.flip(dim)
-            if part.block in self._read_once:
-                sums[part.block] = piece
+            if segment.block in self._read_once:
+                sums[segment.block] = piece
                 continue
-            if part.block not in sums:
-                sums[part.block] = grad.new_zeros(_with(grad.shape, dim, self.plan.extent_of(part.block)))
-            run = piece.shape[dim]
-            start = part.start - run + 1 if part.step < 0 else part.start
-            sums[part.block].narrow(dim, start, run).add_(piece)
+            if segment.block not in sums:
+                sums[segment.block] = grad.new_zeros(_with(grad.shape, dim, self.plan.extent_of(segment.block)))
+            extent = piece.shape[dim]
+            start = segment.start - extent + 1 if segment.step < 0 else segment.start
+            sums[segment.block].narrow(dim, start, extent).add_(piece)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -229,25 +214,12 @@ def _rest(shape: Sequence[int], dim: int) -> int:
     return math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
 
 
-def _cut(tensor: Tensor, dim: int, start: int, extent: int) -> Tensor:
-    """A view; ``tensor`` itself where that is all of it, which takes no time."""
-    return tensor if extent == tensor.shape[dim] else tensor.narrow(dim, start, extent)
-
-
-def _flat(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    if not tensors:
-        return like.new_empty(0)
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1).contiguous()
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
 def _joined(pieces: Sequence[Tensor], dim: int, local: Tensor) -> Tensor:
     """Side by side, in the memory format of ``local``."""
     if not pieces:
         return local.new_empty(_with(local.shape, dim, 0))
-    format = torch.channels_last if local.dim() == 4 else torch.channels_last_3d
-    if local.dim() in (4, 5) and not local.is_contiguous() and local.is_contiguous(memory_format=format):
+    format = memory_format(local)
+    if format is not torch.contiguous_format:
         extents = _with(local.shape, dim, sum(piece.shape[dim] for piece in pieces))
         wide = torch.empty(extents, dtype=local.dtype, device=local.device, memory_format=format)
         return torch.cat(list(pieces), dim, out=wide)

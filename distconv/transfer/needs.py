@@ -51,8 +51,8 @@ OWN, FILL = -1, -2
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run of the fetched tensor: ``length`` elements from ``start`` by ``step`` of a block.
+class Segment:
+    """Some of the fetched tensor: ``length`` elements from ``start`` by ``step`` of a block.
 
     ``block`` is ``OWN`` (the local tensor), ``FILL``, or the index of a received block.
     """
@@ -65,21 +65,21 @@ class Part:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Successive parts, and their interval of the fetched tensor."""
+    """Successive segments, and their interval of the fetched tensor."""
 
     interval: Interval
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One rank's share of an exchange. Positions in ``sends`` and ``parts`` count from the start of their block."""
+class ExchangePlan:
+    """One rank's share of an exchange. Positions in ``sends`` and ``segments`` count from the start of their block."""
 
     sends: tuple[tuple[int, Interval], ...]
     """(peer, interval of the local tensor), by ascending peer and position."""
     receives: tuple[tuple[int, Interval], ...]
     """(peer, interval of the whole dim), by ascending peer and position: the received blocks."""
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
     own: int
     """Elements owned along the dim."""
     extent: int
@@ -87,9 +87,9 @@ class Plan:
     silent: bool
     """Nothing moves between any two ranks of the axis."""
     at_hand: tuple[Stretch, ...]
-    """The parts that read no received block, as few stretches as they make."""
+    """The segments that read no received block, as few stretches as they make."""
     from_others: tuple[Stretch, ...]
-    """The parts that read one."""
+    """The segments that read one."""
 
     def extent_of(self, block: int) -> int:
         """Elements along the dim of what is owned (``OWN``) or of a received block."""
@@ -119,7 +119,7 @@ def _moves(owned: Interval, need: Need) -> Iterator[Interval]:
 
 
 @functools.lru_cache(maxsize=16384)
-def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> Plan:
+def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> ExchangePlan:
     """What ``rank`` sends, receives and assembles. ValueError for a source in none of the disjoint ``owned``."""
     start, stop = owned[rank]
     sends = tuple(
@@ -135,30 +135,30 @@ def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -
         for interval in _moves(theirs, needs[rank])
     )
     blocks = [(OWN, owned[rank]), *((index, interval) for index, (_, interval) in enumerate(receives))]
-    parts = tuple(part for piece in needs[rank] for part in _parts(piece, blocks))
+    segments = tuple(segment for piece in needs[rank] for segment in _segments(piece, blocks))
     silent = not any(
         peer != owner and any(_moves(theirs, need))
         for owner, theirs in enumerate(owned)
         for peer, need in enumerate(needs)
     )
     extent = sum(piece.length for piece in needs[rank])
-    at_hand, from_others = ([each for here, each in _stretches(parts) if here == wanted] for wanted in (True, False))
-    return Plan(sends, receives, parts, stop - start, extent, silent, tuple(at_hand), tuple(from_others))
+    at_hand, from_others = ([each for here, each in _stretches(segments) if here == wanted] for wanted in (True, False))
+    return ExchangePlan(sends, receives, segments, stop - start, extent, silent, tuple(at_hand), tuple(from_others))
 
 
-def _stretches(parts: Sequence[Part]) -> Iterator[tuple[bool, Stretch]]:
+def _stretches(segments: Sequence[Segment]) -> Iterator[tuple[bool, Stretch]]:
     """Stretches as long as can be, and whether each is at hand."""
     start = 0
-    for here, successive in itertools.groupby(parts, lambda part: part.block in (OWN, FILL)):
+    for here, successive in itertools.groupby(segments, lambda segment: segment.block in (OWN, FILL)):
         group = tuple(successive)
-        stop = start + sum(part.length for part in group)
+        stop = start + sum(segment.length for segment in group)
         yield here, Stretch((start, stop), group)
         start = stop
 
 
-def _parts(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Part]:
+def _segments(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Segment]:
     if piece.start is None:
-        yield Part(FILL, 0, piece.length, 1)
+        yield Segment(FILL, 0, piece.length, 1)
         return
     position, left = piece.start, piece.length
     while left:
@@ -166,7 +166,7 @@ def _parts(piece: Piece, blocks: Sequence[tuple[int, Interval]]) -> Iterator[Par
         if at is None:
             raise ValueError(f"position {position} is needed but no rank owns it")
         block, (start, stop) = at
-        run = left if piece.step == 0 else min(left, stop - position if piece.step > 0 else position - start + 1)
-        yield Part(block, position - start, run, piece.step)
-        position += run * piece.step
-        left -= run
+        count = left if piece.step == 0 else min(left, stop - position if piece.step > 0 else position - start + 1)
+        yield Segment(block, position - start, count, piece.step)
+        position += count * piece.step
+        left -= count

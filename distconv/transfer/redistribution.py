@@ -8,8 +8,9 @@ the two layouts, so none needs to be told.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.partition import (
-    Partition,
-    is_ours,
-    mesh_like,
-    ownership,
-    placements,
-    sharded_dims,
-    whole_group,
-)
+from distconv.layouts import box_at
+from distconv.memory_format import memory_format
+from distconv.partition import Partition, is_ours, mesh_like, placements, whole_group
 from distconv.refusal import UnsupportedOperation
-from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.route import Route, unpacked
 from mucudnn.convolution.geometry import Interval, intersect, length
 
 Box = tuple[Interval, ...]
@@ -38,7 +33,7 @@ Box = tuple[Interval, ...]
 
 
 @dataclass(frozen=True)
-class Transfers:
+class RedistributionPlan:
     """One rank's share of a redistribution. Boxes of ``sends`` count from the start of its old box, those of
     ``receives`` from the start of its new one; ``kept`` gives one of each. Members are numbered from 0.
     """
@@ -50,7 +45,7 @@ class Transfers:
     """Nothing moves between any two members."""
 
 
-def make_transfers(before: Sequence[Box], after: Sequence[Box], member: int) -> Transfers:
+def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member: int) -> RedistributionPlan:
     """What ``member`` sends, receives and keeps; member i owns ``before[i]`` and needs ``after[i]``.
 
     Where several own a box alike, those who need it are shared out among them.
@@ -78,7 +73,7 @@ def make_transfers(before: Sequence[Box], after: Sequence[Box], member: int) -> 
     receives = sorted((source, _within(box, after[member])) for source, box in everything[member])
     common = overlap(before[member], after[member])
     kept = None if common is None else (_within(common, before[member]), _within(common, after[member]))
-    return Transfers(tuple(sends), tuple(receives), kept, not any(everything))
+    return RedistributionPlan(tuple(sends), tuple(receives), kept, not any(everything))
 
 
 def volume(box: Box) -> int:
@@ -99,67 +94,57 @@ def _within(box: Box, outer: Box) -> Box:
 def boxes(mesh: DeviceMesh, layout: Sequence[Placement], shape: Sequence[int]) -> dict[int, Box]:
     """{rank: the box of a tensor of ``shape`` that it owns}."""
     found: dict[int, Box] = {}
-    for coordinate in torch.ones(tuple(mesh.shape)).nonzero().tolist():
-        box = [(0, extent) for extent in shape]
-        for axis, dim in sharded_dims(mesh, layout):
-            first, last = box[dim]
-            start, stop = ownership(last - first, mesh.size(axis))[coordinate[axis]]
-            box[dim] = first + start, first + stop
-        found[int(mesh.mesh[tuple(coordinate)])] = tuple(box)
+    for coordinate in itertools.product(*(range(size) for size in mesh.shape)):
+        found[int(mesh.mesh[coordinate])] = box_at(mesh, layout, shape, coordinate)
     return found
 
 
 class Redistribution:
-    """Transfers bound to the group of all ranks of a mesh. Make it with :func:`redistribution`.
-
-    ``sent`` and ``received`` count elements per member.
-    """
+    """A plan bound to the group of all ranks of a mesh, a transfer. Make it with :func:`redistribution`."""
 
     def __init__(
-        self, transfers: Transfers, shape: tuple[int, ...], group: dist.ProcessGroup | None, size: int
+        self,
+        plan: RedistributionPlan,
+        shape: tuple[int, ...],
+        group: dist.ProcessGroup | None,
+        size: int,
+        opposite: Callable[[], Redistribution],
     ) -> None:
-        self.transfers, self.shape, self.group = transfers, shape, group
-        self.sent, self.received = _per_member(transfers.sends, size), _per_member(transfers.receives, size)
+        self.plan, self.shape, self._opposite = plan, shape, opposite
+        self.route = Route(_per_member(plan.sends, size), _per_member(plan.receives, size), group)
 
-    def __call__(self, local: Tensor) -> Tensor:
-        """This rank's part under the new layout from its part under the old one. Collective, unless it is silent."""
-        plan = self.transfers
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The part of the gradient under the old layout from that under the new one: the way back, as what is
+        replicated counts once.
+        """
+        return self._opposite().fetch(grad)
+
+    def fetch(self, local: Tensor) -> Tensor:
+        """This rank's part under the new layout from its part under the old one."""
+        plan = self.plan
         if plan.silent and plan.kept is not None and plan.kept[0] == plan.kept[1] and local.shape == self.shape:
             return local
-        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=_format(local))
+        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=memory_format(local))
         if plan.kept is not None:
-            _part(result, plan.kept[1]).copy_(_part(local, plan.kept[0]))
+            _inside(result, plan.kept[1]).copy_(_inside(local, plan.kept[0]))
         if plan.silent:
             return result
-        messages = [_part(local, box).reshape(-1) for _, box in plan.sends]
-        buffer = local.new_empty(sum(self.received))
-        sent = torch.cat(messages) if messages else local.new_empty(0)
-        AllToAll(buffer, sent, self.received, self.sent, self.group).wait()
-        offset = 0
-        for _, box in plan.receives:
-            part = _part(result, box)
-            part.copy_(buffer.narrow(0, offset, part.numel()).view(part.shape))
-            offset += part.numel()
+        arrived = self.route.send([_inside(local, box) for _, box in plan.sends], local).wait()
+        places = [_inside(result, box) for _, box in plan.receives]
+        for place, piece in zip(places, unpacked(arrived, [place.shape for place in places]), strict=True):
+            place.copy_(piece)
         return result
 
 
-def _per_member(moves: Sequence[tuple[int, Box]], size: int) -> list[int]:
+def _per_member(moves: Sequence[tuple[int, Box]], size: int) -> tuple[int, ...]:
     counts = [0] * size
     for member, box in moves:
         counts[member] += volume(box)
-    return counts
+    return tuple(counts)
 
 
-def _part(tensor: Tensor, box: Box) -> Tensor:
+def _inside(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
-
-
-def _format(local: Tensor) -> torch.memory_format:
-    if local.dim() in (4, 5) and not local.is_contiguous():
-        wide = torch.channels_last if local.dim() == 4 else torch.channels_last_3d
-        if local.is_contiguous(memory_format=wide):
-            return wide
-    return torch.contiguous_format
 
 
 @functools.lru_cache(maxsize=1024)
@@ -186,9 +171,10 @@ def redistribution(
             raise UnsupportedOperation(f"redistribute: a tensor laid out as {layout}; accepted: shards and replicas")
     old, new = boxes(mesh, before, shape), boxes(target, after, shape)
     rank = dist.get_rank()
-    transfers = make_transfers([old[at] for at in ranks], [new[at] for at in ranks], ranks.index(rank))
+    plan = make_redistribution_plan([old[at] for at in ranks], [new[at] for at in ranks], ranks.index(rank))
     local = tuple(length(interval) for interval in new[rank])
-    return Redistribution(transfers, local, whole_group(mesh), len(ranks))
+    back = functools.partial(redistribution, target, after, mesh, before, shape)
+    return Redistribution(plan, local, whole_group(mesh), len(ranks), back)
 
 
 def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
@@ -199,7 +185,7 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     if tuple(x.placements) == tuple(layout) and source == mesh:
         return x
     plan = redistribution(source, tuple(x.placements), mesh, tuple(layout), tuple(x.shape))
-    return wrap(plan(x._local_tensor), mesh, layout, x.shape)
+    return wrap(plan.fetch(x._local_tensor), mesh, layout, x.shape)
 
 
 class _Redistribute(torch.autograd.Function):

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.layouts import local_box
 from distconv.partition import sharded_dims, whole_group
-from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.route import Route
 
 Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
 
@@ -29,18 +28,23 @@ class Reshuffle:
     """This rank's share: elements of the local tensor in the order sent, and the places of those received."""
 
     sending: Tensor
-    sent: list[int]
     placing: Tensor
-    received: list[int]
-    group: dist.ProcessGroup | None
+    route: Route
 
-    def __call__(self, local: Tensor) -> Tensor:
-        """The elements this rank owns afterwards, flat. Collective over the mesh."""
-        buffer = local.new_empty(len(self.placing))
-        AllToAll(buffer, local.reshape(-1)[self.sending], self.received, self.sent, self.group).wait()
-        result = torch.empty_like(buffer)
-        result[self.placing] = buffer
-        return result
+    def fetch(self, local: Tensor) -> Tensor:
+        """The elements this rank owns afterwards, flat, from those it owned before."""
+        return _moved(local, self.sending, self.route, self.placing)
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The gradient of the elements it owned before, flat."""
+        return _moved(grad, self.placing, self.route.back, self.sending)
+
+
+def _moved(local: Tensor, sending: Tensor, route: Route, placing: Tensor) -> Tensor:
+    arrived = route.send([local.reshape(-1)[sending]], local).wait()
+    result = torch.empty_like(arrived)
+    result[placing] = arrived
+    return result
 
 
 @functools.lru_cache(maxsize=32)
@@ -50,12 +54,11 @@ def make_reshuffle(mesh: DeviceMesh, before: Layouts, after: Layouts) -> Reshuff
     members = mesh.mesh.clone().apply_(order.__getitem__)
     have, want = _positions(mesh, before), _positions(mesh, after)
     destination, source = _owners(mesh, members, after, have), _owners(mesh, members, before, want)
+    sent, received = (tuple(torch.bincount(of, minlength=len(order)).tolist()) for of in (destination, source))
     return Reshuffle(
         torch.argsort(destination, stable=True).to(mesh.device_type),
-        torch.bincount(destination, minlength=len(order)).tolist(),
         torch.argsort(source, stable=True).to(mesh.device_type),
-        torch.bincount(source, minlength=len(order)).tolist(),
-        whole_group(mesh),
+        Route(sent, received, whole_group(mesh)),
     )
 
 

@@ -57,7 +57,7 @@ def test_plans_agree_and_assemble_the_need(case: tuple[int, tuple[tuple[int, int
         blocks = {OWN: whole[slice(*owned[rank])]}
         blocks |= {index: whole[slice(*interval)] for index, (_, interval) in enumerate(plan.receives)}
         assembled: list[int] = []
-        for part in plan.parts:
+        for part in plan.segments:
             at = [part.start + part.step * i for i in range(part.length)]
             assembled += [FILLED] * part.length if part.block == FILL else [int(blocks[part.block][i]) for i in at]
         assert assembled == index_map(needs[rank]) and plan.extent == len(assembled)

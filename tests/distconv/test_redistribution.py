@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import distconv
 from distconv.partition import placements
-from distconv.transfer.redistribution import Box, make_transfers, volume
+from distconv.transfer.redistribution import Box, make_redistribution_plan, volume
 
 PARTITIONS = {
     2: ("sample=2", "channel=2", "height=2", "sample=1,width=2"),
@@ -59,7 +59,7 @@ def shifted(box: Box, outer: Box) -> Box:
 @given(grids())
 def test_transfers_agree_and_bring_each_missing_element_once(case: tuple[list[Box], list[Box]]) -> None:
     before, after = case
-    plans = [make_transfers(before, after, member) for member in range(len(before))]
+    plans = [make_redistribution_plan(before, after, member) for member in range(len(before))]
     for member, plan in enumerate(plans):
         for peer, other in enumerate(plans):
             sent = [shifted(box, before[peer]) for to, box in other.sends if to == member]

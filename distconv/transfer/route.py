@@ -1,0 +1,61 @@
+"""The one engine beneath all transfers: pieces of tensors are packed, cross in one collective, and are unpacked."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distconv.transfer.all_to_all import AllToAll
+from mucudnn.convolution.geometry import Interval
+
+
+@dataclass(frozen=True)
+class Route:
+    """How much this rank sends to, and receives from, each member of a group: the same plan on both sides."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    group: dist.ProcessGroup | None
+
+    def send(self, pieces: Sequence[Tensor], like: Tensor, each: int = 1) -> AllToAll:
+        """Pieces, in the order of the members that they go to, on their way. Collective over the group.
+
+        ``each``: how many elements one counts in ``sent`` and ``received``. ``like`` has the dtype and the device.
+        """
+        received, sent = [count * each for count in self.received], [count * each for count in self.sent]
+        return AllToAll(like.new_empty(sum(received)), packed(pieces, like), received, sent, self.group)
+
+    @functools.cached_property
+    def back(self) -> Route:
+        """The way in the other direction, as an adjoint takes it."""
+        return Route(self.received, self.sent, self.group)
+
+
+def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
+    """The elements of all pieces, one piece after the other, in one flat tensor."""
+    if not pieces:
+        return like.new_empty(0)
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1).contiguous()
+    return torch.cat([piece.reshape(-1) for piece in pieces])
+
+
+def unpacked(flat: Tensor, shapes: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    """Views of a flat tensor: pieces of these shapes, one after the other."""
+    start = 0
+    for shape in shapes:
+        stop = start + math.prod(shape)
+        yield part(flat, 0, (start, stop)).view(*shape)
+        start = stop
+
+
+def part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
+    """A view of an interval of a dim; ``tensor`` itself where that is all of it, which takes no time."""
+    start, stop = interval
+    return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
