@@ -33,7 +33,7 @@ ALGORITHMS = ("x", "y", "w", "auto")
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChannelMap:
     """The channels of a convolution, of a transposed one, or of a linear layer.
 
     Its weight is (filters, channels / groups, kernel...), of a transposed one (channels, filters / groups, kernel...).
@@ -86,7 +86,7 @@ class Block:
 NOTHING = Block(EMPTY, EMPTY, ())
 
 
-def block(layer: Layer, box: tuple[Interval, Interval]) -> Block:
+def block(layer: ChannelMap, box: tuple[Interval, Interval]) -> Block:
     """The block of ``box``, the intervals of the first two dims of the weight. ValueError for a part of a group."""
     if any(length(interval) == 0 for interval in box):
         return NOTHING
@@ -118,7 +118,7 @@ def _whole_groups(interval: Interval, size: int) -> list[Interval]:
     return [(a, b) for a, b in ((start, low), (low, high), (high, stop)) if a < b]
 
 
-def boxes(layer: Layer, dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Interval, Interval]]:
+def boxes(layer: ChannelMap, dims: Sequence[int], sizes: Sequence[int]) -> list[tuple[Interval, Interval]]:
     """The box of the weight at each coordinate of some axes, the last running fastest, if axis i shards dims[i]."""
     cut = [[size if dim == of else 1 for dim, size in zip(dims, sizes, strict=True)] for of in (0, 1)]
     first, second = (nested_ownership(extent, own) for extent, own in zip(layer.weight, cut, strict=True))
@@ -143,7 +143,7 @@ class Moved:
 
 
 @functools.lru_cache(maxsize=4096)
-def moved(layer: Layer, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Moved:
+def moved(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Moved:
     """What moves where axis i, of sizes[i] ranks, shards the weight's dims[i], and the channels of x and y."""
     blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
     return Moved(
@@ -156,7 +156,7 @@ def _fetched(owned: Sequence[Interval], needed: Sequence[Interval]) -> int:
     return sum(length(b) - length(intersect(a, b)) for a, b in zip(owned, needed, strict=True))
 
 
-def cost(layer: Layer, dims: tuple[int, ...], sizes: tuple[int, ...]) -> float:
+def cost(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> float:
     """What a training step moves, in elements per sample and position of x.
 
     x is fetched for forward and for dL/dweight and dL/dx added up; y is added up, and dL/dy fetched.
@@ -165,7 +165,7 @@ def cost(layer: Layer, dims: tuple[int, ...], sizes: tuple[int, ...]) -> float:
     return 3 * positions.channels + 2 * positions.filters * layer.scale
 
 
-def weight_dims(layer: Layer, algorithm: str, axes: Mapping[str, int]) -> tuple[int, ...]:
+def weight_dims(layer: ChannelMap, algorithm: str, axes: Mapping[str, int]) -> tuple[int, ...]:
     """The dim of the weight that each of the axes {name: ranks} shards; ``auto`` is the algorithm that moves least.
 
     An axis that is neither ``channel`` nor ``filter`` but shards channels, as after a flatten, goes as ``channel``.
@@ -174,7 +174,7 @@ def weight_dims(layer: Layer, algorithm: str, axes: Mapping[str, int]) -> tuple[
 
 
 @functools.lru_cache(maxsize=4096)
-def _weight_dims(layer: Layer, algorithm: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _weight_dims(layer: ChannelMap, algorithm: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
     if layer.groups > 1:
         return (0,) * len(names)
     choices = {
@@ -192,15 +192,15 @@ TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 PER_CHANNEL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
 
 
-def layer_of(module: nn.Module) -> Layer | None:
+def layer_of(module: nn.Module) -> ChannelMap | None:
     """The channels of a convolution or linear layer; None for any other module."""
     if isinstance(module, nn.Linear):
-        return Layer(module.in_features, module.out_features)
+        return ChannelMap(module.in_features, module.out_features)
     if isinstance(module, TRANSPOSED):
         stride = float(math.prod(module.stride))
-        return Layer(module.in_channels, module.out_channels, module.groups, True, stride)
+        return ChannelMap(module.in_channels, module.out_channels, module.groups, True, stride)
     if isinstance(module, CONVOLUTIONS):
-        return Layer(module.in_channels, module.out_channels, module.groups, scale=1 / math.prod(module.stride))
+        return ChannelMap(module.in_channels, module.out_channels, module.groups, scale=1 / math.prod(module.stride))
     return None
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.partition import nested_ownership, ownership, sharded_dims
-from distconv.refusal import UnsupportedOperation
+from distconv.refusal import UnsupportedOperation, refuse
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]
 
@@ -85,6 +85,34 @@ def box_at(
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
     """The layout of a tensor that every rank holds whole."""
     return (Replicate(),) * mesh.ndim
+
+
+def has_partial(placements: Sequence[Placement]) -> bool:
+    """Whether the ranks along some axis hold partial sums."""
+    return any(placement.is_partial() for placement in placements)
+
+
+def added_up(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The layout that a tensor has once its partial sums are added: replicated along their axes."""
+    return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def refuse_partial(func: Any, placements: Sequence[Placement], what: str = "its input") -> None:
+    """``UnsupportedOperation`` for a partial sum."""
+    if has_partial(placements):
+        raise refuse(func, f"{what} is a partial sum: {tuple(placements)}")
+
+
+def input_layout(func: Any, x: Any, *others: Any) -> Layout:
+    """The layout of an operator's input; a plain one beside DTensors is replicated on the mesh of the first.
+
+    ``UnsupportedOperation`` for a partial sum.
+    """
+    mesh, placements = find_layout(x, *others)
+    if not isinstance(x, DTensor):
+        return mesh, replicated(mesh)
+    refuse_partial(func, placements)
+    return mesh, placements
 
 
 def undoes_shard(mesh: DeviceMesh, current: Sequence[Placement], target: Sequence[Placement]) -> bool:

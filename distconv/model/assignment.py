@@ -13,7 +13,7 @@ from distconv.partition import mesh_like, splits_channels
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """Where one module runs.
 
     outer: the mesh of what a script holds, outside of all modules.
@@ -27,17 +27,17 @@ class Place:
     fixed: bool
 
 
-def places(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Place]:
+def assignments(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Assignment]:
     """Where the model and the modules within it run."""
     chosen = strategy.assign(model) if strategy else {}
     meshes = {module: mesh_like(outer, chosen[module][1]) if module in chosen else outer for module in model.modules()}
     fixed = strategy is not None or splits_channels(outer)
     return {
-        module: Place(mesh, outer, all(meshes[inner] == mesh for inner in module.modules()), fixed)
+        module: Assignment(mesh, outer, all(meshes[inner] == mesh for inner in module.modules()), fixed)
         for module, mesh in meshes.items()
     }
 
 
-def meshes(found: Mapping[nn.Module, Place]) -> dict[nn.Module, DeviceMesh]:
+def meshes(found: Mapping[nn.Module, Assignment]) -> dict[nn.Module, DeviceMesh]:
     """{module: its mesh}."""
-    return {module: place.mesh for module, place in found.items()}
+    return {module: assignment.mesh for module, assignment in found.items()}

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.agreement.ledger import ledger, note_state
 from distconv.beside import plain, watchers
-from distconv.model.assignment import Place
+from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
-from distconv.model.shard_gather import cut
+from distconv.model.shard_gather import to_shards
 from distconv.partition import is_ours
 from distconv.transfer.redistribution import relaid
 
@@ -36,11 +36,11 @@ from distconv.transfer.redistribution import relaid
 class Script(Protocol):
     """A script whose modules run distributed."""
 
-    def places(self, module: nn.Module) -> Mapping[nn.Module, Place]:
+    def assignments(self, module: nn.Module) -> Mapping[nn.Module, Assignment]:
         """Where the module of an outermost call, and those within it, run."""
 
 
-placed: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+assigned: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDictionary()
 """Modules that a program has parallelized."""
 
 loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -66,12 +66,12 @@ class _Reading(dict[str, Any]):
 class _Run:
     """An outermost call: where its modules run, and the mesh of the innermost one now."""
 
-    places: Mapping[nn.Module, Place]
+    assignments: Mapping[nn.Module, Assignment]
     mesh: DeviceMesh
 
     def mesh_of(self, module: nn.Module) -> DeviceMesh:
-        place = self.places.get(module)
-        return place.mesh if place is not None and place.fixed else self.mesh
+        assignment = self.assignments.get(module)
+        return assignment.mesh if assignment is not None and assignment.fixed else self.mesh
 
 
 class _Thread(threading.local):
@@ -92,9 +92,9 @@ def _running(model: nn.Module, run: _Run) -> Iterator[None]:
     meshes: dict[Tensor, DeviceMesh] = {}
     for module, own in modules:
         for parameter in own.values():
-            if parameter is not None:
+            if parameter is not None and not _is_elsewhere(parameter):
                 meshes.setdefault(parameter, run.mesh_of(module))
-    use = uses(meshes)
+    use = uses(model, meshes)
     for module, own in modules:
         module.__dict__["_parameters"] = _Reading(own, use)
     _inside.run = run
@@ -111,31 +111,37 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``nn.Module.__call__`` on ranks: a module with parameters runs on its mesh, or that of its inputs."""
     run = _inside.run
     if run is not None:
-        place = run.places.get(module)
-        return _call(module, *args, **kwargs) if place is None else _nested(module, place, run, args, kwargs)
-    if next(module.parameters(), None) is None:
+        assignment = run.assignments.get(module)
+        return _call(module, *args, **kwargs) if assignment is None else _nested(module, assignment, run, args, kwargs)
+    first = next(module.parameters(), None)
+    if first is None:
         return _call(module, *args, **kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     theirs = next(
         (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None
     )
-    if theirs is None and any(leaf.is_meta for leaf in leaves):
+    if theirs is None and (_is_elsewhere(first) or any(leaf.is_meta or _is_elsewhere(leaf) for leaf in leaves)):
         return _call(module, *args, **kwargs)
-    known: Mapping[nn.Module, Place] = placed
-    if module not in placed and scripts:
-        known = scripts[-1].places(module)
-    place = known.get(module)
-    mesh = place.mesh if place is not None and (place.fixed or theirs is None) else theirs
+    known: Mapping[nn.Module, Assignment] = assigned
+    if module not in assigned and scripts:
+        known = scripts[-1].assignments(module)
+    assignment = known.get(module)
+    mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:
         return _call(module, *args, **kwargs)
     args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
-    if place is None or not place.fixed:
+    if assignment is None or not assignment.fixed:
         with _running(module, _Run({}, mesh)):
             return _call(module, *args, **kwargs)
     run = _Run(known, mesh)
-    with _running(module, run), contextlib.nullcontext() if place.uniform else _Meeting(run):
-        result = _nested(module, place, run, args, kwargs)
-    return tree_map_only(DTensor, lambda y: _on(place.outer, y), result)
+    with _running(module, run), contextlib.nullcontext() if assignment.uniform else _Meeting(run):
+        result = _nested(module, assignment, run, args, kwargs)
+    return tree_map_only(DTensor, lambda y: _on(assignment.outer, y), result)
+
+
+def _is_elsewhere(x: Tensor) -> bool:
+    """Whether it is a DTensor of the program's own, on a mesh that is not distconv's."""
+    return isinstance(x, DTensor) and not is_ours(x.device_mesh)
 
 
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
@@ -153,7 +159,7 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
             loaded.difference_update(module.modules())
             note_state(module, mesh)
         noted.called(module)
-    return tree_map_only(Tensor, lambda x: cut(x, mesh), (args, kwargs)) if whole else (args, kwargs)
+    return tree_map_only(Tensor, lambda x: to_shards(x, mesh), (args, kwargs)) if whole else (args, kwargs)
 
 
 def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
@@ -172,18 +178,18 @@ def _on(mesh: DeviceMesh, x: DTensor) -> DTensor:
     return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
 
 
-def _nested(module: nn.Module, place: Place, run: _Run, args: Any, kwargs: Any) -> Any:
+def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwargs: Any) -> Any:
     """A call on the module's own mesh, to which its inputs come if all modules within it run there."""
-    before = run.places, run.mesh
-    run.mesh = place.mesh
+    before = run.assignments, run.mesh
+    run.mesh = assignment.mesh
     try:
-        if not place.uniform:
+        if not assignment.uniform:
             return _call(module, *args, **kwargs)
-        run.places = {}  # within it nothing more is to be brought
+        run.assignments = {}  # within it nothing more is to be brought
         came: list[tuple[DTensor, DTensor, int | None]] = []
 
         def bring(x: DTensor) -> DTensor:
-            here = _on(place.mesh, x)
+            here = _on(assignment.mesh, x)
             if here is not x:
                 came.append((x, here, _version(here)))
             return here
@@ -191,11 +197,11 @@ def _nested(module: nn.Module, place: Place, run: _Run, args: Any, kwargs: Any) 
         args, kwargs = tree_map_only(DTensor, bring, (args, kwargs))
         result = _call(module, *args, **kwargs)
         for x, here, version in came:
-            if version is None or _version(here) != version:  # as an in-place ReLU changes its input
+            if version is None or _version(here) != version:  # as an in-assignment ReLU changes its input
                 x.copy_(relaid(here, x.device_mesh, x.placements))
         return result
     finally:
-        run.places, run.mesh = before
+        run.assignments, run.mesh = before
 
 
 def _version(x: Tensor) -> int | None:
@@ -207,7 +213,7 @@ IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
 
 class _Meeting(TorchFunctionMode):
     """Brings tensors of several meshes that meet in one function to the mesh of the module that calls it; to that of
-    the first where the function changes it in place.
+    the first where the function changes it in assignment.
     """
 
     def __init__(self, run: _Run) -> None:

@@ -12,18 +12,21 @@ else, waits last. What reaches the parameters, through any hook, is the whole gr
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.agreement.ledger import compare_if_due
 from distconv.dtensors import wrap
+from distconv.layouts import replicated
 from distconv.partition import ownership, whole_group
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.group import joint_group
@@ -54,7 +57,7 @@ def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
     """That of a plain parameter is the mesh its module runs on, where it is replicated."""
     if isinstance(parameter, DTensor):
         return Home(parameter.device_mesh, tuple(parameter.placements))
-    return Home(mesh, (Replicate(),) * mesh.ndim)
+    return Home(mesh, replicated(mesh))
 
 
 def held(parameter: Tensor) -> Tensor:
@@ -80,16 +83,21 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
     return result
 
 
+class BucketPlan:
+    """Where the gradients of some parameters lie in one flat buffer, and who adds it up; kept from pass to pass."""
+
+    def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
+        self.parameters, self.homes, self.group = parameters, homes, group
+        self.wholes = [parameter.shape for parameter in parameters]
+        self.shapes = [held(parameter).shape for parameter in parameters]
+        self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
+
+
 class Bucket:
     """The gradients of some parameters in one flat buffer, for one forward pass."""
 
-    def __init__(self, parameters: list[Tensor], homes: list[Home], group: dist.ProcessGroup | None) -> None:
-        self.homes, self.group = homes, group
-        self.wholes = [parameter.shape for parameter in parameters]
-        self.shapes = [held(parameter).shape for parameter in parameters]
-        self.offsets = [0]
-        for shape in self.shapes:
-            self.offsets.append(self.offsets[-1] + shape.numel())
+    def __init__(self, plan: BucketPlan) -> None:
+        self.plan, self.homes = plan, plan.homes
         self._reset()
 
     def _reset(self) -> None:
@@ -100,18 +108,21 @@ class Bucket:
     def slot(self, index: int) -> Tensor:
         """The place of one gradient in the buffer."""
         assert self.flat is not None
-        return self.flat[self.offsets[index] : self.offsets[index + 1]].view(self.shapes[index])
+        offsets = self.plan.offsets
+        return self.flat[offsets[index] : offsets[index + 1]].view(self.plan.shapes[index])
 
     def gradient(self, index: int) -> Tensor:
         """What the buffer has of one gradient, laid out as its parameter."""
         mesh, placements = self.homes[index].mesh, self.homes[index].placements
         slot = self.slot(index)
-        return slot if all(p.is_replicate() for p in placements) else wrap(slot, mesh, placements, self.wholes[index])
+        return (
+            slot if all(p.is_replicate() for p in placements) else wrap(slot, mesh, placements, self.plan.wholes[index])
+        )
 
     def put(self, index: int, grad: DTensor) -> Tensor:
         """Take this rank's share of a gradient: over all ranks of the group the shares add up to the whole."""
         if self.flat is None:
-            self.flat = grad._local_tensor.new_zeros(self.offsets[-1])
+            self.flat = grad._local_tensor.new_zeros(self.plan.offsets[-1])
         placements = self.homes[index].placements
         mesh, part, counted = self.homes[index].mesh, self.slot(index), True
         grad = _fitting(grad, placements)
@@ -129,21 +140,21 @@ class Bucket:
         if counted:
             part.copy_(grad._local_tensor)
         self.arrived.add(index)
-        if len(self.arrived) == len(self.shapes):
+        if len(self.arrived) == len(self.plan.shapes):
             self.start()
         return self.gradient(index)
 
     def start(self) -> None:
         """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
         compare_if_due()
-        if self.group is not None:
-            self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        if self.plan.group is not None:
+            self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
 
     def finish(self) -> dict[int, Tensor]:
         """Wait, and give {index: whole gradient}."""
         if self.flat is None:
             return {}
-        if len(self.arrived) < len(self.shapes):
+        if len(self.arrived) < len(self.plan.shapes):
             self.start()
         if self.work is not None:
             self.work.wait()
@@ -198,17 +209,41 @@ def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return wrap(held(tensor), placed.mesh, placed.placements, tensor.shape)
 
 
-def uses(parameters: Mapping[Tensor, DeviceMesh]) -> Callable[[Tensor], Tensor]:
+_plans: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[BucketPlan]]] = weakref.WeakKeyDictionary()
+"""For each module called outermost: what its buckets were made for, and the plans of the buckets."""
+
+
+def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan]:
+    """The plans of the buckets of a model's parameters, each on its mesh. Made anew only where something has changed:
+    the parameters, which of them are trained, or where, how large and of which dtype they are.
+    """
+    # A plan holds its parameters, so an id that occurs again is that of the same one.
+    now: list[Any] = [
+        (id(p), mesh, p.dtype, p.device, p._spec if isinstance(p, DTensor) else p.shape)
+        for p, mesh in parameters.items()
+        if p.requires_grad
+    ]
+    before, plans = _plans.get(model, (None, []))
+    if before != now:
+        homes = {p: home(p, mesh) for p, mesh in parameters.items() if p.requires_grad}
+        groups = {place: place.group() for place in dict.fromkeys(homes.values())}
+        plans = [
+            BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
+            for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
+        ]
+        _plans[model] = now, plans
+    return plans
+
+
+def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> Callable[[Tensor], Tensor]:
     """For one forward pass: a function from each parameter to its DTensor on its mesh, made at first use; other tensors
     pass as they are.
     """
     made: dict[Tensor, Tensor] = {}
     sources: dict[Tensor, tuple[Tensor, Bucket, int]] = {}
     if torch.is_grad_enabled():
-        homes = {p: home(p, mesh) for p, mesh in parameters.items() if p.requires_grad}
-        groups = {place: place.group() for place in dict.fromkeys(homes.values())}
-        for members in buckets({parameter: groups[place] for parameter, place in homes.items()}):
-            bucket = Bucket(members, [homes[member] for member in members], groups[homes[members[0]]])
+        for plan in bucket_plans(model, parameters):
+            bucket, members = Bucket(plan), plan.parameters
             for index, (parameter, source) in enumerate(zip(members, _Finish.apply(bucket, *members), strict=True)):
                 sources[parameter] = (source, bucket, index)
 

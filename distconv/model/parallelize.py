@@ -19,11 +19,11 @@ from distconv.agreement.ledger import before_step, finish, ledger, note_state
 from distconv.beside import plain
 from distconv.mesh_options import batch_norm_statistics
 from distconv.mixing import mix_plain_tensors
-from distconv.model.assignment import Place, meshes, places
-from distconv.model.calls import call, loaded, placed, scripts
+from distconv.model.assignment import Assignment, assignments, meshes
+from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
-from distconv.model.shard_gather import cut
+from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.partition import adopt, is_ours, whole_group
 from distconv.rules.registry import watch_plain_tensors
@@ -51,7 +51,7 @@ def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if noted is not None:
         noted.note("the tensor given to distconv.shard", x)
         noted.due = True
-    return cut(x, mesh)
+    return to_shards(x, mesh)
 
 
 class _EnableInBackward(torch.autograd.Function):
@@ -145,12 +145,12 @@ def parallelize(
         strategy = Strategy.parse(strategy, mesh.size())
     if strategy is not None:
         strategy.check({pattern for pattern, _ in strategy.assign(model).values()}, [model])
-    found = places(model, mesh, strategy)
-    for other in {place.mesh for place in found.values()}:
+    found = assignments(model, mesh, strategy)
+    for other in {assignment.mesh for assignment in found.values()}:
         enable(other, batch_norm)
     _equalize(model, mesh)
     shard_parameters(meshes(found))
-    placed.update(found)
+    assigned.update(found)
     return model
 
 
@@ -164,26 +164,26 @@ def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Script:
-    """The places of a script's models, found at their first outermost call."""
+    """Where the modules of a script run, found at the first outermost call of each model."""
 
     def __init__(self, mesh: DeviceMesh, strategy: Strategy | None, batch_norm: str) -> None:
         self.mesh, self.strategy, self.batch_norm = mesh, strategy, batch_norm
-        self._places: weakref.WeakKeyDictionary[nn.Module, Place] = weakref.WeakKeyDictionary()
+        self._assignments: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDictionary()
         self._outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._used: set[str] = set()
 
-    def places(self, module: nn.Module) -> Mapping[nn.Module, Place]:
-        if module not in self._places:
-            found = places(module, self.mesh, self.strategy)
+    def assignments(self, module: nn.Module) -> Mapping[nn.Module, Assignment]:
+        if module not in self._assignments:
+            found = assignments(module, self.mesh, self.strategy)
             note_state(module, self.mesh)
-            for mesh in {place.mesh for place in found.values()}:
+            for mesh in {assignment.mesh for assignment in found.values()}:
                 enable(mesh, self.batch_norm)
             shard_parameters(meshes(found), known_optimizers())
-            self._places.update(found)
+            self._assignments.update(found)
             self._outermost.add(module)
             if self.strategy:
                 self._used |= {pattern for pattern, _ in self.strategy.assign(module).values()}
-        return self._places
+        return self._assignments
 
     def check(self, *_: Any) -> None:
         """ValueError for a pattern of the strategy that decides on no layer of the models called so far."""

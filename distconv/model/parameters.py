@@ -15,13 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from distconv.channels import parameter_placements
 from distconv.dtensors import local_as, wrap
+from distconv.layouts import replicated
 from distconv.mesh_options import channel_algorithm
 from distconv.partition import Partition, is_ours
 from distconv.transfer.redistribution import moved
@@ -61,7 +62,7 @@ def shard_parameters(places: Mapping[nn.Module, DeviceMesh], optimizers: Iterabl
         for name, parameter in own.items():
             first, layout = homes.setdefault(parameter, (mesh, layouts[name]))
             if first != mesh:
-                homes[parameter] = first, (Replicate(),) * first.ndim
+                homes[parameter] = first, replicated(first)
             uses.setdefault(parameter, []).append((module, name))
     replaced: dict[Tensor, nn.Parameter] = {}
     for old, (mesh, layout) in homes.items():

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import settle
 from distconv.dtensors import local_as, wrap
+from distconv.layouts import added_up, replicated
 from distconv.partition import placements
 from distconv.transfer.redistribution import moved
 
 
-class _Cut(torch.autograd.Function):
+class _ToShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> DTensor:
         ctx.mesh = mesh
@@ -33,7 +34,7 @@ class _Cut(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: DTensor) -> Tensor:
-        ctx.layout = y.device_mesh, tuple(Replicate() if p.is_partial() else p for p in y.placements), y.shape
+        ctx.layout = y.device_mesh, added_up(y.placements), y.shape
         return whole(y)
 
     @staticmethod
@@ -44,13 +45,13 @@ class _Gather(torch.autograd.Function):
 
 def whole(y: DTensor) -> Tensor:
     """The full tensor on every rank: partial sums are added, shards gathered. No autograd."""
-    local = moved(y, y.device_mesh, (Replicate(),) * y.device_mesh.ndim)._local_tensor
+    local = moved(y, y.device_mesh, replicated(y.device_mesh))._local_tensor
     return local.clone() if local is y._local_tensor else local
 
 
-def cut(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def to_shards(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's part of a full tensor; a DTensor passes as it is."""
-    return x if isinstance(x, DTensor) else _Cut.apply(x, mesh)
+    return x if isinstance(x, DTensor) else _ToShards.apply(x, mesh)
 
 
 def gather(y: Tensor) -> Tensor:

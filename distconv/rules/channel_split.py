@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.channels import Block, Layer, block, boxes, weight_dims
-from distconv.layouts import coordinate, owners
+from distconv.channels import Block, ChannelMap, block, boxes, weight_dims
+from distconv.layouts import Layout, coordinate, input_layout, owners, replicated
 from distconv.mesh_options import channel_algorithm
 from distconv.partition import shards_channels
 from distconv.refusal import refuse
@@ -59,11 +59,17 @@ def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple
     )
 
 
+def layer_input(func: Any, x: Any, *others: Any) -> Layout:
+    """The layout of a layer's input, its channels sharded where the mesh has an axis for them."""
+    mesh, placements = input_layout(func, x, *others)
+    return mesh, channel_layout(mesh, placements)
+
+
 def split(
     func: Any,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
-    layer: Layer,
+    layer: ChannelMap,
     weight: Tensor,
     inner: tuple[int, ...] = (),
 ) -> Split:
@@ -75,20 +81,25 @@ def split(
     A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. ``UnsupportedOperation``
     for a weight that is sharded otherwise than by its first two dims over axes that shard channels.
     """
-    held = weight.placements if isinstance(weight, DTensor) else (Replicate(),) * mesh.ndim
-    return _split(func, mesh, tuple(placements), layer, tuple(held), inner, channel_algorithm(mesh))
+    return make_split(func, mesh, tuple(placements), layer, held_as(weight, mesh), inner, channel_algorithm(mesh))
+
+
+def held_as(weight: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """How the ranks of a mesh hold a weight; a plain one whole."""
+    return tuple(weight.placements) if isinstance(weight, DTensor) else replicated(mesh)
 
 
 @functools.lru_cache(maxsize=4096)
-def _split(
+def make_split(
     func: Any,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    layer: Layer,
+    layer: ChannelMap,
     held: tuple[Placement, ...],
     inner: tuple[int, ...],
     algorithm: str,
 ) -> Split:
+    """The same, of a weight whose ranks hold it as ``held`` says."""
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import Layout, layout, replicated
+from distconv.layouts import Layout, has_partial, layout, refuse_partial, replicated
 from distconv.refusal import refuse
 from distconv.rules.losses import aligned, common_layout
 from distconv.rules.registry import rule
@@ -38,7 +38,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Local, on the layout of the sharded tensors."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if any(placement.is_partial() for tensor in distributed for placement in tensor.placements):
+    if any(has_partial(tensor.placements) for tensor in distributed):
         return stock(func, args, kwargs)
     mesh, placements = layout(distributed[0])
     shape = distributed[0].shape
@@ -101,7 +101,7 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             raise refuse(func, "in place on a plain tensor, with a distributed one: use distconv.gather on that first")
         func(x, *map(_plain, args), **kwargs)
         return x
-    if any(p.is_partial() for t in (x, *args) if isinstance(t, DTensor) for p in t.placements):
+    if any(has_partial(t.placements) for t in (x, *args) if isinstance(t, DTensor)):
         stock(func, (x, *args), kwargs)
         return x
     mesh, placements = layout(x)
@@ -130,7 +130,6 @@ def _plain(arg: Any) -> Any:
 @rule("aten::fill_.Tensor")
 def fill(func: Any, x: DTensor, value: Tensor) -> DTensor:
     """Every element becomes the value."""
-    if any(placement.is_partial() for placement in x.placements):
-        raise refuse(func, f"its tensor is a partial sum: {x.placements}")
+    refuse_partial(func, x.placements, "its tensor")
     func(x._local_tensor, local_as(value, x.device_mesh, replicated(x.device_mesh)))
     return x

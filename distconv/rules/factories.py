@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
-from distconv.layouts import layout
+from distconv.layouts import has_partial, layout
 from distconv.memory_format import CHANNELS_LAST
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
@@ -19,7 +19,7 @@ from distconv.rules.stock import stock
 @rule("aten::new_empty_strided")
 def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
     """Laid out as x where it has its shape, as when autograd copies a gradient: DTensor of torch 2.11 would not."""
-    if isinstance(x, DTensor) and tuple(size) == tuple(x.shape) and not any(p.is_partial() for p in x.placements):
+    if isinstance(x, DTensor) and tuple(size) == tuple(x.shape) and not has_partial(x.placements):
         for memory_format in (torch.contiguous_format, CHANNELS_LAST.get(x.dim(), torch.contiguous_format)):
             wanted = torch.empty(tuple(size), device="meta").to(memory_format=memory_format).stride()
             if tuple(stride) == wanted:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import local_as, wrap
+from distconv.layouts import refuse_partial, replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.reduction import MAX, SUM, all_reduce
@@ -59,8 +60,7 @@ Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
 def _layout(func: Any, tensor: Tensor) -> Where:
     if not isinstance(tensor, DTensor):
         return None
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise refuse(func, f"a list with a partial sum: {tensor.placements}")
+    refuse_partial(func, tensor.placements, "a tensor of a list")
     return tensor.device_mesh, tuple(tensor.placements)
 
 
@@ -110,5 +110,5 @@ def norms(func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dty
         if axes:
             found = all_reduce(found, mesh, axes, MAX if largest else SUM)
         for index, value in zip(members, (found if largest else found.pow(1 / ord)).unbind(), strict=True):
-            result[index] = value.clone() if mesh is None else wrap(value.clone(), mesh, (Replicate(),) * mesh.ndim, ())
+            result[index] = value.clone() if mesh is None else wrap(value.clone(), mesh, replicated(mesh), ())
     return result

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.channels import Layer
+from distconv.channels import ChannelMap
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import coordinate, dim_axes, find_layout, owners
+from distconv.layouts import coordinate, dim_axes, find_layout, owners, replicated
 from distconv.partition import shards_channels, splits_channels
-from distconv.refusal import refuse
-from distconv.rules.channel_split import Split, channel_layout, split
+from distconv.rules.channel_split import Split, layer_input, split
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
@@ -32,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Places:
+class LinearPlan:
     """How the tensors of one linear layer lie."""
 
     mesh: DeviceMesh
@@ -58,19 +57,14 @@ class Places:
         return [Partial() if p == Shard(0) else of for p, of in zip(self.x, held, strict=True)]
 
 
-def places(x: Tensor, weight: Tensor, *others: Any) -> Places:
+def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
     """Of x (samples, features) and weight (filters, features)."""
-    mesh, placements = find_layout(x, weight, *others)
-    if not isinstance(x, DTensor):
-        placements = (Replicate(),) * mesh.ndim
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(aten.linear.default, f"its input is a partial sum: {placements}")
-    placements = channel_layout(mesh, placements)
+    mesh, placements = layer_input(aten.linear.default, x, weight, *others)
     names = mesh.mesh_dim_names or ()
     inner = tuple(axis for axis in dim_axes(mesh, placements, 1) if not shards_channels(names[axis]))
-    parts = split(aten.linear.default, mesh, placements, Layer(weight.shape[1], weight.shape[0]), weight, inner)
+    parts = split(aten.linear.default, mesh, placements, ChannelMap(weight.shape[1], weight.shape[0]), weight, inner)
     after = tuple(Replicate() if axis in inner else placement for axis, placement in enumerate(placements))
-    return Places(mesh, placements, after, parts, *_spread(mesh, parts.axes, inner, weight.shape[0]))
+    return LinearPlan(mesh, placements, after, parts, *_spread(mesh, parts.axes, inner, weight.shape[0]))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -88,7 +82,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> DTensor:
-        at = places(x, weight, bias)
+        at = linear_plan(x, weight, bias)
         if x.shape[1] != weight.shape[1]:
             raise RuntimeError(f"linear layer of an input {tuple(x.shape)} with a weight {tuple(weight.shape)}")
         ctx.save_for_backward(x, weight)
@@ -102,7 +96,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
         x, weight = ctx.saved_tensors
-        at = places(x, weight, grad)
+        at = linear_plan(x, weight, grad)
         own = local_as(grad, at.mesh, at.y)
         for_x, for_weight, for_bias = ctx.needs_input_grad
         dx = dw = db = None
@@ -127,7 +121,7 @@ class Whole(torch.autograd.Function):
     def forward(ctx: Any, parameter: DTensor) -> DTensor:
         ctx.layout = parameter.device_mesh, parameter.placements
         mesh = parameter.device_mesh
-        return parameter.redistribute(mesh, [Replicate()] * mesh.ndim)
+        return parameter.redistribute(mesh, replicated(mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> DTensor:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import Layout, dim_axes, find_layout, layout, local_box, local_shape, replicated
+from distconv.layouts import Layout, added_up, dim_axes, find_layout, layout, local_box, local_shape, replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.reduction import all_reduce
@@ -29,7 +29,7 @@ def common_layout(*tensors: Any) -> Layout:
     for tensor in tensors:
         if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
             mesh, placements = layout(tensor)
-            return mesh, tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+            return mesh, added_up(placements)
     mesh, placements = find_layout(*tensors)
     return mesh, replicated(mesh)
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import find_layout
+from distconv.layouts import added_up, find_layout
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.reduction import all_reduce, towards_parameter
 from distconv.rules.registry import rule
@@ -24,7 +24,7 @@ def _placements_of(x: Tensor, mesh: DeviceMesh) -> list[Placement]:
     """Its layout, with partial sums added up."""
     if not isinstance(x, DTensor):
         return [Replicate()] * mesh.ndim
-    return [Replicate() if placement.is_partial() else placement for placement in x.placements]
+    return list(added_up(x.placements))
 
 
 def _product(func: Any, a: Tensor, b: Tensor, batch: int) -> tuple[Tensor, DeviceMesh, list[Placement], list[int]]:

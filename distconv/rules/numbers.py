@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import settle
 from distconv.dtensors import wrap
+from distconv.layouts import has_partial
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.elementwise import in_place
 from distconv.rules.reduction import settled
@@ -66,7 +67,7 @@ def add_in_place(func: Any, x: Tensor, other: Any, *, alpha: float = 1) -> Tenso
 @rule("aten::expand")
 def expand(func: Any, x: DTensor, size: list[int], *, implicit: bool = False) -> DTensor:
     """A partial sum is added up before it grows."""
-    if any(placement.is_partial() for placement in x.placements):
+    if has_partial(x.placements):
         local, (mesh, placements) = settled(func, x)
         x = wrap(local, mesh, placements, x.shape)
     return stock(func, (x, size))

@@ -19,8 +19,7 @@ from distconv.layouts import dim_axes, find_layout, layout, owners
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
-from distconv.transfer.needs import Need, Piece
-from distconv.transfer.needs import make_plan as make_exchange_plan
+from distconv.transfer.needs import Need, Piece, make_exchange_plan
 from mucudnn.convolution.geometry import Interval
 
 
@@ -38,7 +37,7 @@ def index_map(mode: str, extent: int, before: int, after: int) -> Need:
     return tuple(piece for piece in pieces if piece.length)
 
 
-def cut(need: Need, interval: Interval) -> Need:
+def restricted(need: Need, interval: Interval) -> Need:
     """The part of an index map that fills the positions of the interval."""
     result, position = [], 0
     for piece in need:
@@ -51,7 +50,7 @@ def cut(need: Need, interval: Interval) -> Need:
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(
+def padding_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], mode: str, pad: tuple[int, ...]
 ) -> tuple[tuple[Exchange, ...], tuple[int, ...], tuple[int, ...]]:
     """(exchanges of the padded sharded dims, padding left to the local operator, padded shape)."""
@@ -63,7 +62,7 @@ def make_plan(
         axes = dim_axes(mesh, placements, dim)
         if axes and (before or after):
             need = index_map(mode, shape[dim], before, after)
-            needs = tuple(cut(need, interval) for interval in owners(mesh, axes, result[dim]))
+            needs = tuple(restricted(need, interval) for interval in owners(mesh, axes, result[dim]))
             exchanges.append(exchange(mesh, axes, dim, owners(mesh, axes, shape[dim]), needs))
             local_pad[2 * index] = local_pad[2 * index + 1] = 0
     return tuple(exchanges), tuple(local_pad), tuple(result)
@@ -83,7 +82,7 @@ def constant(func: Any, x: DTensor, pad: list[int], value: float = 0) -> DTensor
     """Pad (or crop) with a constant. Its backward is itself with the padding negated."""
     mesh, placements = layout(x)
     _check("constant", x.shape, pad, value)
-    exchanges, local_pad, shape = make_plan(mesh, placements, tuple(x.shape), "constant", tuple(pad))
+    exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), "constant", tuple(pad))
     local = x._local_tensor
     for which in exchanges:
         local = which.fetch(local, value)
@@ -100,7 +99,7 @@ def mirror(func: Any, x: DTensor, pad: list[int]) -> DTensor:
     mesh, placements = layout(x)
     mode = "reflect" if "reflection" in func._schema.name else "replicate"
     _check(mode, x.shape, pad, 0)
-    exchanges, local_pad, shape = make_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+    exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
     local = x._local_tensor
     for which in exchanges:
         local = which.fetch(local)
@@ -114,7 +113,7 @@ def mirror_backward(func: Any, grad: Tensor, x: Tensor, pad: list[int]) -> DTens
     """The adjoint: every gradient is added to the element that was shown."""
     mesh, placements = find_layout(x, grad)
     mode = "reflect" if "reflection" in func._schema.name else "replicate"
-    exchanges, local_pad, _ = make_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+    exchanges, local_pad, _ = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
     local, shape = local_as(grad, mesh, placements), list(local_as(x, mesh, placements).shape)
     if any(local_pad):
         before = list(local.shape)
@@ -140,7 +139,7 @@ def circular(func: Any, x: DTensor, pad: list[int]) -> DTensor:
     """Circular padding: the ends of each padded dim continue at the other end."""
     mesh, placements = layout(x)
     _check("circular", x.shape, pad, 0)
-    exchanges, local_pad, shape = make_plan(mesh, placements, tuple(x.shape), "circular", tuple(pad))
+    exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), "circular", tuple(pad))
     local = x._local_tensor
     for which in exchanges:
         local = which.fetch(local)
@@ -160,7 +159,7 @@ class Circular(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
         mesh, placements = ctx.layout
-        exchanges, local_pad, _ = make_plan(mesh, placements, ctx.shape, "circular", tuple(ctx.pad))
+        exchanges, local_pad, _ = padding_plan(mesh, placements, ctx.shape, "circular", tuple(ctx.pad))
         local = local_as(grad, mesh, placements)
         unpadded = [
             extent - count for extent, count in zip(local.shape, _padded([0] * local.dim(), local_pad), strict=True)

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import Layout, layout
+from distconv.layouts import Layout, layout, refuse_partial
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.reduction import settled
@@ -49,15 +49,10 @@ IN_PLACE = ("bernoulli_.float", "uniform_", "normal_", "exponential_", "random_"
 def draw_in_place(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
     """Fills x with random numbers."""
     _check_generator(func, generator)
-    _refuse_partial(func, x.placements)
+    refuse_partial(func, x.placements, "its tensor")
     with own_numbers(layout(x), x._local_tensor.device):
         func(x._local_tensor, *args)
     return x
-
-
-def _refuse_partial(func: Any, placements: tuple[Placement, ...]) -> None:
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(func, f"its tensor is a partial sum: {placements}")
 
 
 @rule(

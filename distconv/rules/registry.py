@@ -159,6 +159,13 @@ def unruled(wanted: Callable[[Any], bool]) -> list[str]:
     ]
 
 
+def _is_tensor(kind: Any) -> bool:
+    """Whether a schema's type is that of a tensor, an optional one, or a list of them."""
+    if isinstance(kind, torch.ListType | torch.OptionalType):
+        return _is_tensor(kind.getElementType())
+    return isinstance(kind, torch.TensorType)
+
+
 @functools.cache
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
@@ -168,10 +175,8 @@ def watch_plain_tensors() -> None:
     left_alone = {handled._schema.name for handled in DTensor._op_dispatcher._custom_op_handlers}
 
     def takes_several(schema: Any) -> bool:
-        tensors = [
-            a for a in schema.arguments if isinstance(a.type, torch.TensorType | torch.ListType | torch.OptionalType)
-        ]
-        return len(tensors) > 1 and schema.name not in left_alone and not any(a.is_out for a in schema.arguments)
+        tensors = sum(_is_tensor(argument.type) for argument in schema.arguments)
+        return tensors > 1 and schema.name not in left_alone and not any(a.is_out for a in schema.arguments)
 
     rule(*unruled(takes_several))(leave)
 

@@ -18,7 +18,7 @@ from distconv.transfer.needs import Piece, window
 
 
 @functools.lru_cache(maxsize=1024)
-def make_plan(
+def shuffle_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], out: tuple[int, ...], factor: int
 ) -> tuple[tuple[int, Exchange, int, int], ...]:
     """(dim, exchange of the input, elements to skip of the local result, elements to keep) per sharded dim.
@@ -48,7 +48,7 @@ def pixel_shuffle(func: Any, x: DTensor, factor: int) -> DTensor:
     local, (mesh, placements) = settled(func, x)
     shape = tuple(func(torch.empty(x.shape, device="meta"), factor).shape)
     direction = -factor if "unshuffle" in func._schema.name else factor
-    sides = make_plan(mesh, placements, tuple(x.shape), shape, direction)
+    sides = shuffle_plan(mesh, placements, tuple(x.shape), shape, direction)
     for _, which, _, _ in sides:
         local = which.fetch(local)
     own_shape = local_shape(mesh, placements, shape)

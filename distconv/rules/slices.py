@@ -21,7 +21,7 @@ from distconv.layouts import dim_axes, layout, local_shape, owners
 from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.copies import copy_of
 from distconv.rules.losses import common_layout
-from distconv.rules.padding import cut
+from distconv.rules.padding import restricted
 from distconv.rules.registry import method, rule
 from distconv.rules.stock import stock
 from distconv.transfer.exchange import Exchange, exchange
@@ -173,7 +173,7 @@ def _mapped(x: DTensor, dim: int, index_map: Callable[[int], Need]) -> DTensor:
     mesh, placements = layout(x)
     axes = dim_axes(mesh, placements, dim)
     owned, need = owners(mesh, axes, x.shape[dim]), index_map(x.shape[dim])
-    which = exchange(mesh, axes, dim, owned, tuple(cut(need, interval) for interval in owned))
+    which = exchange(mesh, axes, dim, owned, tuple(restricted(need, interval) for interval in owned))
     return wrap(which.fetch(x._local_tensor), mesh, placements, x.shape)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
+from distconv.layouts import replicated
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
@@ -25,4 +26,4 @@ def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
     if any(tensor.dim() for tensor in tensors):
         raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
     numbers = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return wrap(torch.stack(numbers, dim), mesh, (Replicate(),) * mesh.ndim, (len(numbers),))
+    return wrap(torch.stack(numbers, dim), mesh, replicated(mesh), (len(numbers),))

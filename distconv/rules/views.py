@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import box_at, layout, local_shape
+from distconv.layouts import box_at, layout, local_shape, refuse_partial
 from distconv.partition import AXES, Kind, sharded_dims
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.copies import copy_of
@@ -175,8 +175,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     local = x._local_tensor
     moves = not stays(mesh, tuple(placements), before, result, after)
     if moves:
-        if any(placement.is_partial() for placement in placements):
-            raise UnsupportedOperation(f"view of {before} as {after}: it is a partial sum: {placements}")
+        refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
         local = make_reshuffle(mesh, (tuple(placements), before), (result, after)).fetch(local)
     y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
     return copy_of(y, x) if moves and "unsafe" not in func._schema.name else y

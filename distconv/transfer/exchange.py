@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_plan
+from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
 from distconv.transfer.route import Route, part, unpacked
 from mucudnn.convolution.geometry import Interval, length
 
@@ -193,7 +193,7 @@ def exchange(
     else:
         group, (order, rank) = joint_group(mesh, axes), joint_order(mesh, axes)
         owned, needs = tuple(owned[at] for at in order), tuple(needs[at] for at in order)
-    return Exchange(make_plan(owned, needs, rank), dim, group, len(owned))
+    return Exchange(make_exchange_plan(owned, needs, rank), dim, group, len(owned))
 
 
 def _per_peer(moves: Iterable[tuple[int, Interval]], ranks: int) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def _moves(owned: Interval, need: Need) -> Iterator[Interval]:
 
 
 @functools.lru_cache(maxsize=16384)
-def make_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> ExchangePlan:
+def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> ExchangePlan:
     """What ``rank`` sends, receives and assembles. ValueError for a source in none of the disjoint ``owned``."""
     start, stop = owned[rank]
     sends = tuple(

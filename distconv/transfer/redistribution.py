@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import box_at
+from distconv.layouts import added_up, box_at, has_partial, replicated
 from distconv.memory_format import memory_format
 from distconv.partition import Partition, is_ours, mesh_like, placements, whole_group
 from distconv.refusal import UnsupportedOperation
@@ -179,8 +179,8 @@ def redistribution(
 
 def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     """``x`` laid out as ``layout`` on ``mesh``, its partial sums added first. No autograd."""
-    if any(placement.is_partial() for placement in x.placements):
-        x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+    if has_partial(x.placements):
+        x = x.redistribute(placements=added_up(x.placements))
     source = x.device_mesh
     if tuple(x.placements) == tuple(layout) and source == mesh:
         return x
@@ -191,7 +191,7 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
-        ctx.source = x.device_mesh, tuple(Replicate() if p.is_partial() else p for p in x.placements)
+        ctx.source = x.device_mesh, added_up(x.placements)
         result = moved(x, mesh, layout)
         if result._local_tensor is x._local_tensor:  # what changes one in place must not change the other on some ranks
             result._local_tensor = result._local_tensor.clone()
@@ -208,7 +208,7 @@ def relaid(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = No
     """
     if layout is None:
         everywhere = all(placement.is_replicate() for placement in x.placements)
-        layout = (Replicate(),) * mesh.ndim if everywhere else placements(mesh, x.dim())
+        layout = replicated(mesh) if everywhere else placements(mesh, x.dim())
     if tuple(x.placements) == tuple(layout) and x.device_mesh == mesh:
         return x
     return _Redistribute.apply(x, mesh, tuple(layout))

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.channels import Block, Layer, block, boxes, check_algorithm, moved, parameter_placements, weight_dims
+from distconv.channels import Block, ChannelMap, block, boxes, check_algorithm, moved, parameter_placements, weight_dims
 from distconv.partition import Partition
 
 LAYERS = st.builds(
-    lambda channels, filters, groups, transposed: Layer(channels * groups, filters * groups, groups, transposed),
+    lambda channels, filters, groups, transposed: ChannelMap(channels * groups, filters * groups, groups, transposed),
     st.integers(1, 5),
     st.integers(1, 5),
     st.integers(1, 6),
@@ -20,14 +20,14 @@ LAYERS = st.builds(
 AXES = st.sampled_from([{"channel": 2}, {"channel": 3}, {"channel": 2, "filter": 2}, {"filter": 4}, {"channel": 7}])
 
 
-def blocks(layer: Layer, algorithm: str, axes: dict[str, int]) -> list[Block]:
+def blocks(layer: ChannelMap, algorithm: str, axes: dict[str, int]) -> list[Block]:
     sizes = tuple(axes.values())
     return [block(layer, box) for box in boxes(layer, weight_dims(layer, algorithm, axes), sizes)]
 
 
 @given(LAYERS, st.sampled_from(["x", "y", "w", "auto"]), AXES)
 def test_all_runs_of_all_blocks_are_the_products_of_the_layer(
-    layer: Layer, algorithm: str, axes: dict[str, int]
+    layer: ChannelMap, algorithm: str, axes: dict[str, int]
 ) -> None:
     """Every (channel, filter) pair of one group is multiplied on exactly one rank, and no other pair is."""
     times = torch.zeros(layer.channels, layer.filters, dtype=torch.int64)
@@ -44,7 +44,7 @@ def test_all_runs_of_all_blocks_are_the_products_of_the_layer(
 
 
 @given(LAYERS, st.sampled_from(["x", "y", "w"]), AXES)
-def test_runs_follow_the_weight(layer: Layer, algorithm: str, axes: dict[str, int]) -> None:
+def test_runs_follow_the_weight(layer: ChannelMap, algorithm: str, axes: dict[str, int]) -> None:
     dims, sizes = weight_dims(layer, algorithm, axes), tuple(axes.values())
     for one, box in zip(blocks(layer, algorithm, axes), boxes(layer, dims, sizes), strict=True):
         ends = [run.weight for run in one.runs]
@@ -55,7 +55,7 @@ def test_runs_follow_the_weight(layer: Layer, algorithm: str, axes: dict[str, in
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_moved_positions_are_those_of_the_formulas(ranks: int) -> None:
-    layer = Layer(12 * ranks, 24 * ranks)
+    layer = ChannelMap(12 * ranks, 24 * ranks)
     assert (moved(layer, (1,), (ranks,)).channels, moved(layer, (1,), (ranks,)).filters) == (
         0,
         (ranks - 1) * 24 * ranks,
@@ -71,8 +71,8 @@ def test_moved_positions_are_those_of_the_formulas(ranks: int) -> None:
 
 
 def test_depthwise_moves_nothing_and_straddling_groups_little() -> None:
-    assert moved(Layer(8, 16, 8), (0,), (4,)).channels == 0
-    layer = Layer(6, 6, 2)  # channels 0-2, 3-5 on ranks 0-1, 2-3, 4-5
+    assert moved(ChannelMap(8, 16, 8), (0,), (4,)).channels == 0
+    layer = ChannelMap(6, 6, 2)  # channels 0-2, 3-5 on ranks 0-1, 2-3, 4-5
     assert [one.channels for one in blocks(layer, "x", {"channel": 3})] == [(0, 3), (0, 6), (3, 6)]
     assert moved(layer, (0,), (3,)).channels == 1 + 4 + 1
 
@@ -80,16 +80,16 @@ def test_depthwise_moves_nothing_and_straddling_groups_little() -> None:
 @pytest.mark.parametrize(
     "layer, chosen",
     [
-        (Layer(256, 256), 1),  # x, moves 2 F
-        (Layer(64, 256), 0),  # y, moves 3 C
-        (Layer(256, 64), 1),
-        (Layer(3, 64, scale=0.25), 0),
-        (Layer(64, 64, 64), 0),
-        (Layer(256, 256, transposed=True), 0),
-        (Layer(64, 256, transposed=True, scale=4.0), 1),
+        (ChannelMap(256, 256), 1),  # x, moves 2 F
+        (ChannelMap(64, 256), 0),  # y, moves 3 C
+        (ChannelMap(256, 64), 1),
+        (ChannelMap(3, 64, scale=0.25), 0),
+        (ChannelMap(64, 64, 64), 0),
+        (ChannelMap(256, 256, transposed=True), 0),
+        (ChannelMap(64, 256, transposed=True, scale=4.0), 1),
     ],
 )
-def test_auto_moves_least(layer: Layer, chosen: int) -> None:
+def test_auto_moves_least(layer: ChannelMap, chosen: int) -> None:
     assert weight_dims(layer, "auto", {"channel": 4}) == (chosen,)
 
 

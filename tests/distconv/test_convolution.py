@@ -130,11 +130,11 @@ def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> t
                 return stock(*args)
 
             patch.setattr(overlap, name, counted)
-        plan.make_plan.cache_clear()
+        plan.make_convolution_plan.cache_clear()
         try:
             return wrong([(partition, cases)], tolerance), min(map(taken.count, ("forward", "backward")))
         finally:
-            plan.make_plan.cache_clear()
+            plan.make_convolution_plan.cache_clear()
 
 
 @pytest.mark.parametrize(

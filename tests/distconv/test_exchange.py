@@ -16,7 +16,7 @@ from ranks import Ranks
 
 from distconv.partition import Partition, make_mesh, ownership
 from distconv.transfer.exchange import exchange
-from distconv.transfer.needs import FILL, OWN, Need, Piece, make_plan, wanted, window
+from distconv.transfer.needs import FILL, OWN, Need, Piece, make_exchange_plan, wanted, window
 
 FILLED = -7
 
@@ -47,7 +47,7 @@ def exchanges(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, int], ...], tuple[
 @given(exchanges())
 def test_plans_agree_and_assemble_the_need(case: tuple[int, tuple[tuple[int, int], ...], tuple[Need, ...]]) -> None:
     extent, owned, needs = case
-    plans = [make_plan(owned, needs, rank) for rank in range(len(owned))]
+    plans = [make_exchange_plan(owned, needs, rank) for rank in range(len(owned))]
     whole = np.arange(extent)
     for rank, plan in enumerate(plans):
         for peer, other in enumerate(plans):
@@ -78,7 +78,7 @@ def test_wanted_merges() -> None:
 
 def test_a_source_that_nobody_owns() -> None:
     with pytest.raises(ValueError, match="position 3 is needed but no rank owns it"):
-        make_plan(((0, 2), (2, 3)), ((Piece(4, 0),), ()), 0)
+        make_exchange_plan(((0, 2), (2, 3)), ((Piece(4, 0),), ()), 0)
 
 
 CASES: dict[str, tuple[int, Callable[[int, tuple[int, int]], Need]]] = {

@@ -10,7 +10,7 @@ from ranks import Ranks
 from reference import Case, wrong
 from torch import Tensor, nn
 
-from distconv.rules.padding import cut, index_map
+from distconv.rules.padding import index_map, restricted
 
 Padding = tuple[str, tuple[int, ...], tuple[int, ...]]
 
@@ -81,7 +81,7 @@ def test_index_maps_are_those_of_torch(mode: str, extent: int, before: int, afte
     stop = data.draw(st.integers(start, padded.numel()))
     found = [
         -1 if piece.start is None else piece.start + piece.step * i
-        for piece in cut(index_map(mode, extent, before, after), (start, stop))
+        for piece in restricted(index_map(mode, extent, before, after), (start, stop))
         for i in range(piece.length)
     ]
     assert found == padded.flatten()[start:stop].int().tolist()

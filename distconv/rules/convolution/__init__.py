@@ -24,26 +24,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import find_layout
-from distconv.refusal import refuse
-from distconv.rules.channel_split import Split, channel_layout, split
+from distconv.mesh_options import channel_algorithm
+from distconv.rules.channel_split import held_as, layer_input
 from distconv.rules.convolution import overlap
-from distconv.rules.convolution.local import Local
-from distconv.rules.convolution.plan import Plan, make_plan
+from distconv.rules.convolution.local import LocalConvolution
+from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange
 from mucudnn.convolution.geometry import Interval, length
 
 
 def _plan_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placement], rest: Any
-) -> Plan:
-    stride, padding, dilation, transposed, output_padding, groups = rest
-    return make_plan(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placement], arguments: Any
+) -> ConvolutionPlan:
+    stride, padding, dilation, transposed, output_padding, groups = arguments
+    return make_convolution_plan(
         mesh,
         tuple(placements),
         tuple(x.shape),
         tuple(weight.shape),
+        held_as(weight, mesh),
+        channel_algorithm(mesh),
         (x.dtype, weight.dtype, None if bias is None else bias.dtype),
         tuple(stride),
         tuple(padding),
@@ -52,15 +53,6 @@ def _plan_of(
         tuple(output_padding),
         groups,
     )
-
-
-def _input_layout(func: Any, x: Tensor, *others: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    mesh, placements = find_layout(x, *others)
-    if not isinstance(x, DTensor):
-        placements = (Replicate(),) * mesh.ndim
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(func, f"its input is a partial sum: {placements}")
-    return mesh, channel_layout(mesh, placements)
 
 
 def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Sequence[int]) -> tuple[Placement, ...]:
@@ -74,12 +66,12 @@ def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Se
 @rule("aten::convolution")
 def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> DTensor:
     """y (N, F, out...) from x (N, C, in...); y is sharded as x is."""
-    mesh, placements = _input_layout(func, x, weight, bias)
+    mesh, placements = layer_input(func, x, weight, bias)
     plan = _plan_of(x, weight, bias, mesh, placements, rest)
-    parts = split(func, mesh, placements, plan.layer, weight)
+    parts = plan.split
     own_x = local_as(x, mesh, placements)
     own_bias = None if bias is None else local_as(bias, mesh, parts.vector)
-    local = Local(local_as(weight, mesh, parts.weight), plan, parts.block, rest)
+    local = LocalConvolution(plan, local_as(weight, mesh, parts.weight))
     halos = [side.inputs for side in plan.sides]
     if plan.overlap is not None and parts.is_whole:
         y = overlap.forward(local, plan.overlap, own_x, own_bias)
@@ -107,11 +99,11 @@ def convolution_backward(
 ) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
     """dL/dx sharded as x is; dL/dweight and dL/dbias as partial sums over the shards of samples and space."""
     *arguments, mask = rest
-    mesh, placements = _input_layout(func, x, grad, weight)
+    mesh, placements = layer_input(func, x, grad, weight)
     plan = _plan_of(x, weight, None, mesh, placements, arguments)
-    parts = split(func, mesh, placements, plan.layer, weight)
+    parts = plan.split
     own_grad = local_as(grad, mesh, placements)
-    local = Local(local_as(weight, mesh, parts.weight), plan, parts.block, arguments)
+    local = LocalConvolution(plan, local_as(weight, mesh, parts.weight))
     dx: Tensor | None = None
     dw: Tensor | None = None
     if mask[0] or mask[1]:
@@ -120,7 +112,7 @@ def convolution_backward(
             dx, dw = overlap.backward(local, plan.overlap, own_grad, own_x, *mask[:2])
         else:
             make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
-            dx, dw = make(local, parts, own_grad, own_x, mask)
+            dx, dw = make(local, own_grad, own_x, mask)
     db = own_grad.sum([0, *range(2, own_grad.dim())]) if mask[2] else None
     return (
         wrap(dx, mesh, placements, x.shape) if dx is not None else None,
@@ -130,11 +122,12 @@ def convolution_backward(
 
 
 def _from_arriving_gradients(
-    local: Local, parts: Split, grad: Tensor, x: Tensor, mask: list[bool]
+    local: LocalConvolution, grad: Tensor, x: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dL/dx and dL/dweight where a rank reads its own channels only."""
     dx: Tensor | None = None
     dws: dict[Interval, Tensor] = {}
+    parts = local.plan.split
     for filters, piece in _arriving(parts.filters, grad, local.plan, [side.grads for side in local.plan.sides]):
         more, dw = local.backward(piece, x, local.channels, filters, *mask[:2])
         dx = more if dx is None or more is None else dx.add_(more)
@@ -144,10 +137,10 @@ def _from_arriving_gradients(
 
 
 def _from_arriving_inputs(
-    local: Local, parts: Split, grad: Tensor, x: Tensor, mask: list[bool]
+    local: LocalConvolution, grad: Tensor, x: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dL/dx and dL/dweight where a rank reads others' channels: these arrive once more while dL/dx is made."""
-    plan = local.plan
+    plan, parts = local.plan, local.plan.split
     wide = _whole(parts.filters, grad, [side.grads for side in plan.sides])
     pieces = _arriving(parts.channels, x, plan, [])
     begun = [next(pieces)] if mask[1] else []
@@ -167,7 +160,9 @@ def _from_arriving_inputs(
     return dx, _in_order(dws, plan.layer.channel_dim)
 
 
-def _arriving(which: Exchange, own: Tensor, plan: Plan, halos: Sequence[Exchange]) -> Iterator[tuple[Interval, Tensor]]:
+def _arriving(
+    which: Exchange, own: Tensor, plan: ConvolutionPlan, halos: Sequence[Exchange]
+) -> Iterator[tuple[Interval, Tensor]]:
     """What ``which`` brings the block, halos included, with its intervals: piece by piece if the layer can be divided.
 
     With halos it comes at once: each piece would need messages of its own.
@@ -185,7 +180,7 @@ def _whole(which: Exchange, own: Tensor, halos: Sequence[Exchange]) -> Tensor:
 
 
 def _leaving(
-    which: Exchange, make: Callable[[Interval], Tensor], plan: Plan, shape: Sequence[int], like: Tensor
+    which: Exchange, make: Callable[[Interval], Tensor], plan: ConvolutionPlan, shape: Sequence[int], like: Tensor
 ) -> Tensor:
     """What the block makes, added up at its owners: what others wait for comes first if the layer can be divided."""
     if plan.layer.groups == 1:

@@ -1,58 +1,55 @@
-"""What one rank multiplies: its block of the weight, all at once or some of the channels or filters only."""
+"""What one rank convolves: with its block of the weight, all at once or some of the channels or filters only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from distconv.channels import Block, Run
-from distconv.rules.convolution.plan import Margins, Plan
+from distconv.channels import Run
+from distconv.rules.convolution.plan import ConvolutionPlan, Margins
+from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
 
 
 @dataclass(frozen=True)
-class Local:
-    """The products of a block. Intervals of channels and filters count from those of the block.
+class LocalConvolution:
+    """What a rank convolves with its block of the weight. Intervals of channels and filters count from the block's.
 
     Only a layer without groups can be computed in parts.
     """
 
+    plan: ConvolutionPlan
     weight: Tensor
     """Of the block."""
-    plan: Plan
-    block: Block
-    arguments: Sequence[Any]
-    """Of the layer, as ``aten::convolution`` takes them."""
 
     @property
     def channels(self) -> Interval:
-        return 0, length(self.block.channels)
+        return 0, length(self.plan.split.block.channels)
 
     @property
     def filters(self) -> Interval:
-        return 0, length(self.block.filters)
+        return 0, length(self.plan.split.block.filters)
 
     def forward(self, x: Tensor, bias: Tensor | None, channels: Interval, filters: Interval) -> Tensor:
         """These filters of y, from these channels, ``x``, alone; ``bias`` has a number for each filter of the block."""
-        plan, (stride, _, dilation, transposed, *_) = self.plan, self.arguments
+        plan, block = self.plan, self.plan.split.block
         shape = [*plan.out_local]
         shape[1] = length(filters)
-        if 0 in shape or not self.block.runs:
+        if 0 in shape or not block.runs:
             return x.new_zeros(shape)
         weight, runs = self._part(channels, filters)
         made = [
             torch.ops.aten.convolution.default(
-                _part(x, 1, run.channels),
-                _part(weight, 0, run.weight),
-                None if bias is None else _part(_part(bias, 0, filters), 0, run.filters),
-                stride,
+                part(x, 1, run.channels),
+                part(weight, 0, run.weight),
+                None if bias is None else part(part(bias, 0, filters), 0, run.filters),
+                plan.stride,
                 plan.padding,
-                dilation,
-                transposed,
+                plan.dilation,
+                plan.layer.transposed,
                 plan.output_padding,
                 run.groups,
             )
@@ -60,7 +57,7 @@ class Local:
         ]
         y = made[0] if len(made) == 1 else torch.cat(made, 1)
         for side in plan.sides:
-            y = _part(y, side.dim, (side.skip, side.skip + side.own))
+            y = part(y, side.dim, (side.skip, side.skip + side.own))
         return y
 
     def backward(
@@ -75,7 +72,7 @@ class Local:
         dxs: list[Tensor] = []
         dws: list[Tensor] = []
         for run in runs:
-            operands = _part(grad, 1, run.filters), _part(x, 1, run.channels), _part(weight, 0, run.weight)
+            operands = part(grad, 1, run.filters), part(x, 1, run.channels), part(weight, 0, run.weight)
             if data == filter:
                 dx, dw = self._gradients(*operands, run, data, self.plan.data_padding, for_data, for_filter)
             else:
@@ -92,8 +89,8 @@ class Local:
         """The weight that takes these channels to these filters, and the local calls with it."""
         layer = self.plan.layer
         if (channels, filters) == (self.channels, self.filters):
-            return self.weight, self.block.runs
-        weight = _part(_part(self.weight, layer.channel_dim, channels), layer.filter_dim, filters)
+            return self.weight, self.plan.split.block.runs
+        weight = part(part(self.weight, layer.channel_dim, channels), layer.filter_dim, filters)
         return weight, (Run((0, length(channels)), (0, length(filters)), (0, weight.shape[0]), layer.groups),)
 
     def _gradients(
@@ -112,17 +109,17 @@ class Local:
             at = 2 * (x.dim() - 1 - dim)
             zeros[at : at + 2] = margin.before, margin.after
         padded = torch.ops.aten.constant_pad_nd.default(x, zeros) if any(zeros) else x
-        stride, _, dilation, transposed, *_ = self.arguments
+        plan = self.plan
         dx, dw, _ = torch.ops.aten.convolution_backward.default(
             grad,
             padded,
             weight,
             None,
-            stride,
+            plan.stride,
             padding,
-            dilation,
-            transposed,
-            self.plan.output_padding,
+            plan.dilation,
+            plan.layer.transposed,
+            plan.output_padding,
             run.groups,
             [for_data, for_filter, False],
         )
@@ -130,11 +127,6 @@ class Local:
             for dim, margin in margins:
                 dx = dx.narrow(dim, margin.before, x.shape[dim])
         return dx if for_data else None, dw if for_filter else None
-
-
-def _part(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
-    start, stop = interval
-    return tensor if stop - start == tensor.shape[dim] else tensor.narrow(dim, start, stop - start)
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor | None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from distconv.rules.convolution.edges import Edge
-from distconv.rules.convolution.local import Local
-from distconv.rules.convolution.plan import Margins, Overlap
+from distconv.rules.convolution.local import LocalConvolution
+from distconv.rules.convolution.plan import Margins, Overlap, plan_along
 from distconv.transfer.exchange import Exchange
-from mucudnn.convolution.geometry import Interval, length
+from distconv.transfer.route import part
+from mucudnn.convolution.geometry import length
 
 
-def forward(local: Local, overlap: Overlap, x: Tensor, bias: Tensor | None) -> Tensor:
+def forward(local: LocalConvolution, overlap: Overlap, x: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's y. Its own x gives all of it but the edges, which are computed anew from both x and halo."""
     for side in local.plan.sides:
         x = x if side.dim == overlap.dim else side.inputs.fetch(x)
@@ -25,14 +25,14 @@ def forward(local: Local, overlap: Overlap, x: Tensor, bias: Tensor | None) -> T
     for at_end, halo in halos:
         edge = overlap.edges.forward[at_end]
         assert edge is not None, "a halo comes where outputs read it"
-        rows = _narrow(own, dim, edge.rows)
+        rows = part(own, dim, edge.rows)
         wide = torch.cat([rows, halo] if at_end else [halo, rows], dim)
-        _narrow(y, dim, edge.outputs).copy_(_at(local, dim, edge).forward(wide, bias, channels, filters))
+        part(y, dim, edge.outputs).copy_(_at(local, dim, edge).forward(wide, bias, channels, filters))
     return y
 
 
 def backward(
-    local: Local, overlap: Overlap, grad: Tensor, x: Tensor, for_data: bool, for_filter: bool
+    local: LocalConvolution, overlap: Overlap, grad: Tensor, x: Tensor, for_data: bool, for_filter: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """This rank's dL/dx and share of dL/dweight: what its own dL/dy gives, to which that of the halos is added."""
     for side in local.plan.sides:
@@ -43,10 +43,10 @@ def backward(
     for at_end, halo in halos:
         edge = overlap.edges.backward[at_end]
         assert edge is not None, "a halo comes where inputs reach it"
-        rows = _narrow(x, dim, edge.rows)
+        rows = part(x, dim, edge.rows)
         more, dw_more = _at(local, dim, edge).backward(halo, rows, channels, filters, for_data, for_filter)
         if dx is not None and more is not None:
-            _narrow(dx, dim, edge.rows).add_(more)
+            part(dx, dim, edge.rows).add_(more)
         if dw is not None and dw_more is not None:
             dw.add_(dw_more)
     return dx, dw
@@ -59,14 +59,11 @@ def _in_turn(which: Exchange, own: Tensor) -> tuple[Tensor, Iterator[tuple[bool,
     return first, ((start > 0, halo) for (start, _), halo in pieces)
 
 
-def _of_own(local: Local, overlap: Overlap) -> Local:
+def _of_own(local: LocalConvolution, overlap: Overlap) -> LocalConvolution:
     own, padding = local.plan.out_local[overlap.dim], overlap.edges.padding
-    return replace(local, plan=local.plan.along(overlap.dim, own, padding, Margins(padding)))
+    return LocalConvolution(plan_along(local.plan, overlap.dim, own, padding, Margins(padding)), local.weight)
 
 
-def _at(local: Local, dim: int, edge: Edge) -> Local:
-    return replace(local, plan=local.plan.along(dim, length(edge.outputs), 0, Margins(0, edge.before, edge.after)))
-
-
-def _narrow(tensor: Tensor, dim: int, interval: Interval) -> Tensor:
-    return tensor.narrow(dim, interval[0], length(interval))
+def _at(local: LocalConvolution, dim: int, edge: Edge) -> LocalConvolution:
+    margins = Margins(0, edge.before, edge.after)
+    return LocalConvolution(plan_along(local.plan, dim, length(edge.outputs), 0, margins), local.weight)

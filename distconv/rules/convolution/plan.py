@@ -1,6 +1,6 @@
-"""What a convolution of given shapes decides before it runs: which halos it fetches, and how the local calls pad.
+"""What a convolution of given shapes decides before it runs: which halos and channels it fetches, how local calls pad.
 
-Samples and channels play no part in that: a rank's spatial intervals are the same for all of them.
+A rank's spatial intervals are the same for all samples and channels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from distconv.channels import Layer
+from distconv.channels import ChannelMap
 from distconv.layouts import box_at, local_shape, shard_axes
 from distconv.partition import ownership
+from distconv.rules.channel_split import Split, make_split
 from distconv.rules.convolution.edges import Edges, around, edges
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, window
@@ -71,11 +72,15 @@ class Overlap:
     grads: Exchange
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that a convolution of these shapes on this mesh decides, on this rank."""
+@dataclass(frozen=True, eq=False)
+class ConvolutionPlan:
+    """Everything that a convolution of these shapes on this mesh decides, on this rank; made once for all its calls."""
 
-    layer: Layer
+    layer: ChannelMap
+    split: Split
+    """This rank's block of the weight, and the exchanges of channels that go with it."""
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
     sides: tuple[Side, ...]
     out_shape: tuple[int, ...]
     out_local: tuple[int, ...]
@@ -87,30 +92,34 @@ class Plan:
     overlap: Overlap | None
     """None where all halos are better fetched at once."""
 
-    def along(self, dim: int, own: int, padding: int, margins: Margins) -> Plan:
-        """The plan of products that make ``own`` outputs along a sharded dim: so padded forward, and so backward."""
 
-        def put(values: list[int], new: int) -> list[int]:
-            return [*values[: dim - 2], new, *values[dim - 1 :]]
+@functools.lru_cache(maxsize=4096)
+def plan_along(plan: ConvolutionPlan, dim: int, own: int, padding: int, margins: Margins) -> ConvolutionPlan:
+    """The plan of local calls that make ``own`` outputs along a sharded dim: so padded forward, and so backward."""
 
-        return replace(
-            self,
-            sides=tuple(
-                replace(side, own=own, data=margins, filter=margins) if side.dim == dim else side for side in self.sides
-            ),
-            out_local=(*self.out_local[:dim], own, *self.out_local[dim + 1 :]),
-            padding=put(self.padding, padding),
-            data_padding=put(self.data_padding, margins.padding),
-            filter_padding=put(self.filter_padding, margins.padding),
-        )
+    def put(values: list[int], new: int) -> list[int]:
+        return [*values[: dim - 2], new, *values[dim - 1 :]]
+
+    return replace(
+        plan,
+        sides=tuple(
+            replace(side, own=own, data=margins, filter=margins) if side.dim == dim else side for side in plan.sides
+        ),
+        out_local=(*plan.out_local[:dim], own, *plan.out_local[dim + 1 :]),
+        padding=put(plan.padding, padding),
+        data_padding=put(plan.data_padding, margins.padding),
+        filter_padding=put(plan.filter_padding, margins.padding),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(
+def make_convolution_plan(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     weight: tuple[int, ...],
+    held: tuple[Placement, ...],
+    algorithm: str,
     dtypes: tuple[torch.dtype | None, ...],
     stride: tuple[int, ...],
     padding: tuple[int, ...],
@@ -118,8 +127,12 @@ def make_plan(
     transposed: bool,
     output_padding: tuple[int, ...],
     groups: int,
-) -> Plan:
-    """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+) -> ConvolutionPlan:
+    """Checks the arguments as one process would, on the whole shapes, and derives the plan.
+
+    ``shape`` and ``weight`` are those of the whole tensors; the weight is held as ``held`` says, and the mesh's channel
+    algorithm decides on what it leaves open.
+    """
     axes = shard_axes(mesh, placements, first=2)
     spatial = len(shape) - 2
     arguments = [list(values) * (spatial if len(values) == 1 else 1) for values in (stride, padding, dilation)]
@@ -179,10 +192,12 @@ def make_plan(
                 )
                 overlap = Overlap(dim, found[rank], brought, returned)
     scale = math.prod(arguments[0]) if transposed else 1 / math.prod(arguments[0])
-    layer = Layer(shape[1], out_shape[1], groups, transposed, float(scale))
+    layer = ChannelMap(shape[1], out_shape[1], groups, transposed, float(scale))
+    split = make_split(torch.ops.aten.convolution.default, mesh, placements, layer, held, (), algorithm)
     out_local = local_shape(mesh, placements, out_shape)
     paddings = local_padding, data_padding, filter_padding, local_output_padding
-    return Plan(layer, tuple(sides), out_shape, out_local, *paddings, overlap)
+    strides = tuple(arguments[0]), tuple(arguments[2])
+    return ConvolutionPlan(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap)
 
 
 def overlap_pays(

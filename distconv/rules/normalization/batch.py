@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import layout
+from distconv.layouts import layout, replicated
 from distconv.mesh_options import batch_norm_statistics
+from distconv.rules.channel_split import layer_input
 from distconv.rules.normalization.statistics import (
     Share,
     check_vector,
     combined,
     count,
     gradients,
-    input_of,
     moments,
     normalize,
     normalize_backward,
@@ -49,7 +49,7 @@ def batch_norm(
 
     These are always those of the whole batch, alike on all ranks, even where each rank normalizes by its own.
     """
-    mesh, placements = input_of(func, x, weight, bias)
+    mesh, placements = layer_input(func, x, weight, bias)
     local, channels, of = local_as(x, mesh, placements), x.shape[1], vector_layout(placements)
     named = {"weight": weight, "bias": bias, "running mean": running_mean, "running variance": running_var}
     for name, vector in named.items():
@@ -76,7 +76,7 @@ def batch_norm(
         if running_mean is None or running_var is None:
             raise RuntimeError(f"{func}: evaluation without running statistics")
         mean, square = local_as(running_mean, mesh, of), local_as(running_var, mesh, of) + eps
-        saved, shape, of = (mean.new_empty(0), mean.new_empty(0)), (0,), (Replicate(),) * mesh.ndim
+        saved, shape, of = (mean.new_empty(0), mean.new_empty(0)), (0,), replicated(mesh)
     y = normalize(local, mean, square, w, b)
     return wrap(y, mesh, placements, x.shape), wrap(saved[0], mesh, of, shape), wrap(saved[1], mesh, of, shape)
 
@@ -100,7 +100,7 @@ def batch_norm_backward(
     mask: list[bool],
 ) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
     """dL/dx as x is laid out, dL/dweight and dL/dbias as partial sums."""
-    mesh, placements = input_of(func, x, grad, weight)
+    mesh, placements = layer_input(func, x, grad, weight)
     local, of = local_as(x, mesh, placements), vector_layout(placements)
     w = None if weight is None else local_as(weight, mesh, of)
     own_grad = local_as(grad, mesh, placements)
@@ -136,7 +136,7 @@ def library_batch_norm(func: Any, x: Tensor, *arguments: Any) -> tuple[DTensor, 
     y, mean, inverse = batch_norm(func, x, *arguments)
     mesh, _ = layout(y)
     reserve = torch.empty(0, dtype=torch.uint8, device=y._local_tensor.device)
-    extra = wrap(reserve, mesh, (Replicate(),) * mesh.ndim, reserve.shape)
+    extra = wrap(reserve, mesh, replicated(mesh), reserve.shape)
     return (y, mean, inverse, extra) if "cudnn" in func._schema.name else (y, mean, inverse)
 
 

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import find_layout
-from distconv.refusal import refuse
+from distconv.layouts import input_layout
 from distconv.rules.normalization.statistics import (
     Share,
     combined,
@@ -40,12 +39,8 @@ def _layer_placements(
 
 def _input(func: Any, x: Tensor, *others: Any) -> tuple[DeviceMesh, tuple[Placement, ...], Tensor]:
     """(mesh, placements, local tensor) of the input."""
-    mesh, placements = find_layout(x, *others)
-    if not isinstance(x, DTensor):
-        return mesh, (Replicate(),) * mesh.ndim, x
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(func, f"its input is a partial sum: {placements}")
-    return mesh, placements, x._local_tensor
+    mesh, placements = input_layout(func, x, *others)
+    return mesh, placements, x._local_tensor if isinstance(x, DTensor) else x
 
 
 def sample_placements(placements: Sequence[Placement], lead: int) -> tuple[Placement, ...]:

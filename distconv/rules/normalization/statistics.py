@@ -20,10 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import box_at, dim_axes, find_layout, owners
+from distconv.layouts import box_at, dim_axes, owners
 from distconv.partition import sharded_dims
-from distconv.refusal import refuse
-from distconv.rules.channel_split import channel_layout
 from distconv.transfer.exchange import exchange
 from distconv.transfer.gathering import all_gather
 from distconv.transfer.group import joint_group, joint_order
@@ -166,16 +164,6 @@ def normalize_backward(
         sums = (sums if pool is None else sums[:, pool.index]) * torch.rsqrt(square) / -total
         dx += normalize(rows, mean, square, sums[1], sums[0])
     return dx, dweight, dbias
-
-
-def input_of(func: Any, x: Tensor, *others: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """(mesh, placements) of the input, its channels sharded where the mesh has an axis for them."""
-    mesh, placements = find_layout(x, *others)
-    if not isinstance(x, DTensor):
-        placements = (Replicate(),) * mesh.ndim
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(func, f"its input is a partial sum: {placements}")
-    return mesh, channel_layout(mesh, placements)
 
 
 def check_vector(func: Any, tensor: Tensor | None, name: str, channels: int) -> None:

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import local_box, shard_axes
+from distconv.layouts import input_layout, local_box, shard_axes
 from distconv.partition import ownership
-from distconv.rules.pooling.operator import forward_of, layout_of_input, shaped_like, spatial_dims
+from distconv.rules.pooling.operator import forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved, placed
 from distconv.rules.reduction import lowest, precise
 from distconv.rules.registry import rule
@@ -78,7 +78,7 @@ class Bins:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AdaptivePlan:
     """An adaptive pool of these shapes on this mesh, on this rank."""
 
     bins: tuple[Bins, ...]
@@ -92,14 +92,14 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(
+def make_adaptive_plan(
     func: Any,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     size: tuple[int, ...],
-) -> Plan:
+) -> AdaptivePlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
     result = func(torch.empty(shape, dtype=dtype, device="meta"), size)
     out_shape = tuple((result if isinstance(result, Tensor) else result[0]).shape)
@@ -114,7 +114,9 @@ def make_plan(
             after[axes[dim]] = Replicate()
         local_size[at] = length(side.own)
         bins.append(side)
-    return Plan(tuple(bins), local_size, out_shape, tuple(after), local_box(mesh, placements, shape)[-len(size) :])
+    return AdaptivePlan(
+        tuple(bins), local_size, out_shape, tuple(after), local_box(mesh, placements, shape)[-len(size) :]
+    )
 
 
 def _bins(mesh: DeviceMesh, axis: int, dim: int, extent: int, outputs: int) -> Bins:
@@ -147,9 +149,9 @@ def _bins(mesh: DeviceMesh, axis: int, dim: int, extent: int, outputs: int) -> B
     )
 
 
-def _planned(func: Any, x: DTensor, size: Sequence[int]) -> tuple[Plan, DeviceMesh]:
-    mesh, placements = layout_of_input(func, x)
-    return make_plan(func, mesh, placements, tuple(x.shape), x.dtype, tuple(size)), mesh
+def _planned(func: Any, x: DTensor, size: Sequence[int]) -> tuple[AdaptivePlan, DeviceMesh]:
+    mesh, placements = input_layout(func, x)
+    return make_adaptive_plan(func, mesh, placements, tuple(x.shape), x.dtype, tuple(size)), mesh
 
 
 def _resized(shape: Sequence[int], size: Sequence[int]) -> list[int]:

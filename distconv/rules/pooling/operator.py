@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from distconv.layouts import Layout, layout
 from distconv.memory_format import memory_format
-from distconv.refusal import refuse
 
 
 def spatial_dims(func: Any) -> int:
@@ -27,14 +24,6 @@ def forward_of(func: Any) -> Any:
 def adaptive(kind: str, spatial: int, suffix: str = "") -> Any:
     """The operator of an adaptive pool, ``kind`` being "avg" or "max"; ``suffix`` "_backward" names its backward."""
     return getattr(torch.ops.aten, f"{'_' if kind == 'avg' else ''}adaptive_{kind}_pool{spatial}d{suffix}").default
-
-
-def layout_of_input(func: Any, x: DTensor) -> Layout:
-    """The layout of what is pooled. ``UnsupportedOperation`` for a partial sum."""
-    mesh, placements = layout(x)
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(func, f"its input is a partial sum: {placements}")
-    return mesh, placements
 
 
 def shaped_like(x: Tensor, shape: Sequence[int]) -> Tensor:

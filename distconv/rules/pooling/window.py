@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import Layout, local_shape, shard_axes
+from distconv.layouts import Layout, input_layout, local_shape, shard_axes
 from distconv.partition import ownership
 from distconv.rules.pooling.adaptive import average as adaptive_average
 from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
 from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
 from distconv.rules.pooling.adaptive import maximum_backward as adaptive_maximum_backward
-from distconv.rules.pooling.operator import adaptive, forward_of, layout_of_input, shaped_like, spatial_dims
+from distconv.rules.pooling.operator import adaptive, forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved
 from distconv.rules.reduction import lowest
 from distconv.rules.registry import rule
@@ -35,7 +35,7 @@ from mucudnn.convolution.geometry import Window, length
 
 
 @dataclass(frozen=True)
-class Plan:
+class WindowPlan:
     """A window pool of these shapes on this mesh, on this rank."""
 
     exchanges: tuple[Exchange, ...]
@@ -74,7 +74,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(
+def make_window_plan(
     func: Any,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -87,7 +87,7 @@ def make_plan(
     ceil_mode: bool,
     count_include_pad: bool,
     divisor: int | None,
-) -> Plan:
+) -> WindowPlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
     is_average = "avg" in func._schema.name
     rest = (ceil_mode, count_include_pad, divisor) if is_average else (dilation, ceil_mode)
@@ -113,7 +113,7 @@ def make_plan(
             filled = filled or spans[rank][0] < 0 or spans[rank][1] > extent
         counts.append(tuple(_count(geometry, output, extent, count_include_pad) for output in range(*outputs)))
     whole = divisor is None and kernel == shape[-spatial:] and not any(padding) and set(dilation) == {1}
-    return Plan(
+    return WindowPlan(
         tuple(exchanges),
         tuple(wide),
         local_padding,
@@ -144,10 +144,13 @@ def _planned(
     padding: Sequence[int],
     dilation: Sequence[int],
     *options: Any,
-) -> tuple[Plan, Layout]:
-    mesh, placements = layout_of_input(func, x)
+) -> tuple[WindowPlan, Layout]:
+    mesh, placements = input_layout(func, x)
     windows = (tuple(values) for values in (kernel, stride, padding, dilation))
-    return make_plan(func, mesh, tuple(placements), tuple(x.shape), x.dtype, *windows, *options), (mesh, placements)
+    return make_window_plan(func, mesh, tuple(placements), tuple(x.shape), x.dtype, *windows, *options), (
+        mesh,
+        placements,
+    )
 
 
 @rule("aten::max_pool2d_with_indices", "aten::max_pool3d_with_indices")
@@ -201,7 +204,7 @@ def maximum_backward(
     return wrap(plan.adjoint(dx), mesh, placements, x.shape)
 
 
-def _divisor(plan: Plan, divisor: int | None, like: Tensor) -> tuple[int, Tensor | None]:
+def _divisor(plan: WindowPlan, divisor: int | None, like: Tensor) -> tuple[int, Tensor | None]:
     """(what the local average divides by, what is still to divide by)."""
     if divisor is not None:
         return divisor, None

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
-from distconv.layouts import layout, local_shape, shard_axes
+from distconv.layouts import added_up, input_layout, layout, local_shape, shard_axes
 from distconv.memory_format import memory_format
 from distconv.partition import is_ours, ownership
 from distconv.partition import placements as partition_placements
@@ -74,7 +74,7 @@ class Side:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ResizePlan:
     """A resize of these shapes on this mesh, on this rank."""
 
     forward: tuple[Side, ...]
@@ -89,7 +89,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def make_plan(
+def make_resize_plan(
     name: str,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -98,7 +98,7 @@ def make_plan(
     format: torch.memory_format,
     size: tuple[int, ...],
     options: tuple[Any, ...],
-) -> Plan:
+) -> ResizePlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
     operator = getattr(aten, name).default
     if not dtype.is_floating_point:
@@ -121,7 +121,7 @@ def make_plan(
         scales[along.at] = None
     in_local, out_local = local_shape(mesh, placements, shape), local_shape(mesh, placements, out_shape)
     stock = not axes or any(scale not in (None, 1) for scale in scales)
-    return Plan(tuple(sides[0]), tuple(sides[1]), out_shape, out_local, in_local, [*align, *scales], stock)
+    return ResizePlan(tuple(sides[0]), tuple(sides[1]), out_shape, out_local, in_local, [*align, *scales], stock)
 
 
 def _kept(name: str, shape: Sequence[int], out_shape: Sequence[int], scales: Sequence[float | None]) -> list[int]:
@@ -187,14 +187,12 @@ def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence
 @rule(*(f"aten::{name}" for name in (*NEAREST, *LINEAR)))
 def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor:
     """y (N, C, size...) from x (N, C, spatial...), sharded as x is; a replicated dim of extent 1 becomes sharded."""
-    mesh, placements = layout(x)
-    if any(placement.is_partial() for placement in placements):
-        raise refuse(func, f"its input is a partial sum: {placements}")
+    mesh, placements = input_layout(func, x)
     single = _single(mesh, placements, x.shape) if 1 in x.shape[2:] and is_ours(mesh) else placements
     if single != placements:
         x, placements = wrap(local_as(x, mesh, single), mesh, single, x.shape), single
     name = func._schema.name[len("aten::") :]
-    plan = make_plan(name, mesh, placements, tuple(x.shape), x.dtype, memory_format(x), tuple(size), options)
+    plan = make_resize_plan(name, mesh, placements, tuple(x.shape), x.dtype, memory_format(x), tuple(size), options)
     local = x._local_tensor
     for side in plan.forward:
         local = side.apply(local)
@@ -211,9 +209,9 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
 def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequence[int], *options: Any) -> DTensor:
     """The transposed interpolation; replicated along the axes of dims of extent 1, which may have been so."""
     mesh, placements = layout(grad)
-    placements = tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+    placements = added_up(placements)
     name = func._schema.name[len("aten::") : -len("_backward")]
-    plan = make_plan(name, mesh, placements, tuple(shape), grad.dtype, memory_format(grad), tuple(size), options)
+    plan = make_resize_plan(name, mesh, placements, tuple(shape), grad.dtype, memory_format(grad), tuple(size), options)
     local = start = local_as(grad, mesh, placements)
     for side in plan.backward:
         local = side.apply(local)

@@ -1,0 +1,83 @@
+"""The examples of CONTRIBUTING.md, executed as they stand: a rule with its row of a table of tests, and a mesh axis."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from reference import errors
+from test_operators import SHAPES, compare
+from torch import nn
+
+import distconv
+from distconv.partition import AXES, Axis, Kind, Partition
+from distconv.rules.registry import registered
+
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+
+
+def example(title: str) -> str:
+    """The code of a block of that title."""
+    (code,) = re.findall(rf'```python title="{title}"\n(.*?)```', TEXT, re.DOTALL)
+    return str(code)
+
+
+def row() -> tuple[str, Callable[..., Any]]:
+    """The name and the operator of the row."""
+    ((name, operator),) = eval("{" + example("row") + "}").items()
+    return name, operator
+
+
+def cumulative_sums_without_and_with_the_rule(partition: str) -> tuple[str, dict[str, Any]]:
+    """What is raised without the rule, and what differs from one process with it."""
+    name, operator = row()
+    mesh = distconv.init(partition, device_type="cpu")
+    refused = ""
+    if "aten::cumsum" not in registered:
+        with pytest.raises(distconv.UnsupportedOperation) as raised:
+            operator(distconv.shard(torch.randn(2, 3, 5, 4), mesh))
+        refused = str(raised.value)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "cumulative.py"
+            path.write_text(example("rule"))
+            spec = importlib.util.spec_from_file_location("distconv.rules.cumulative", path)
+            assert spec is not None and spec.loader is not None
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    SHAPES[name] = operator
+    try:
+        return refused, compare([name], partition, (2, 3, 5, 4))
+    finally:
+        del SHAPES[name]
+
+
+def test_a_rule_is_one_file_and_one_row(ranks: Callable[[int], Ranks]) -> None:
+    for refused, wrong in ranks(3).run(cumulative_sums_without_and_with_the_rule, "height=3"):
+        assert "cumsum" in refused
+        assert not wrong
+
+
+def sound_along_its_length() -> dict[str, float]:
+    """The errors of 1-D convolutions whose dim of space is sharded by the axis of the example."""
+    axis = eval(example("axis"), {"Axis": Axis, "Kind": Kind})
+    AXES[axis.name] = axis
+    try:
+        partition = f"{axis.name}={dist.get_world_size()}"
+        build = lambda: nn.Sequential(nn.Conv1d(2, 3, 5, padding=2), nn.ReLU(), nn.Conv1d(3, 2, 3, stride=2))  # noqa: E731
+        return errors(build, [(2, 2, 23)], partition)
+    finally:
+        del AXES[axis.name]
+
+
+def test_a_mesh_axis_is_one_row(ranks: Callable[[int], Ranks]) -> None:
+    with pytest.raises(ValueError, match=r"unknown axis 'length'; accepted: .* height, width"):
+        Partition.parse("length=3")
+    for found in ranks(3).run(sound_along_its_length):
+        assert found and {what: error for what, error in found.items() if not error < 1e-12} == {}
