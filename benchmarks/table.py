@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -44,11 +43,11 @@ class Table:
 
 def show(tables: Iterable[Table]) -> None:
     """Prints tables, wide enough to be read also where there is no terminal; in Markdown where there is no rich."""
-    if importlib.util.find_spec("rich") is None:
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
         print("\n\n".join(table.markdown() for table in tables))
         return
-    from rich.console import Console
-
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables:
         console.print(table.rich())

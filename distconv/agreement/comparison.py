@@ -56,15 +56,17 @@ class Comparison:
         self._work = all_gather(self._all, mine, whole_group(mesh), async_op=True)
         self._arrived: Any = None
         if device.type == "cuda":
-            self._copy_to_host()
+            self._copy_to_host(mine)
 
-    def _copy_to_host(self) -> None:
+    def _copy_to_host(self, mine: Tensor) -> None:
         """On a stream of its own, so that neither the host nor what is computed meanwhile waits for the others."""
         here = torch.empty(self._all.shape, dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(_side_stream(self._all.device)):
             self._work.wait()
             here.copy_(self._all, non_blocking=True)
-            self._all.record_stream(torch.cuda.current_stream())
+            # NCCL keeps what it reads alive until the first stream waits for it, which is not the one it was made on.
+            for tensor in (mine, self._all):
+                tensor.record_stream(torch.cuda.current_stream())
             self._arrived = torch.cuda.Event()
             self._arrived.record()
         self._all = here

@@ -78,7 +78,8 @@ def copy_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None] | No
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
     """The bytes of the tensors, one after the other, for MPI to read."""
-    return torch.cat([readable(tensor).view(-1).view(torch.uint8) for tensor in tensors])
+    whole = (tensor.detach().resolve_conj().resolve_neg().contiguous() for tensor in tensors)
+    return readable(torch.cat([tensor.view(-1).view(torch.uint8) for tensor in whole]))
 
 
 def room_for(parts: Sequence[Tensor]) -> Tensor:

@@ -151,3 +151,24 @@ def test_gpu_tests_run_by_file_and_go_on(tmp_path: Path) -> None:
         assert "1 of 1 files are run" in done.stderr
     (outcome,) = json.loads((tmp_path / "gpu-tests.json").read_text())["cpu"].values()
     assert outcome["code"] == 0
+
+
+def test_the_scripts_need_no_more_than_torch_and_numpy() -> None:
+    names = ("benchmarks.first_contact", "benchmarks.contact_cudnn", "benchmarks.contact_program", "benchmarks.gpu")
+    program = f"""
+import importlib, importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("rich", "tqdm", "platformdirs", "pulp", "hypothesis", "matplotlib", "mpi4py"):
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+for name in {(*names, "benchmarks.gpu_worker", "benchmarks.gpu_all")}:
+    importlib.import_module(name)
+from benchmarks.table import Table, show
+show([Table("title", ("a", "b"), [("1", "2")])])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["**title**", "", "| a | b |", "| :-- | --: |", "| 1 | 2 |"]

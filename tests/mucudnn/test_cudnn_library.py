@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import subprocess
 import sys
@@ -134,6 +135,12 @@ def test_misuse_of_a_descriptor_is_told_in_cudnns_words(cudnn: Library) -> None:
         Descriptor(cudnn, Kind.TENSOR).set(Name.TENSOR_DIMENSIONS, Type.DATA_TYPE, 1)
     with pytest.raises(CudnnError, match="get EXECUTION_PLAN_WORKSPACE_SIZE"):
         Descriptor(cudnn, Kind.EXECUTION_PLAN).numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
+
+
+def test_a_device_tells_its_properties(cudnn: Library) -> None:
+    device = Device.known(cudnn, H200)
+    assert device.properties is not None
+    assert json.loads(device.properties.text(Name.DEVICEPROP_JSON_REPRESENTATION)) == H200
 
 
 def test_an_unknown_device_is_refused(cudnn: Library) -> None:
