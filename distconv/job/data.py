@@ -76,10 +76,16 @@ class _Alike:
         # The states stay on the host, so that no rank waits for its GPU; NCCL has no collectives there.
         host = "gloo" if dist.get_backend() == "nccl" else None
         self._group = dist.new_group(ranks, backend=host) if len(ranks) > 1 else None
+        # Such a thread begins with the machine's first GPU as its current one, whichever is this rank's.
+        on_gpu = mesh.device_type == "cuda" and torch.cuda.is_available()
+        self._gpu = torch.cuda.current_device() if on_gpu else None
 
     def __call__(self) -> None:
-        if self._group is None:
-            return
+        if self._group is not None:
+            with contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu):
+                self._share()
+
+    def _share(self) -> None:
         state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device="cpu")
         if dist.get_rank() == self._first:
             packed = pickle.dumps(state_of_generators())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +95,32 @@ def test_over_nccl_random_states_have_a_group_of_the_host(monkeypatch: pytest.Mo
     with loading(mesh):
         pass
     assert made == [{"backend": "gloo"}]
+
+
+def test_random_states_are_those_of_the_ranks_gpu_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = threading.local()  # as CUDA has it: a new thread begins with device 0
+    seen: list[int] = []
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current.index = getattr(current, "index", 0), index
+        yield
+        current.index = before
+
+    current.index = 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "index", 0))
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: object())
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: seen.append(torch.cuda.current_device()))
+    mesh: Any = SimpleNamespace(mesh=torch.arange(2), mesh_dim_names=("sample",), device_type="cuda")
+    with loading(mesh):
+        thread = threading.Thread(target=lambda: list(DataLoader(TensorDataset(torch.arange(4.0)), 2)))
+        thread.start()
+        thread.join()
+    assert len(seen) > 2 and set(seen) == {3}
 
 
 class _Stream:
