@@ -185,5 +185,5 @@ def _cut(plan: Record) -> tuple[str, ...]:
         plan.division,
         f"{plan.undivided_seconds / plan.seconds:.2f}x",
         format_bytes(plan.workspace),
-        format_bytes(plan.whole_workspace),
+        format_bytes(plan.whole_workspace) if plan.whole_workspace else "torch's own",
     )
