@@ -1,4 +1,4 @@
-"""What can be launched, and what is launched: options and the divisions made of them."""
+"""Options, which are algorithms on micro-batches, and the divisions that are made of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One kernel launch: an algorithm applied to a micro-batch.
+    """One call: an algorithm applied to a micro-batch.
 
     Attributes:
         extent: samples in the micro-batch, at least 1.
         algorithm: the algorithm's name.
-        seconds: the launch's time, finite and not negative.
-        workspace: the launch's scratch memory in bytes, not negative.
+        seconds: the call's time, finite and not negative.
+        workspace: the call's scratch memory in bytes, not negative.
 
     Raises:
         ValueError: for a value outside these ranges.
@@ -28,7 +28,7 @@ class Option:
 
     def __post_init__(self) -> None:
         if self.extent < 1:
-            raise ValueError(f"extent={self.extent}: a launch takes at least 1 sample")
+            raise ValueError(f"extent={self.extent}: a call takes at least 1 sample")
         if not (math.isfinite(self.seconds) and self.seconds >= 0):
             raise ValueError(f"seconds={self.seconds}: a time is finite and not negative")
         if self.workspace < 0:
@@ -37,9 +37,9 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A mini-batch as a sequence of launches, one after the other, that share one workspace.
+    """A mini-batch as a sequence of calls, one after the other, that share one workspace.
 
-    Time adds up over the launches; the workspace is that of the largest (mu-cuDNN, Oyama et al. 2018, section III-A).
+    Time adds up over the calls; the workspace is that of the largest (mu-cuDNN, Oyama et al. 2018, section III-A).
     """
 
     options: tuple[Option, ...]

@@ -44,11 +44,11 @@ def desirable_divisions(options: Iterable[Option], extent: int) -> list[Division
     """The divisions of a mini-batch that no other division dominates.
 
     Sweeps the limit over the distinct workspaces, ascending: the fastest division within a limit belongs to the set if
-    it is faster than that of the limit before. The launches that a limit adds are added to what is known, so that the
+    it is faster than that of the limit before. The calls that a limit adds are added to what is known, so that the
     whole sweep costs as much as one limit.
 
     Args:
-        options: launches to choose from, of any extents, each any number of times.
+        options: calls to choose from, of any extents, each any number of times.
         extent: the mini-batch size in samples, at least 0.
 
     Returns:
@@ -57,14 +57,14 @@ def desirable_divisions(options: Iterable[Option], extent: int) -> list[Division
     """
     cover = Cover(extent)
     found: list[Division] = []
-    for _, launches in groupby(sorted(options, key=_by_workspace), key=lambda option: option.workspace):
+    for _, calls in groupby(sorted(options, key=_by_workspace), key=lambda option: option.workspace):
         before = cover.seconds
-        for option in launches:
+        for option in calls:
             cover.add(option)
         if cover.seconds < before:
             found.append(cover.division())
     if not found and cover.seconds < math.inf:
-        found.append(cover.division())  # the extent is 0: a division without launches
+        found.append(cover.division())  # the extent is 0: a division without calls
     return desirable_set(found)
 
 

@@ -1,4 +1,4 @@
-"""Workspace reuse (WR): the fastest division of one convolution whose every launch fits a limit."""
+"""Workspace reuse (WR): the fastest division of one convolution whose every call fits a limit."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def best_division(options: Iterable[Option], extent: int, limit: float) -> Divis
     used any number of times.
 
     Args:
-        options: launches to choose from, of any extents.
+        options: calls to choose from, of any extents.
         extent: the mini-batch size in samples, at least 0.
-        limit: bytes that one launch may use; `math.inf` for no limit.
+        limit: bytes that one call may use; `math.inf` for no limit.
 
     Returns:
-        The division, its options sorted by algorithm and descending extent so that launches of one algorithm are
+        The division, its options sorted by algorithm and descending extent so that calls of one algorithm are
         neighbours; of divisions equally fast, one with the fewest parts. `None` where nothing fits.
     """
     cover = Cover(extent)
