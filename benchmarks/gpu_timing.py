@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from mucudnn.timing.clock import HOST, Work
+from mucudnn.devices import Work
+from mucudnn.devices.host import HOST_CLOCK
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 50
 
@@ -76,7 +77,7 @@ class FlushingClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    return FlushingClock(device) if device.type == "cuda" else HOST
+    return FlushingClock(device) if device.type == "cuda" else HOST_CLOCK
 
 
 def in_turn(arms: Mapping[str, Arm], clock: Clock, seconds: float) -> dict[str, list[float]]:

@@ -7,15 +7,14 @@ allocator could say. It costs time, so it runs for a few steps only.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 
+from mucudnn.devices import Device, Gpu
 from mucudnn.optimizer import Timeline
 
 _MARK = "mucudnn mark"
@@ -57,7 +56,8 @@ class HostRecorder:
 
     one_thread = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._profile: torch.profiler.profile | None = None
         self._steps: list[list[int]] = []
         self._held = 0
@@ -66,7 +66,7 @@ class HostRecorder:
         if torch._C._autograd._profiler_enabled():
             return False  # the program's own
         # From step to step this comes back; later the profiler's own memory would be in it.
-        self._steps, self._held = [], held(torch.device("cpu"))
+        self._steps, self._held = [], self._device.held()
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         before = {name: os.environ.get(name) for name in _QUIET}
         os.environ.update(_QUIET)
@@ -116,14 +116,13 @@ class HostRecorder:
         return timelines
 
 
-class DeviceRecorder:
-    """Torch's allocator of a device. Its peak is that of the program so far, which asking for does not reset."""
+class GpuRecorder:
+    """Torch's allocator of a GPU. Its peak is that of the program so far, which asking for does not reset."""
 
     one_thread = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Gpu) -> None:
         self._device = device
-        self._module: Any = torch.get_device_module(device)
         self._steps: list[list[int]] = []
         self._peaks: list[int] = []
 
@@ -133,11 +132,11 @@ class DeviceRecorder:
 
     def step(self) -> None:
         self._steps.append([])
-        self._peaks.append(self._module.max_memory_allocated(self._device))
+        self._peaks.append(self._device.most_held())
 
     def mark(self, size: int) -> None:
         if self._steps:
-            self._steps[-1].append(held(self._device) + _rounded(size))
+            self._steps[-1].append(self._device.held() + _rounded(size))
 
     def stop(self) -> list[Timeline]:
         return [
@@ -146,54 +145,9 @@ class DeviceRecorder:
         ]
 
 
-def recorder(device: torch.device) -> Recorder:
+def recorder(device: Device) -> Recorder:
     """The recorder of a device's memory."""
-    return HostRecorder() if device.type == "cpu" else DeviceRecorder(device)
-
-
-def held(device: torch.device) -> int:
-    """Bytes that the program holds now: of a GPU, torch's tensors; of a host, what the process has allocated."""
-    if device.type != "cpu":
-        # `memory_allocated` flattens and sorts all of the allocator's counters first, ten times as much work as this.
-        counters = torch.get_device_module(device).memory_stats_as_nested_dict(device)
-        allocated: int = counters["allocated_bytes"]["all"]["current"] if counters else 0
-        return allocated
-    return _heap()()
-
-
-@cache
-def _heap() -> Callable[[], int]:
-    """How a process's heap is asked for its size: the C library where it can tell, else the resident set."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return _resident
-    library.mallinfo2.restype = _HeapInfo
-
-    def heap() -> int:
-        info = library.mallinfo2()
-        size: int = info.uordblks + info.hblkhd
-        return size
-
-    return heap
-
-
-class _HeapInfo(ctypes.Structure):
-    """`struct mallinfo2` of the GNU C library; `uordblks` and `hblkhd` are the bytes in use, from its two sources."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
-        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
-    ]
-
-
-def _resident() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return GpuRecorder(device) if isinstance(device, Gpu) else HostRecorder(device)
 
 
 def _leave_mark() -> None:

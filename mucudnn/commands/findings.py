@@ -10,6 +10,7 @@ import torch
 
 import mucudnn
 from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.devices import Gpu, device_of
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import providers_on
 from mucudnn.providers.cudnn import state
@@ -82,7 +83,7 @@ _SMALL = ConvProblem.of_convolution(
 
 def _accelerators() -> list[str]:
     try:
-        return [f"cuda {torch.cuda.get_device_name(index)}" for index in range(torch.cuda.device_count())]
+        return [device_of(place).name for place in Gpu.all()]
     except RuntimeError:  # "cuDNN" says why
         return []
 

@@ -12,18 +12,19 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
+from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option, micro_batch_sizes
 from mucudnn.planning.plan import MARGIN, Plan, best, surviving
 from mucudnn.providers import STOCK, Provider, providers_on
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
-from mucudnn.timing.environment import Environment, memory
+from mucudnn.timing.environment import Environment
 from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
-from mucudnn.timing.survey import Survey, Worker, peers
+from mucudnn.timing.survey import Survey, Worker
 
 PARTS_MARGIN = 0.15
 """The same for a division into parts of torch's own kernel alone: it computes the same way, and what it gains may be
@@ -75,9 +76,10 @@ class Planner:
         self.device = device
         self._board = board
         self._providers = providers_on(device, settings.engines) if providers is None else providers
+        wanted = settings.benchmark_devices
         self._peers = [
             Planner(replace(settings, benchmark_devices=None), store, device=peer)
-            for peer in peers(device, settings.benchmark_devices)
+            for peer in (() if wanted is None else device_of(device).peers(wanted))
         ]
 
     def providers(self, problem: ConvProblem) -> dict[str, Provider]:
@@ -197,7 +199,9 @@ class Planner:
         at its first sizes, the others are never tried.
         """
         whole = extent(measurement.problem, dim)
-        sizes = _Sizes(measurement, candidate, dim, min(limit, memory(self.device) // 2), self._settings.policy)
+        sizes = _Sizes(
+            measurement, candidate, dim, min(limit, device_of(self.device).memory // 2), self._settings.policy
+        )
         if sizes.smallest is None:
             return
         hopeless = HOPELESS * measurement.stock_seconds() / whole

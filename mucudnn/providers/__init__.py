@@ -6,6 +6,7 @@ import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.tile import Part
+from mucudnn.devices import Gpu, device_of
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.onednn import OneDnn
@@ -27,13 +28,14 @@ def providers_on(device: torch.device, engines: str = "heuristic") -> tuple[Prov
         Unavailable: where cuDNN cannot be used.
         CudnnError: where cuDNN does not take the GPU.
     """
-    if device.type != "cuda":
+    found = device_of(device)
+    if not isinstance(found, Gpu):
         return HOST_PROVIDERS
     from mucudnn.providers.cudnn.card import Card
     from mucudnn.providers.cudnn.engines import Engines
     from mucudnn.providers.cudnn.legacy import Legacy
 
-    card = Card(torch.cuda.current_device() if device.index is None else device.index)
+    card = Card(found.index)
     return (Stock(), Engines(card, every=engines == "all"), Legacy(card))
 
 

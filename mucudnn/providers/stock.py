@@ -12,6 +12,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.convolution.tile import Part
+from mucudnn.devices import KINDS
 from mucudnn.providers.padding import evened
 
 STOCK = "stock"
@@ -19,24 +20,24 @@ STOCK = "stock"
 
 
 @cache
-def stock_kernel(operator: str, device_type: str) -> Any:
+def stock_kernel(operator: str, dispatch_key: str) -> Any:
     """Torch's kernel of `aten::convolution` or `aten::convolution_backward`, taken before the shim installs itself."""
-    return torch.library.get_kernel(f"aten::{operator}", _dispatch_key(device_type))
+    return torch.library.get_kernel(f"aten::{operator}", dispatch_key)
 
 
 def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
     """What torch's own kernel returns for the problem, in torch's own layout; the target tensor is not touched."""
-    device_type = operands.w.device.type
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _dispatch_key(device_type)))
+    dispatch_key = KINDS[operands.w.device.type].dispatch_key
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
     source, produced = (operands.y, operands.x) if problem.transposed else (operands.x, operands.y)
     if problem.direction is Direction.FORWARD:
-        result = stock_kernel("convolution", device_type).call_boxed(
+        result = stock_kernel("convolution", dispatch_key).call_boxed(
             keys, source, operands.w, operands.bias, *problem.arguments
         )
     else:
         mask = [problem.direction is Direction.BACKWARD_DATA, problem.direction is Direction.BACKWARD_FILTER, False]
         # The source of a data gradient and the weight of a weight gradient are read for their shapes and layouts only.
-        gradients = stock_kernel("convolution_backward", device_type).call_boxed(
+        gradients = stock_kernel("convolution_backward", dispatch_key).call_boxed(
             keys, produced, source, operands.w, None, *problem.arguments, mask
         )
         result = gradients[0 if mask[0] else 1]
@@ -79,7 +80,3 @@ class Stock:
                 part.target.copy_(result)
             accumulate = part.problem.target is Role.W
             del result
-
-
-def _dispatch_key(device_type: str) -> str:
-    return {"cpu": "CPU", "cuda": "CUDA"}[device_type]

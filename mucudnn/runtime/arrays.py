@@ -13,11 +13,11 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
+from mucudnn.devices import KINDS, Gpu, device_of
 from mucudnn.providers import stock_result
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from mucudnn.timing.environment import switches
 
 Array = TypeVar("Array")
 
@@ -61,8 +61,8 @@ def convolve(
 def _result(session: Session, problem: ConvProblem, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     geometry = (problem.stride, problem.padding, problem.dilation, False, (0,) * problem.dims, problem.groups)
     call = Call(Direction.FORWARD, x, w, None, None, *geometry)
-    key = ("convolve", x.device, x.dtype, x.shape, x.stride(), w.shape, w.stride(), geometry, switches(x.device.type))
-    decision = session.decide(key, call) if x.device.type in shim.DEVICE_TYPES.values() else None
+    looks = x.device, x.dtype, x.shape, x.stride(), w.shape, w.stride()
+    decision = session.decide(("convolve", *looks, geometry, device_of(x.device).switches()), call)
     result = None if decision is None else decision.run(call)
     return stock_result(problem, call.operands()) if result is None else result
 
@@ -94,6 +94,8 @@ def _problem(
     dtype = str(x.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise TypeError(f"x is {dtype}: accepted are {', '.join(DTYPE_BYTES)}")
+    if x.device.type not in KINDS:
+        raise TypeError(f"x is on {x.device}: accepted are arrays on {' or '.join(KINDS)}")
     for name, ours, its in (("type", x.dtype, w.dtype), ("device", x.device, w.device)):
         if ours != its:
             raise TypeError(f"x and w must share one {name}: x has {ours}, w has {its}")
@@ -175,9 +177,5 @@ def _stream_of(array: Any) -> contextlib.AbstractContextManager[object]:
     cupy = sys.modules.get("cupy")
     if cupy is None or not isinstance(array, cupy.ndarray):
         return contextlib.nullcontext()
-    device = array.device.id
-    address = cupy.cuda.get_current_stream(device).ptr
-    # For CUDA 0 is the default stream, for ExternalStream a new one.
-    is_default = address == 0
-    stream = torch.cuda.default_stream(device) if is_default else torch.cuda.ExternalStream(address, device=device)
-    return torch.cuda.stream(stream)
+    gpu = array.device.id
+    return Gpu.numbered(gpu).on_stream(cupy.cuda.get_current_stream(gpu).ptr)

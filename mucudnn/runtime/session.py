@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import torch
 
 from mucudnn.convolution.call import Call
+from mucudnn.devices import device_of
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
@@ -51,8 +52,7 @@ class Session:
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
-        is_cuda = call.input.device.type == "cuda"
-        if is_cuda and torch.cuda.is_current_stream_capturing():
+        if device_of(call.input.device).is_capturing():
             return None  # nothing can be measured in a CUDA graph's capture; the next call outside is planned
         with self._lock:
             if key not in self.decisions:
@@ -144,7 +144,7 @@ class Session:
     def _planner_for(self, call: Call) -> Planner | None:
         """Who plans a call, None where it is left to torch."""
         device = call.input.device
-        if self.settings.workspace_limit == 0 or (device.type == "cuda" and not call.is_for_cudnn()):
+        if self.settings.workspace_limit == 0 or (device_of(device).uses_cudnn and not call.is_for_cudnn()):
             return None
         return self._planner_on(device)
 
@@ -160,7 +160,7 @@ class Session:
 
 
 def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:
-    return FixedLimit(plan, measurement.strides, is_lasting=planner.device.type == "cuda")
+    return FixedLimit(plan, measurement.strides, is_lasting=device_of(planner.device).is_asynchronous)
 
 
 def _warn(what: str) -> None:

@@ -11,12 +11,9 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Direction
+from mucudnn.devices import SERVED, Device, Host
 from mucudnn.providers import stock_kernel
 from mucudnn.runtime.session import Session
-from mucudnn.timing.environment import switches
-
-DEVICE_TYPES = {"CPU": "cpu"} | ({"CUDA": "cuda"} if torch.version.cuda is not None else {})
-"""The dispatch keys that are served, with their device types."""
 
 _UNMET: Any = object()
 _lock = threading.Lock()
@@ -48,13 +45,13 @@ def current() -> Session | None:
 
 def _register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
-    for key, device_type in DEVICE_TYPES.items():
+    for key, device in SERVED.items():
         # Taken before the registration: afterwards these names mean the shim.
-        forward = stock_kernel("convolution", device_type)
-        backward = stock_kernel("convolution_backward", device_type)
+        forward = stock_kernel("convolution", key)
+        backward = stock_kernel("convolution_backward", key)
         kernels = {
-            "convolution": _convolution(forward, device_type),
-            "convolution_backward": _convolution_backward(backward, device_type),
+            "convolution": _convolution(forward, device),
+            "convolution_backward": _convolution_backward(backward, device),
         }
         with warnings.catch_warnings():
             # Torch has a kernel of its own under CUDA's key: to override it is what is meant.
@@ -64,9 +61,9 @@ def _register() -> torch.library.Library:
     return library
 
 
-def _convolution(stock: Any, device_type: str) -> Any:
+def _convolution(stock: Any, device: type[Device]) -> Any:
     """The kernel of `aten::convolution` above torch's own."""
-    forward, on_host = Direction.FORWARD, device_type == "cpu"
+    forward, on_host, switches = Direction.FORWARD, device is Host, device.switches
 
     def convolution(
         keyset: Any,
@@ -83,7 +80,7 @@ def _convolution(stock: Any, device_type: str) -> Any:
         session = _session
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-            key = (forward, _look(input), _look(weight), geometry, switches(device_type))
+            key = (forward, _look(input), _look(weight), geometry, switches())
             decision = session.decisions.get(key, _UNMET)
             if decision is not None:
                 call = Call(forward, input, weight, bias, None, *geometry)
@@ -107,9 +104,9 @@ def _convolution(stock: Any, device_type: str) -> Any:
     return convolution
 
 
-def _convolution_backward(stock: Any, device_type: str) -> Any:
+def _convolution_backward(stock: Any, device: type[Device]) -> Any:
     """The kernel of `aten::convolution_backward` above torch's own."""
-    directions = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER)
+    directions, switches = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER), device.switches
 
     def convolution_backward(
         keyset: Any,
@@ -141,7 +138,7 @@ def _convolution_backward(stock: Any, device_type: str) -> Any:
         gradients: list[torch.Tensor | None] = [None, None, None]
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches(device_type))
+            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
             for place, direction in enumerate(directions):
                 if not left[place]:
                     continue

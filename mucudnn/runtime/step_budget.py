@@ -10,10 +10,11 @@ from typing import cast
 
 import torch
 
-from mucudnn.budgets.memory import held, recorder
+from mucudnn.budgets.memory import recorder
 from mucudnn.budgets.steps import Steps
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.devices import device_of
 from mucudnn.optimizer import Timeline
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
@@ -37,7 +38,7 @@ class Allowance:
         with self._lock:
             device = call.input.device
             if device not in self._steps:
-                self._steps[device] = Steps(recorder(device), self._budgets)
+                self._steps[device] = Steps(recorder(device_of(device)), self._budgets)
             size = _result_bytes(call)
             # Torch computes both gradients in one call, the input's first: it is alive beside the weight's.
             gradient = None if call.grad_output is None else (call.grad_output.data_ptr(), call.input.data_ptr())
@@ -99,14 +100,14 @@ class StepBudget:
         budget = self._allowance.bytes(self, call)
         if not budget:
             return None
-        if budget not in self._within and _is_captured(call):
+        if budget not in self._within and device_of(call.input.device).is_capturing():
             return None  # nothing can be measured in a CUDA graph's capture
         chosen = self._within[budget] if budget in self._within else self._made(call, budget)
         if chosen is None or chosen.plan.is_stock:
             return None
         if self._allowance.limit < math.inf:
             # More may be alive than when the step was recorded.
-            needed = held(call.input.device) + _result_bytes(call) + chosen.plan.division.workspace
+            needed = device_of(call.input.device).held() + _result_bytes(call) + chosen.plan.division.workspace
             if needed > self._allowance.limit:
                 return None
         return chosen
@@ -133,7 +134,3 @@ def _result_bytes(call: Call) -> int:
     problem = call.problem()
     assert problem is not None, "others are torch's"
     return math.prod(problem.target_shape) * problem.element_bytes
-
-
-def _is_captured(call: Call) -> bool:
-    return call.input.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -14,6 +14,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
 from mucudnn.convolution.tile import Tile, extent, tile
+from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers import STOCK, Provider, stock_result
 from mucudnn.providers.cudnn.library import CudnnError
@@ -56,8 +57,8 @@ class Measurement:
         self.logbook = logbook
         self._given = operands
         self._strides = strides
-        self._device = device or torch.device("cpu")
-        self._clock = clock.clock_of(self._device)
+        self._device = device_of(device or torch.device("cpu"))
+        self._clock = self._device.clock
         self._turns: Iterator[Operands] | None = None
         self._stock_seconds: float | None = None
 
@@ -167,8 +168,8 @@ class Measurement:
     def _turn(self) -> Operands:
         """Operands to read."""
         if self._turns is None:
-            given = self._given or synthetic_operands(self.problem, self._device)
-            self._turns = itertools.cycle(_sets(given, self.problem, self._device))
+            given = self._given or synthetic_operands(self.problem, self._device.place)
+            self._turns = itertools.cycle(_sets(given, self.problem, self._device.cache))
         return next(self._turns)
 
     def _walk(self, dim: Dim, size: int) -> Iterator[tuple[Tile, Operands]]:
@@ -186,7 +187,7 @@ class Measurement:
 
     def _need(self, provider: Provider, algorithm: str, part: ConvProblem) -> int | None:
         """Bytes that a part needs; `None` where the algorithm does not serve it."""
-        if self._device.type != "cuda":
+        if not self._device.uses_cudnn:
             return provider.workspace(part, algorithm) if provider.serves(part, algorithm) else None
         known = self.logbook.needs(part)
         launch = f"{algorithm} of {part.extent} at {part.alignment}"
@@ -204,13 +205,10 @@ class Measurement:
         return known[launch]
 
 
-def _sets(operands: Operands, problem: ConvProblem, device: torch.device) -> list[Operands]:
-    """The operands and as many copies as overflow the device's cache; on the host, which has no such habit, none."""
-    if device.type != "cuda":
-        return [operands]
+def _sets(operands: Operands, problem: ConvProblem, cache: int) -> list[Operands]:
+    """The operands and as many copies as overflow a cache of so many bytes."""
     shapes = problem.x_shape, problem.w_shape, problem.y_shape
     size = sum(map(math.prod, shapes)) * problem.element_bytes
-    cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     count = min(MOST_SETS, -(-2 * cache // size))
     copied = [str(role) for role in Role if role is not problem.target]
     return [

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import torch
-
 from mucudnn.convolution.problem import Dim
 from mucudnn.optimizer import Option
 from mucudnn.timing.board import name_of
@@ -71,16 +69,6 @@ class Survey:
 
 def _plain(worker: Worker, task: Task) -> _Plain:
     return [[option.extent, option.algorithm, option.seconds, option.workspace] for option in worker(*task)]
-
-
-def peers(device: torch.device, wanted: Sequence[int] | None) -> list[torch.device]:
-    """The other GPUs among the wanted ones that are of the device's kind; all if none are named."""
-    if device.type != "cuda" or wanted is None:
-        return []
-    name = torch.cuda.get_device_name(device)
-    indices = wanted or range(torch.cuda.device_count())
-    others = (torch.device("cuda", index) for index in indices if index < torch.cuda.device_count())
-    return [other for other in others if other != device and torch.cuda.get_device_name(other) == name]
 
 
 def _taken(numbers: Iterator[int], lock: threading.Lock) -> Iterator[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mucudnn.budgets.memory import held
+from mucudnn.devices import Gpu
 
 
 def test_a_devices_memory_is_one_counter_and_not_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +15,6 @@ def test_a_devices_memory_is_one_counter_and_not_all_of_them(monkeypatch: pytest
     counters = {"allocated_bytes": {"all": {"current": 123, "peak": 456}}}
     monkeypatch.setattr(torch.cuda, "memory_stats", flattened)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counters)
-    assert held(torch.device("cuda", 0)) == 123
+    assert Gpu.numbered(0).held() == 123
     counters.clear()  # as before the first use of CUDA
-    assert held(torch.device("cuda", 0)) == 0
+    assert Gpu.numbered(0).held() == 0

@@ -1,0 +1,104 @@
+"""The interface of a device: all that the rest of mucudnn asks about where a convolution runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
+
+import torch
+
+Work = Callable[[], object]
+
+
+class Clock(Protocol):
+    """Tells how long work takes where it runs."""
+
+    def warm_up(self, work: Work) -> None:
+        """Does what the first call of work does beside it."""
+        ...
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of one call."""
+        ...
+
+
+class Device(ABC):
+    """A device of this process.
+
+    Attributes:
+        dispatch_key: under which torch registers the kernels of this kind of device.
+        is_asynchronous: whether a call only enqueues its work, which may still wait when the call has returned.
+        uses_cudnn: whether torch computes convolutions by cuDNN there.
+        place: what torch calls it.
+    """
+
+    dispatch_key: ClassVar[str]
+    is_asynchronous: ClassVar[bool]
+    uses_cudnn: ClassVar[bool]
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+
+    @staticmethod
+    @abstractmethod
+    def switches() -> tuple[object, ...]:
+        """What a program may change between two calls and what decides how they are computed.
+
+        The shim reads it at every convolution: it takes a fraction of a microsecond.
+        """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The kind and the model, for people and for the database."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> int:
+        """Physical memory, in bytes."""
+
+    @property
+    @abstractmethod
+    def cache(self) -> int:
+        """Bytes of the cache in which a convolution that is called again and again would find its operands.
+
+        0 where there is no such danger when it is timed.
+        """
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Threads that a call is computed by; 0 where that is not the program's choice."""
+
+    @property
+    @abstractmethod
+    def is_deterministic(self) -> bool:
+        """Whether only deterministic algorithms may run now."""
+
+    @property
+    @abstractmethod
+    def precision(self) -> str:
+        """The switches that let a call be computed in a narrower type, or otherwise than usual, as text."""
+
+    @property
+    @abstractmethod
+    def libraries(self) -> str:
+        """Versions of what computes beside torch, as text; empty for nothing."""
+
+    @property
+    @abstractmethod
+    def clock(self) -> Clock:
+        """What times work there."""
+
+    @abstractmethod
+    def held(self) -> int:
+        """Bytes that the program holds now."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether calls are recorded rather than run, so that nothing can be measured."""
+
+    @abstractmethod
+    def peers(self, wanted: Sequence[int]) -> list[torch.device]:
+        """The other devices of the same model among the wanted ones, by number; all if none are named."""

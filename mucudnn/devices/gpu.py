@@ -1,0 +1,147 @@
+"""A GPU: what torch's CUDA interface answers. Only this file and `providers/cudnn/` speak of CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+import torch
+
+from mucudnn.devices.device import Clock, Device, Work
+
+LEAST_BATCH = 2e-3
+"""Seconds of work between two events, so that the host is ahead as in a program, and events weigh little."""
+
+MOST_CALLS = 20
+
+
+class GpuClock:
+    """For work that a call enqueues on the current stream, by CUDA events; short work is called several times."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def warm_up(self, work: Work) -> None:
+        with torch.cuda.device(self._place):
+            work()
+            torch.cuda.current_stream().synchronize()
+
+    def seconds(self, work: Work) -> float:
+        with torch.cuda.device(self._place):
+            once = self._elapsed(work, 1)
+            calls = min(MOST_CALLS, math.ceil(LEAST_BATCH / max(once, 1e-9)))
+            return once if calls == 1 else self._elapsed(work, calls) / calls
+
+    def _elapsed(self, work: Work, calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+class Gpu(Device):
+    """A GPU of NVIDIA's."""
+
+    dispatch_key = "CUDA"
+    is_asynchronous = True
+    uses_cudnn = True
+
+    @staticmethod
+    def switches() -> tuple[object, ...]:
+        return (
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_cudnn_enabled(),
+            torch._C._get_cudnn_deterministic(),
+            torch._C._get_cudnn_benchmark(),
+            torch._C._get_fp32_precision_getter("cuda", "conv"),
+        )
+
+    @staticmethod
+    def all() -> list[torch.device]:
+        """Every GPU of this process.
+
+        Raises:
+            RuntimeError: where the driver does not answer.
+        """
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+    @classmethod
+    def numbered(cls, index: int) -> Gpu:
+        """The GPU of CUDA's number."""
+        return cls(torch.device("cuda", index))
+
+    @cached_property
+    def index(self) -> int:
+        """CUDA's number of it."""
+        return torch.cuda.current_device() if self.place.index is None else self.place.index
+
+    @property
+    def name(self) -> str:
+        return f"cuda {torch.cuda.get_device_name(self.place)}"
+
+    @property
+    def memory(self) -> int:
+        total: int = torch.cuda.get_device_properties(self.place).total_memory
+        return total
+
+    @property
+    def cache(self) -> int:
+        size: int = torch.cuda.get_device_properties(self.place).L2_cache_size
+        return size
+
+    @property
+    def threads(self) -> int:
+        return 0
+
+    @property
+    def is_deterministic(self) -> bool:
+        return torch.are_deterministic_algorithms_enabled() or torch._C._get_cudnn_deterministic()
+
+    @property
+    def precision(self) -> str:
+        # Whether torch measures its own choice of kernel is no precision, but as much a switch of its time.
+        benchmark = "on" if torch._C._get_cudnn_benchmark() else "off"
+        return f"fp32={torch._C._get_fp32_precision_getter('cuda', 'conv')} benchmark={benchmark}"
+
+    @property
+    def libraries(self) -> str:
+        return f"cuDNN {torch.backends.cudnn.version()}"
+
+    @property
+    def clock(self) -> Clock:
+        return GpuClock(self.place)
+
+    def held(self) -> int:
+        """Bytes of torch's tensors on it."""
+        # `memory_allocated` flattens and sorts all of the allocator's counters first, ten times as much work as this.
+        counters = torch.cuda.memory_stats_as_nested_dict(self.place)
+        allocated: int = counters["allocated_bytes"]["all"]["current"] if counters else 0
+        return allocated
+
+    def most_held(self) -> int:
+        """The most bytes of tensors on it since the program began, or since it reset that figure."""
+        return torch.cuda.max_memory_allocated(self.place)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def on_stream(self, address: int) -> AbstractContextManager[object]:
+        """Makes another library's stream torch's current one, by its address; 0 is the default stream."""
+        # For CUDA 0 is the default stream, for ExternalStream a new one.
+        if address == 0:
+            stream = torch.cuda.default_stream(self.place)
+        else:
+            stream = torch.cuda.ExternalStream(address, device=self.place)
+        return torch.cuda.stream(stream)
+
+    def peers(self, wanted: Sequence[int]) -> list[torch.device]:
+        every = Gpu.all()
+        others = [every[index] for index in wanted or range(len(every)) if index < len(every)]
+        model = torch.cuda.get_device_name(self.place)
+        return [other for other in others if other != self.place and torch.cuda.get_device_name(other) == model]
