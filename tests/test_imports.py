@@ -1,4 +1,4 @@
-"""Imports run one way only: distconv -> mucudnn -> optimizer."""
+"""Imports run one way only: distconv -> mucudnn -> optimizer, and within mucudnn from floor to floor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from docs import rooms
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("optimizer", "mucudnn", "distconv", "benchmarks", "tests")
@@ -38,6 +40,46 @@ def test_packages_import_only_what_lies_beneath(folder: str) -> None:
         ours = {name for name in imported(path) if name.partition(".")[0] in OURS}
         beneath = {name for name in ours if any(f"{name}.".startswith(f"{allowed}.") for allowed in ALLOWED[folder])}
         assert ours == beneath, path
+
+
+FLOORS = (
+    ("optimizer", "convolution", "devices", "sizes", "program", "log", "version"),
+    ("providers", "budgets", "reporting", "settings"),
+    ("timing",),
+    ("planning",),
+    ("runtime", "networks"),
+    ("mucudnn",),
+    ("commands",),
+    ("__main__",),
+)
+"""The rooms of mucudnn from the ground up: each imports from the floors beneath it only."""
+
+MOST_ARROWS = 75
+"""Between rooms of mucudnn: half of what there were when its modules all lay in one folder."""
+
+
+def test_no_module_and_no_room_imports_itself_in_a_circle() -> None:
+    modules = rooms.imports()
+    assert rooms.circle(modules) == []
+    assert rooms.circle(rooms.rooms(modules)) == []
+
+
+def test_mucudnns_rooms_import_from_the_floors_beneath() -> None:
+    floors = {room: floor for floor, row in enumerate(FLOORS) for room in row}
+    between = {
+        room.removeprefix("mucudnn."): {target.removeprefix("mucudnn.") for target in targets}
+        for room, targets in rooms.rooms(rooms.imports()).items()
+        if room.startswith("mucudnn")
+    }
+    assert between.keys() == floors.keys()
+    upward = [(room, target) for room in between for target in between[room] if floors[target] >= floors[room]]
+    assert upward == []
+    assert sum(map(len, between.values())) <= MOST_ARROWS
+
+
+def test_a_circle_is_found() -> None:
+    assert rooms.circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert rooms.circle({"a": {"b"}, "b": set()}) == []
 
 
 def test_optimizer_needs_no_torch() -> None:

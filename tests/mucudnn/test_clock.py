@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from mucudnn.timing import clock
@@ -10,9 +12,9 @@ from mucudnn.timing import clock
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time now, in a list of one; it moves only when a test says so."""
-    time = [0.0]
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: time[0])
-    return time
+    moment = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: moment[0])
+    return moment
 
 
 def takes(now: list[float], seconds: list[float]) -> clock.Work:
