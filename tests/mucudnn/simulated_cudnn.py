@@ -369,10 +369,10 @@ def _compute(
     # Beneath the shim, which may be what asks.
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     if target is Role.Y:
-        kernel = stock_kernel("convolution", "cpu")
+        kernel = stock_kernel("convolution", "CPU")
         result = kernel.call_boxed(keys, padded, w, None, stride, none, dilation, False, none, groups)
     else:
-        kernel = stock_kernel("convolution_backward", "cpu")
+        kernel = stock_kernel("convolution_backward", "CPU")
         mask = [target is Role.X, target is Role.W, False]
         read = w.nan_to_num() if mask[1] else w
         geometry = stride, none, dilation, False, none, groups

@@ -158,7 +158,7 @@ def test_a_patch_gives_its_settings() -> None:
         assert len(mucudnn.report()) == 1
 
 
-@pytest.mark.parametrize("address, expected", [(0, "default of 3"), (4096, "4096 of 3")])
+@pytest.mark.parametrize("address, expected", [(0, "default of cuda:3"), (4096, "4096 of cuda:3")])
 def test_the_stream_of_cupy(address: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for CuPy and for torch's streams; tests/gpu has the real ones."""
 
@@ -185,6 +185,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "unaligned": (
         lambda: mucudnn.convolve(np.frombuffer(bytes(33), dtype="u1")[1:].view("f8").reshape(1, 1, 4), W),
         "x is a masked or an unaligned",
+    ),
+    "another device": (
+        lambda: mucudnn.convolve(torch.empty(1, 1, 4, 4, device="meta"), torch.empty(1, 1, 2, 2, device="meta")),
+        "x is on meta: accepted are arrays on cpu or cuda",
     ),
     "two types": (lambda: mucudnn.convolve(X, W.astype("f4")), "one type: x has torch.float64, w has torch.float32"),
     "no batch": (lambda: mucudnn.convolve(X[0, 0], W), "accepted is (N, C, *spatial)"),
