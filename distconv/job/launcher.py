@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.place import MPI_VARIABLES, Place
 from distconv.model.strategy import Strategy
@@ -122,7 +123,8 @@ def start(job: Job, command: list[str]) -> int:
             program = mpiexec(size)
         except FileNotFoundError as error:
             raise BadInput(str(error)) from None
-        return _watch([subprocess.Popen([*program, *command], env=environment)])
+        with job_folder() as environment[FOLDER_VARIABLE]:
+            return _watch([subprocess.Popen([*program, *command], env=environment)])
     # The ranks meet at a store in this process, as they do at torchrun's agent.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment.update(
@@ -132,15 +134,16 @@ def start(job: Job, command: list[str]) -> int:
         WORLD_SIZE=str(size),
         LOCAL_WORLD_SIZE=str(size),
     )
-    processes = [
-        subprocess.Popen(
-            command,
-            env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdin=None if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(size)
-    ]
-    return _watch(processes)
+    with job_folder() as environment[FOLDER_VARIABLE]:
+        processes = [
+            subprocess.Popen(
+                command,
+                env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+            )
+            for rank in range(size)
+        ]
+        return _watch(processes)
 
 
 def _watch(processes: list[subprocess.Popen[bytes]]) -> int:

@@ -1,0 +1,172 @@
+"""A layer over the file system: paths that are something else in it, and paths that are not there.
+
+It is kept in a folder, so that all processes of a rank see it. The file system's own functions are taken from `posix`:
+those of `os` are replaced while a script runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import mmap
+import os
+import posix
+import shutil
+import stat
+import struct
+import threading
+
+_COUNT = struct.Struct("Q")
+
+
+class Layer:
+    """Two trees that mirror absolute paths: `there` holds what is there, `gone` an empty file for what is not.
+
+    A path beneath one that is gone is gone with it. A folder in either tree says nothing but that something lies
+    beneath it; one in `there` is also a folder of the layer. `changes` counts what any process changes in the layer.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.there, self.gone = folder + "/there", folder + "/gone"
+        for path in (folder, self.there, self.gone):
+            if not is_there(path):
+                posix.mkdir(path, 0o700)
+        descriptor = posix.open(folder + "/changes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            posix.ftruncate(descriptor, _COUNT.size)
+            self._count = mmap.mmap(descriptor, _COUNT.size)
+        finally:
+            posix.close(descriptor)
+
+    @property
+    def changes(self) -> int:
+        count: int = _COUNT.unpack_from(self._count)[0]
+        return count
+
+    def changed(self) -> None:
+        """To be called when the trees have changed, before anything else does."""
+        _COUNT.pack_into(self._count, 0, self.changes + 1)
+
+    def copy_in(self, source: str, path: str, *, content: bool = True) -> None:
+        """Puts a copy of a real file or link into the layer; without `content` an empty one."""
+        target = self.at(path)
+        make_folders(os.path.dirname(target))
+        copy(source, target, f"{self._folder}/part{posix.getpid()}-{threading.get_ident()}", content=content)
+        self.changed()
+
+    def at(self, path: str) -> str:
+        """Where the layer keeps what it has at an absolute path."""
+        return self.there + path
+
+    def has(self, path: str) -> bool:
+        """Whether the layer itself has something at the path."""
+        return is_there(self.there + path)
+
+    def hides(self, path: str) -> bool:
+        """Whether nothing beneath the layer is to be seen at the path."""
+        try:
+            return not stat.S_ISDIR(posix.lstat(self.gone + path).st_mode)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            return True
+
+    def hide(self, path: str) -> None:
+        """From now on nothing beneath the layer is to be seen at the path, nor beneath it."""
+        if self.hides(path):
+            return
+        marker = self.gone + path
+        if is_there(marker):
+            _remove_tree(marker)
+        make_folders(os.path.dirname(marker))
+        posix.close(posix.open(marker, os.O_WRONLY | os.O_CREAT, 0o600))
+        self.changed()
+
+    def hidden_names(self, folder: str) -> set[str]:
+        """The names in a folder that are gone by themselves."""
+        return {entry.name for entry in entries(self.gone + folder) if not entry.is_dir(follow_symlinks=False)}
+
+    def names(self, folder: str) -> set[str]:
+        """The names in a folder that the layer itself has."""
+        return {entry.name for entry in entries(self.there + folder)}
+
+    def touches(self, folder: str) -> bool:
+        """Whether the layer says anything of a folder or what lies in it."""
+        return _reaches(self.there + folder) or _reaches(self.gone + folder)
+
+
+def is_there(path: str) -> bool:
+    """Whether there is anything at a real path, be it a link to nowhere."""
+    try:
+        posix.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def entries(folder: str) -> list[os.DirEntry[str]]:
+    """What a real folder holds; nothing where there is no such folder."""
+    try:
+        with posix.scandir(folder) as found:
+            return list(found)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def make_folders(path: str) -> None:
+    """Makes a real folder and those around it, where they are not there."""
+    if is_there(path):
+        return
+    make_folders(os.path.dirname(path))
+    try:
+        posix.mkdir(path, 0o700)
+    except FileExistsError:
+        return
+
+
+def copy(source: str, target: str, partial: str, *, content: bool = True) -> None:
+    """Copies a real file with its times and mode, or a symbolic link; the target appears complete, or not at all.
+
+    `partial` is where the copy grows, on the target's disk. Without `content` the copy of a file is empty.
+    """
+    status = posix.lstat(source)
+    if stat.S_ISLNK(status.st_mode):
+        posix.symlink(posix.readlink(source), target)
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "only files and links can be copied to a rank's own layer", source)
+    try:
+        with io.FileIO(partial, "w") as to:
+            if content:
+                with io.FileIO(source) as of:
+                    shutil.copyfileobj(of, to, 1 << 20)
+        with contextlib.suppress(PermissionError):
+            posix.chown(partial, status.st_uid, status.st_gid)
+        posix.chmod(partial, stat.S_IMODE(status.st_mode))
+        posix.utime(partial, ns=(status.st_atime_ns, status.st_mtime_ns))
+        posix.rename(partial, target)
+    except BaseException:
+        if is_there(partial):
+            posix.unlink(partial)
+        raise
+
+
+def _reaches(path: str) -> bool:
+    try:
+        posix.lstat(path)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return True
+    return True
+
+
+def _remove_tree(folder: str) -> None:
+    for entry in entries(folder):
+        if entry.is_dir(follow_symlinks=False):
+            _remove_tree(entry.path)
+        else:
+            posix.unlink(entry.path)
+    posix.rmdir(folder)

@@ -1,0 +1,147 @@
+"""Libraries that open a path beneath Python: they are given the path that is this rank's, when they are imported."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from distconv.job.files.functions import Files
+
+Translate = Callable[[str, str], str]
+"""From a path and a mode ("r", "r+", "a", "w") to the path that a library may open."""
+
+LIBRARIES: dict[str, tuple[tuple[str, int, str | None, str], ...]] = {
+    "torch": (
+        ("save", 1, "f", "w"),
+        ("load", 0, "f", "r"),
+        ("from_file", 0, "filename", "r+"),
+        ("UntypedStorage.from_file", 0, "filename", "r+"),
+    ),
+    "torch.jit": (("save", 1, "f", "w"), ("load", 0, "f", "r")),
+    "sqlite3": (("connect", 0, "database", "a"),),
+    "h5py": (("File.__init__", 1, "name", "mode"),),
+    "safetensors": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "safetensors.torch": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "safetensors.numpy": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "cv2": (("imwrite", 0, "filename", "w"), ("imread", 0, "filename", "r")),
+}
+"""By module: a function, the place and the name of its path, and how it opens it ("mode": as its argument says)."""
+
+
+def translator(files: Files) -> Translate:
+    """The path that a library may open, as this rank's `files` have it; what is not there is left as it is."""
+
+    def translate(path: str, mode: str) -> str:
+        name = files.names.name(path)
+        if mode == "r":
+            try:
+                return files.read(name, str)
+            except OSError:
+                return path
+        return files.for_writing(name, exclusive=mode == "x", content=mode not in ("w", "x"))
+
+    return translate
+
+
+@contextlib.contextmanager
+def translated(translate: Translate) -> Iterator[None]:
+    """Within it the functions of LIBRARIES open this rank's paths, in modules imported before and from now on."""
+    with contextlib.ExitStack() as undo:
+
+        def take(module: ModuleType) -> None:
+            for function, position, name, mode in LIBRARIES[module.__name__]:
+                _replace(module, function, position, name, mode, translate, undo)
+
+        for module in [sys.modules[name] for name in LIBRARIES if name in sys.modules]:
+            take(module)
+        finder = _Finder(take)
+        sys.meta_path.insert(0, finder)
+        undo.callback(sys.meta_path.remove, finder)
+        yield
+
+
+def _replace(
+    module: ModuleType,
+    function: str,
+    position: int,
+    name: str | None,
+    mode: str,
+    translate: Translate,
+    undo: contextlib.ExitStack,
+) -> None:
+    *around, last = function.split(".")
+    owner: Any = module
+    for part in around:
+        owner = getattr(owner, part, None)
+    real = getattr(owner, last, None)
+    if real is None:
+        return
+
+    @functools.wraps(real)
+    def call(*args: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("mucudnn."):
+            return real(*args, **named)  # the database of times, which ranks share
+        path = args[position] if len(args) > position else named.get(name or "")
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.fsdecode(path)
+            if not text.startswith(("file:", ":memory:")) and text:
+                asked = mode
+                if mode == "mode":
+                    asked = str(named.get("mode", args[position + 1] if len(args) > position + 1 else "r"))
+                own = translate(text, _kind(asked))
+                if len(args) > position:
+                    args = (*args[:position], own, *args[position + 1 :])
+                else:
+                    named[name or ""] = own
+        return real(*args, **named)
+
+    attribute = staticmethod(call) if isinstance(owner, type) and last != "__init__" else call
+    had = vars(owner).get(last)
+    setattr(owner, last, attribute)
+    if had is None:
+        undo.callback(delattr, owner, last)
+    else:
+        undo.callback(setattr, owner, last, had)
+
+
+def _kind(mode: str) -> str:
+    return {"w-": "x", "r+": "r+"}.get(mode, mode)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `take` with each module of LIBRARIES when it has been imported."""
+
+    def __init__(self, take: Callable[[ModuleType], None]) -> None:
+        self._take = take
+        self._finding: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in LIBRARIES or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._take(module)
+
+        loader.exec_module = exec_module
+        return spec

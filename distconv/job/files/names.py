@@ -1,0 +1,82 @@
+"""From a path as a program writes it to the absolute path of what it names, without links on the way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posix
+from collections.abc import Callable
+
+_MOST_LINKS = 40
+
+
+class Names:
+    """Absolute paths in a file system whose symbolic links `link_at` tells: a link's text, None for anything else.
+
+    Folders' paths are remembered; `forget` when links or folders may have changed. Paths beneath `root` stand for the
+    same paths without it.
+    """
+
+    def __init__(self, link_at: Callable[[str], str | None], root: str | None = None) -> None:
+        self._link_at, self._root = link_at, root
+        self._folders: dict[str, str] = {"/": "/"}
+
+    def forget(self) -> None:
+        self._folders = {"/": "/"}
+
+    def working_folder(self) -> str:
+        return self.without_root(posix.getcwd())
+
+    def without_root(self, path: str) -> str:
+        """A path as the program is to see it."""
+        if self._root is not None and path.startswith(self._root):
+            return path[len(self._root) :] or "/"
+        return path
+
+    def name(self, path: str, folder_descriptor: int | None = None, *, follow: bool = True) -> str:
+        """The absolute path of what `path` names; with `follow` of what a link at its end leads to.
+
+        OSError (ELOOP) for links in a circle, FileNotFoundError for an empty path.
+        """
+        if not path:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        path = self.without_root(path) if path[0] == "/" else f"{self._start(folder_descriptor)}/{path}"
+        folder, _, last = path.rstrip("/").rpartition("/")
+        if last in ("", ".", ".."):
+            return self._folder(path)
+        name = f"{self._folder(folder).rstrip('/')}/{last}"
+        return self._followed(name, 0) if follow or path.endswith("/") else name
+
+    def _start(self, descriptor: int | None) -> str:
+        if descriptor is None:
+            return self.working_folder()
+        return self.without_root(posix.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def _followed(self, name: str, links: int) -> str:
+        link = self._link_at(name)
+        if link is None:
+            return name
+        if links == _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
+        path = self.without_root(link) if link.startswith("/") else f"{os.path.dirname(name)}/{link}"
+        folder, _, last = path.rstrip("/").rpartition("/")
+        if last in ("", ".", ".."):
+            return self._folder(path, links + 1)
+        return self._followed(f"{self._folder(folder, links + 1).rstrip('/')}/{last}", links + 1)
+
+    def _folder(self, path: str, links: int = 0) -> str:
+        known = self._folders.get(path)
+        if known is not None:
+            return known
+        before, _, last = path.rstrip("/").rpartition("/")
+        if not last:
+            return "/"
+        around = self._folder(before or "/", links)
+        if last == ".":
+            found = around
+        elif last == "..":
+            found = os.path.dirname(around)
+        else:
+            found = self._followed(f"{around.rstrip('/')}/{last}", links)
+        self._folders[path] = found
+        return found

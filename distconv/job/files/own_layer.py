@@ -1,0 +1,238 @@
+"""The file functions of a rank other than the first: they change its own layer, never the file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import posix
+import stat
+from collections.abc import Callable
+from typing import TypeVar
+
+from distconv.job.files.layer import make_folders
+from distconv.job.files.view import View
+
+T = TypeVar("T")
+
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+def error(number: int, path: str) -> OSError:
+    """The error of the file system by its number."""
+    return OSError(number, os.strerror(number), path)
+
+
+class OwnLayer:
+    """Each function takes absolute paths without links on the way, and acts and fails as the one of `os` does."""
+
+    def __init__(self, view: View) -> None:
+        self.view, self._own, self.names = view, view.own, view.names
+
+    def open(self, path: str, flags: int, mode: int = 0o777) -> int:
+        def opened(found: str) -> int:
+            return posix.open(found, flags, mode)
+
+        if not flags & WRITING or self.view.is_apart(path):
+            return self.view.steadily(path, opened, posix.close)
+        status = self.view.status(path)
+        if status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            return self.view.steadily(path, opened, posix.close)  # a device, a pipe
+        return opened(
+            self.for_writing(
+                path,
+                create=bool(flags & os.O_CREAT),
+                exclusive=bool(flags & os.O_EXCL),
+                content=not flags & os.O_TRUNC,
+            )
+        )
+
+    def for_writing(self, path: str, *, create: bool = True, exclusive: bool = False, content: bool = True) -> str:
+        """Where this rank may write the file of a path; what it held is there, where `content` is to be kept."""
+        if self.view.is_apart(path):
+            return path
+        status = self.view.status(path)
+        if status is None:
+            if not create:
+                raise error(errno.ENOENT, path)
+            self._make_around(path)
+            return self._own.at(path)
+        if create and exclusive:
+            raise error(errno.EEXIST, path)
+        if stat.S_ISDIR(status.st_mode):
+            raise error(errno.EISDIR, path)
+        return self._bring_up(path, content=content)
+
+    def change(self, path: str, action: Callable[[str], T]) -> T:
+        """An action that changes what is kept about a file or folder: its mode, its times, its length."""
+        if self.view.is_apart(path):
+            return action(path)
+        status = self.view.status(path)
+        if status is None:
+            raise error(errno.ENOENT, path)
+        if stat.S_ISDIR(status.st_mode):
+            make_folders(self._own.at(path))
+            self._own.changed()
+            return action(self._own.at(path))
+        return action(self._bring_up(path))
+
+    def truncate(self, path: str, length: int) -> None:
+        posix.truncate(self.for_writing(path, create=False), length)
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        if self.view.is_apart(path):
+            return posix.mkdir(path, mode)
+        if self.view.status(path) is not None:
+            raise error(errno.EEXIST, path)
+        self._make_around(path)
+        posix.mkdir(self._own.at(path), mode)
+        self._own.changed()
+
+    def rmdir(self, path: str) -> None:
+        if self.view.is_apart(path):
+            return posix.rmdir(path)
+        status = self.view.status(path)
+        if status is None:
+            raise error(errno.ENOENT, path)
+        if not stat.S_ISDIR(status.st_mode):
+            raise error(errno.ENOTDIR, path)
+        if self.view.list(path):
+            raise error(errno.ENOTEMPTY, path)
+        if self._own.has(path):
+            posix.rmdir(self._own.at(path))
+        self._leave(path)
+
+    def unlink(self, path: str) -> None:
+        if self.view.is_apart(path):
+            return posix.unlink(path)
+        status = self.view.status(path)
+        if status is None:
+            raise error(errno.ENOENT, path)
+        if stat.S_ISDIR(status.st_mode):
+            raise error(errno.EISDIR, path)
+        if self._own.has(path):
+            posix.unlink(self._own.at(path))
+        self._leave(path)
+
+    def rename(self, source: str, target: str) -> None:
+        if self.view.is_apart(source) and self.view.is_apart(target):
+            return posix.rename(source, target)
+        moved, replaced = self.view.status(source), self.view.status(target)
+        if moved is None:
+            raise error(errno.ENOENT, source)
+        if source == target:
+            return
+        self._check_replacement(source, target, moved, replaced)
+        self._make_around(target)
+        if self.view.is_apart(source):
+            raise error(errno.EXDEV, source)  # as between two disks: shutil.move then copies
+        if self.view.is_apart(target):
+            raise error(errno.EXDEV, target)
+        self._bring_up_all(source, moved)
+        if stat.S_ISDIR(moved.st_mode):
+            if self._own.has(target):
+                posix.rmdir(self._own.at(target))
+            if self.view.has_beneath(target):
+                self._own.hide(target)  # what was in it once must not be seen in the new folder
+        posix.rename(self._own.at(source), self._own.at(target))
+        self._leave(source)
+
+    def link(self, source: str, target: str) -> None:
+        if self.view.status(target) is not None:
+            raise error(errno.EEXIST, target)
+        status = self.view.status(source)
+        if status is None:
+            raise error(errno.ENOENT, source)
+        if stat.S_ISDIR(status.st_mode):
+            raise error(errno.EPERM, source)
+        self._make_around(target)
+        posix.link(self._bring_up(source), self._own.at(target), follow_symlinks=False)
+        self._own.changed()
+
+    def symlink(self, text: str, path: str) -> None:
+        if self.view.is_apart(path):
+            return posix.symlink(text, path)
+        if self.view.status(path) is not None:
+            raise error(errno.EEXIST, path)
+        self._make_around(path)
+        posix.symlink(text, self._own.at(path))
+        self._leave_links()
+
+    def read(self, path: str, action: Callable[[str], T]) -> T:
+        """An action that changes nothing."""
+        return self.view.steadily(path, action)
+
+    def is_untouched(self, folder: str) -> bool:
+        """Whether a folder holds what it holds on the disk."""
+        return self.view.is_apart(folder) or self.view.is_untouched(folder)
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder, in the order of `View.list`."""
+        status = self.view.status(folder)
+        if status is None:
+            raise error(errno.ENOENT, folder)
+        if not stat.S_ISDIR(status.st_mode):
+            raise error(errno.ENOTDIR, folder)
+        return self.view.list(folder)
+
+    def _make_around(self, path: str) -> None:
+        """Mirrors the folder around a path that is to be made."""
+        folder = os.path.dirname(path)
+        status = self.view.status(folder)
+        if status is None:
+            raise error(errno.ENOENT, path)
+        if not stat.S_ISDIR(status.st_mode):
+            raise error(errno.ENOTDIR, path)
+        found = self.view.find(folder)
+        if found == folder and not posix.access(folder, os.W_OK | os.X_OK):
+            read_only = posix.statvfs(folder).f_flag & os.ST_RDONLY
+            raise error(errno.EROFS if read_only else errno.EACCES, path)
+        make_folders(self._own.at(folder))
+        self._own.changed()
+
+    def _bring_up(self, path: str, *, content: bool = True) -> str:
+        """The path in the rank's own layer of a file or link that is there, with what it holds."""
+        own = self._own.at(path)
+        if not self._own.has(path):
+            found = self.view.steadily(path, lambda found: found)
+            link = stat.S_ISLNK(posix.lstat(found).st_mode)
+            if not link and not posix.access(found, os.W_OK):
+                raise error(errno.EACCES, path)
+            self.view.steadily(path, lambda found: self._own.copy_in(found, path, content=content))
+        return own
+
+    def _bring_up_all(self, path: str, status: os.stat_result) -> None:
+        if not stat.S_ISDIR(status.st_mode):
+            if not self._own.has(path):
+                self.view.steadily(path, lambda found: self._own.copy_in(found, path))
+            return
+        names = self.view.list(path)
+        make_folders(self._own.at(path))
+        for name in names:
+            within = self.view.status(f"{path}/{name}")
+            if within is not None:
+                self._bring_up_all(f"{path}/{name}", within)
+
+    def _check_replacement(
+        self, source: str, target: str, moved: os.stat_result, replaced: os.stat_result | None
+    ) -> None:
+        folder = stat.S_ISDIR(moved.st_mode)
+        if folder and target.startswith(source + "/"):
+            raise error(errno.EINVAL, source)
+        if replaced is None:
+            return
+        if folder and not stat.S_ISDIR(replaced.st_mode):
+            raise error(errno.ENOTDIR, source)
+        if not folder and stat.S_ISDIR(replaced.st_mode):
+            raise error(errno.EISDIR, source)
+        if folder and self.view.list(target):
+            raise error(errno.ENOTEMPTY, source)
+
+    def _leave(self, path: str) -> None:
+        """What was at a path is not there any more."""
+        if self.view.has_beneath(path):
+            self._own.hide(path)
+        self._leave_links()
+
+    def _leave_links(self) -> None:
+        self._own.changed()
+        self.view.names.forget()

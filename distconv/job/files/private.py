@@ -1,0 +1,132 @@
+"""The files of a script, from its start on a rank to its end."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import posix
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distconv.job.files.first_rank import FirstRank
+from distconv.job.files.functions import Files, Functions
+from distconv.job.files.layer import Layer
+from distconv.job.files.libraries import translated, translator
+from distconv.job.files.own_layer import OwnLayer
+from distconv.job.files.view import View
+
+APART = ("/dev/", "/proc/", "/sys/")
+FOLDER_VARIABLE = "DISTCONV_FILES"
+"""Where `distconv run` tells the ranks that it starts of the job's folder, which it removes when they have ended."""
+
+
+def make_folder() -> str:
+    """A new folder for a job, among the temporary files; folders that jobs of this machine have left are removed."""
+    begin = f"distconv-{socket.gethostname()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):
+        process = left.name[len(begin) :].partition("-")[0]
+        if process.isdigit() and not os.path.exists(f"/proc/{process}"):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-")
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[str]:
+    """A job's folder, removed at the end, whatever has become of the ranks."""
+    folder = make_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def files_of_rank(folder: str, rank: int) -> Iterator[None]:
+    """Within it the first rank's script writes for real, and that of every other rank into a layer of its own.
+
+    `folder` is the job's; ranks on a machine that cannot see it have one to themselves, and then they see what their
+    own disks hold. A rank's layer is removed at the end, the job's folder by the last rank that leaves it.
+    """
+    if not os.path.isdir(folder):
+        folder = make_folder()
+    here = Path(folder, "ranks", str(rank))
+    here.mkdir(parents=True)
+    apart = (*APART, f"{folder}/")
+    before, shared = Layer(f"{folder}/before"), Layer(f"{folder}/shared")
+    try:
+        with contextlib.ExitStack() as around:
+            if rank == 0:
+                files: Files = FirstRank(before, apart)
+            else:
+                own = Layer(str(here / "layer"))
+                files = OwnLayer(View(own, before, shared, apart))
+                around.enter_context(_temporary_files(here / "tmp"))
+            around.enter_context(_replaced(Functions(files, shared)))
+            around.enter_context(translated(translator(files)))
+            yield
+    finally:
+        if posix.getcwd().startswith(str(here)):
+            posix.chdir("/")
+        shutil.rmtree(here, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            here.parent.rmdir()  # fails while another rank is there
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _temporary_files(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = variable
+
+
+@contextlib.contextmanager
+def _replaced(functions: Functions) -> Iterator[None]:
+    """Puts the replacements where the real functions are: in `os` and `builtins`, and in modules that took them."""
+    table = functions.table()
+    new = {id(getattr(os, name)): function for name, function in table.items()}
+    new[id(builtins.open)] = functions.open_file
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    for attributes in [vars(module) for module in _programs()]:
+        for name, value in list(attributes.items()):
+            if id(value) in new:
+                undo.append((attributes, name, value))
+                attributes[name] = new[id(value)]
+    supports = [known for known in vars(os).values() if isinstance(known, set)]
+    for known in supports:
+        known.update([new[id(function)] for function in known if id(function) in new])
+    by_descriptor = vars(shutil).get("_use_fd_functions")
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]  # rmtree by paths: a folder may be two on the disk
+    try:
+        yield
+    finally:
+        shutil._use_fd_functions = by_descriptor  # type: ignore[attr-defined]
+        for known in supports:
+            known.difference_update(new.values())
+        for attributes, name, value in undo:
+            attributes[name] = value
+
+
+def _programs() -> list[Any]:
+    """The modules that are to see the replacements."""
+    ours = __package__ + "."
+    kept = ("posix", "_io", "importlib._bootstrap", "importlib._bootstrap_external")
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if hasattr(module, "__dict__") and name not in kept and not name.startswith(ours)
+    ]

@@ -1,0 +1,130 @@
+"""What a rank sees: its own layer, above the files as they were when the job began."""
+
+from __future__ import annotations
+
+import os
+import posix
+import stat
+from collections.abc import Callable
+from typing import TypeVar
+
+from distconv.job.files.layer import Layer, entries, is_there
+from distconv.job.files.names import Names
+
+T = TypeVar("T")
+
+
+class View:
+    """The files of a rank other than the first.
+
+    Args:
+        own: what this rank's script has written and removed.
+        before: what the first rank's script has changed for real, as it was before.
+        shared: what several ranks write for real, on purpose; its markers (`hide`) say so, path by path.
+        apart: beginnings of paths that are left to the file system (devices, this rank's temporary folder).
+    """
+
+    def __init__(self, own: Layer, before: Layer, shared: Layer, apart: tuple[str, ...] = ()) -> None:
+        self.own, self._before, self.shared = own, before, shared
+        self._layers, self._apart = (own, before, shared), apart
+        self.names = Names(self._link_at, own.there)
+        self._untouched: dict[str, tuple[int, int, int]] = {}
+
+    def is_apart(self, path: str) -> bool:
+        return path.startswith(self._apart)
+
+    def find(self, path: str) -> str | None:
+        """Where on the disk the file of an absolute path is, if it is at all; None where it is hidden."""
+        if self.is_apart(path) or self.is_untouched(os.path.dirname(path)) or self.shared.hides(path):
+            return path
+        if self.own.has(path):
+            return self.own.at(path)
+        return self.beneath(path)
+
+    def beneath(self, path: str) -> str | None:
+        """The same beneath the rank's own layer."""
+        if self.own.hides(path):
+            return path if is_there(self.shared.gone + path) else None
+        if self._before.has(path):
+            kept = self._before.at(path)
+            return path if _is_folder(kept) and _is_folder(path) else kept
+        if self._before.hides(path):
+            return path if is_there(self.shared.gone + path) else None
+        return path
+
+    def has_beneath(self, path: str) -> bool:
+        found = self.beneath(path)
+        return found is not None and is_there(found)
+
+    def steadily(self, path: str, action: Callable[[str], T], undo: Callable[[T], None] | None = None) -> T:
+        """The action on the file of an absolute path; again where the first rank has changed the file meanwhile.
+
+        `undo` takes back a result that does not count. FileNotFoundError where there is no file. Other errors are the
+        action's.
+        """
+        while True:
+            found = self.find(path)
+            if found is None:
+                raise FileNotFoundError(2, os.strerror(2), path)
+            try:
+                result = action(found)
+            except OSError:
+                if self.find(path) == found:
+                    raise
+                continue
+            if self.find(path) == found:
+                return result
+            if undo is not None:
+                undo(result)
+
+    def status(self, path: str) -> os.stat_result | None:
+        """What lstat tells of an absolute path; None where there is nothing."""
+        try:
+            return self.steadily(path, posix.lstat)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def is_folder(self, path: str) -> bool:
+        status = self.status(path)
+        return status is not None and stat.S_ISDIR(status.st_mode)
+
+    def list(self, folder: str) -> list[str]:
+        """The names in a folder: in the file system's order, or sorted where the script has changed something there.
+
+        Sorted, because every rank must see one order, and the ranks' disks differ.
+        """
+        if self.is_apart(folder) or self.is_untouched(folder):
+            return posix.listdir(folder)
+        found: set[str] = set()
+        # Real names first: what the first rank has changed since is then told by `before`.
+        if not self.own.hides(folder):
+            if not self._before.hides(folder):
+                found = {entry.name for entry in entries(folder)}
+            found = (found - self._before.hidden_names(folder)) | self._before.names(folder)
+        found = (found - self.own.hidden_names(folder)) | self.own.names(folder)
+        shared = {entry.name for entry in entries(self.shared.gone + folder)}
+        return sorted(found | {name for name in shared if is_there(f"{folder}/{name}")})
+
+    def _link_at(self, path: str) -> str | None:
+        try:
+            found = self.find(path)
+            return None if found is None else posix.readlink(found)
+        except OSError:
+            return None
+
+    def is_untouched(self, folder: str) -> bool:
+        """Whether no layer says anything of a folder or what lies in it."""
+        changes = (self.own.changes, self._before.changes, self.shared.changes)
+        if self._untouched.get(folder) == changes:
+            return True
+        if any(layer.touches(folder) for layer in self._layers):
+            return False
+        self._untouched[folder] = changes
+        return True
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return stat.S_ISDIR(posix.lstat(path).st_mode)
+    except OSError:
+        return False
