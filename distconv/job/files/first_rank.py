@@ -82,7 +82,7 @@ class FirstRank:
         posix.mkdir(path, mode)
 
     def rmdir(self, path: str) -> None:
-        self.note(path)
+        self._note_empty(path)
         posix.rmdir(path)
         self.names.forget()
 
@@ -93,8 +93,9 @@ class FirstRank:
 
     def rename(self, source: str, target: str) -> None:
         self.note(source, tree=True)
-        self.note(target)
-        self._note_beneath(source, target)
+        if _is_folder(source):
+            self._before.hide(source)
+        self._note_empty(target)
         posix.rename(source, target)
         self.names.forget()
 
@@ -126,12 +127,11 @@ class FirstRank:
         names = posix.listdir(folder)
         return sorted(names) if self._before.touches(folder) else names
 
-    def _note_beneath(self, source: str, target: str) -> None:
-        """A folder that moves onto an empty one brings paths that were not there."""
-        if _is_folder(source) and not self._before.hides(target):
-            for name in posix.listdir(source):
-                self.note(f"{target}/{name}")
-                self._note_beneath(f"{source}/{name}", f"{target}/{name}")
+    def _note_empty(self, path: str) -> None:
+        """Notes a path that is about to go; what `before` has of an empty folder is then all that was in it."""
+        self.note(path)
+        if _is_folder(path) and not posix.listdir(path):
+            self._before.hide(path)
 
     def _keep(self, path: str, status: os.stat_result) -> None:
         kept = self._before.at(path)

@@ -53,7 +53,7 @@ class OwnLayer:
         status = self.view.status(path)
         if status is None:
             if not create:
-                raise error(errno.ENOENT, path)
+                raise self.view.missing(path)
             self._make_around(path)
             return self._own.at(path)
         if create and exclusive:
@@ -68,7 +68,7 @@ class OwnLayer:
             return action(path)
         status = self.view.status(path)
         if status is None:
-            raise error(errno.ENOENT, path)
+            raise self.view.missing(path)
         if stat.S_ISDIR(status.st_mode):
             make_folders(self._own.at(path))
             self._own.changed()
@@ -92,7 +92,7 @@ class OwnLayer:
             return posix.rmdir(path)
         status = self.view.status(path)
         if status is None:
-            raise error(errno.ENOENT, path)
+            raise self.view.missing(path)
         if not stat.S_ISDIR(status.st_mode):
             raise error(errno.ENOTDIR, path)
         if self.view.list(path):
@@ -106,7 +106,7 @@ class OwnLayer:
             return posix.unlink(path)
         status = self.view.status(path)
         if status is None:
-            raise error(errno.ENOENT, path)
+            raise self.view.missing(path)
         if stat.S_ISDIR(status.st_mode):
             raise error(errno.EISDIR, path)
         if self._own.has(path):
@@ -118,7 +118,7 @@ class OwnLayer:
             return posix.rename(source, target)
         moved, replaced = self.view.status(source), self.view.status(target)
         if moved is None:
-            raise error(errno.ENOENT, source)
+            raise self.view.missing(source)
         if source == target:
             return
         self._check_replacement(source, target, moved, replaced)
@@ -137,11 +137,11 @@ class OwnLayer:
         self._leave(source)
 
     def link(self, source: str, target: str) -> None:
-        if self.view.status(target) is not None:
-            raise error(errno.EEXIST, target)
         status = self.view.status(source)
         if status is None:
-            raise error(errno.ENOENT, source)
+            raise self.view.missing(source)
+        if self.view.status(target) is not None:
+            raise error(errno.EEXIST, target)
         if stat.S_ISDIR(status.st_mode):
             raise error(errno.EPERM, source)
         self._make_around(target)
@@ -169,7 +169,7 @@ class OwnLayer:
         """The names in a folder, in the order of `View.list`."""
         status = self.view.status(folder)
         if status is None:
-            raise error(errno.ENOENT, folder)
+            raise self.view.missing(folder)
         if not stat.S_ISDIR(status.st_mode):
             raise error(errno.ENOTDIR, folder)
         return self.view.list(folder)
@@ -179,7 +179,7 @@ class OwnLayer:
         folder = os.path.dirname(path)
         status = self.view.status(folder)
         if status is None:
-            raise error(errno.ENOENT, path)
+            raise self.view.missing(path)
         if not stat.S_ISDIR(status.st_mode):
             raise error(errno.ENOTDIR, path)
         found = self.view.find(folder)

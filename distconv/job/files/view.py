@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import posix
 import stat
@@ -65,13 +66,15 @@ class View:
         while True:
             found = self.find(path)
             if found is None:
-                raise FileNotFoundError(2, os.strerror(2), path)
+                raise self.missing(path)
             try:
                 result = action(found)
-            except OSError:
-                if self.find(path) == found:
-                    raise
-                continue
+            except OSError as error:
+                if self.find(path) != found:
+                    continue
+                if error.errno in (errno.ENOENT, errno.ENOTDIR) and self.status(path) is None:
+                    raise self.missing(path) from None
+                raise
             if self.find(path) == found:
                 return result
             if undo is not None:
@@ -79,10 +82,24 @@ class View:
 
     def status(self, path: str) -> os.stat_result | None:
         """What lstat tells of an absolute path; None where there is nothing."""
-        try:
-            return self.steadily(path, posix.lstat)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        while True:
+            found = self.find(path)
+            if found is None:
+                return None
+            try:
+                status = posix.lstat(found)
+            except (FileNotFoundError, NotADirectoryError):
+                status = None
+            if self.find(path) == found:
+                return status
+
+    def missing(self, path: str) -> OSError:
+        """The error of asking for a path that is not there: a folder around it may be a file."""
+        folder = os.path.dirname(path)
+        while (status := self.status(folder)) is None:
+            folder = os.path.dirname(folder)
+        number = errno.ENOENT if stat.S_ISDIR(status.st_mode) else errno.ENOTDIR
+        return OSError(number, os.strerror(number), path)
 
     def is_folder(self, path: str) -> bool:
         status = self.status(path)
