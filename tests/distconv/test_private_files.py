@@ -179,4 +179,4 @@ class TwoRanks(RuleBasedStateMachine):
 
 
 TestTwoRanks = TwoRanks.TestCase
-TestTwoRanks.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestTwoRanks.settings = settings(max_examples=12, stateful_step_count=15, deadline=None)
