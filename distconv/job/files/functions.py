@@ -31,20 +31,20 @@ class Functions:
 
     def __init__(self, files: Files, shared: Layer) -> None:
         self._files, self._shared = files, shared
-        self._is_private = isinstance(files, OwnLayer)
+        self._view = files.view if isinstance(files, OwnLayer) else None
 
     def table(self) -> dict[str, Callable[..., Any]]:
         """The functions of `os` by their names."""
-        follows = {"stat": True, "access": True, "getxattr": True, "listxattr": True}
-        plain = {"readlink": False, "statvfs": True, "chdir": True}
-        table: dict[str, Callable[..., Any]] = {
-            name: self._reading(name, follow, name in follows) for name, follow in {**follows, **plain}.items()
-        }
+        table: dict[str, Callable[..., Any]] = {}
+        if self._view is not None:  # the first rank reads what is there
+            for name in ("stat", "access", "getxattr", "listxattr", "readlink", "statvfs", "chdir"):
+                table[name] = self._reading(name)
+            table.update(lstat=self.lstat, getcwd=self.getcwd, getcwdb=self.getcwdb)
         for name in ("chmod", "chown", "utime", "setxattr", "removexattr"):
             table[name] = self._changing(name)
         for name in (
-            *("open", "lstat", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "truncate", "mkfifo"),
-            *("listdir", "scandir", "getcwd", "getcwdb", "lchown"),
+            *("open", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "truncate", "mkfifo"),
+            *("listdir", "scandir", "lchown"),
         ):
             table[name] = getattr(self, name)
         table["remove"], table["replace"] = self.unlink, self.rename
@@ -62,8 +62,18 @@ class Functions:
         opener: Callable[[str, int], int] | None = None,
     ) -> Any:
         """As `open`."""
-        if opener is None and not isinstance(file, int) and (self._is_private or not _READING.issuperset(mode)):
-            opener = self._opener
+        if opener is None and not isinstance(file, int):
+            if not _READING.issuperset(mode):
+                opener = self._opener
+            elif self._view is not None:
+
+                def really(path: Any) -> Any:
+                    return _open(path, mode, buffering, encoding, errors, newline, closefd)
+
+                opened = self._view.plainly(os.fsdecode(file), really, _close)
+                if opened is not None:
+                    return opened[0]
+                opener = self._opener
         return _open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
     def _opener(self, path: str, flags: int) -> int:
@@ -166,24 +176,41 @@ class Functions:
             lambda: _or_none(lambda: self._files.read(self._files.names.name(path), posix.stat)),
         )
 
-    def _reading(self, name: str, follow: bool, has_follow: bool) -> Callable[..., Any]:
+    def _reading(self, name: str) -> Callable[..., Any]:
         real: Callable[..., Any] = getattr(posix, name)
+        takes_follow, view = name in ("stat", "access", "getxattr", "listxattr"), self._view
+        assert view is not None
 
-        def call(path: Any, *args: Any, dir_fd: int | None = None, follow_symlinks: bool = follow, **named: Any) -> Any:
-            if isinstance(path, int):
-                return real(path, *args, **named)
-            if has_follow and not follow_symlinks:
+        def slowly(path: Any, args: tuple[Any, ...], dir_fd: int | None, follow: bool, named: dict[str, Any]) -> Any:
+            if takes_follow and not follow:
                 named["follow_symlinks"] = False
-            try:
-                absolute = self._name(path, dir_fd, follow=follow_symlinks)
-                found = _told(path, lambda: self._files.read(absolute, lambda at: real(at, *args, **named)))
-            except OSError:
-                if name == "access":
-                    return False
-                raise
+            absolute = self._name(path, dir_fd, follow=follow)
+            found = _told(path, lambda: self._files.read(absolute, lambda at: real(at, *args, **named)))
             return os.fsencode(found) if isinstance(path, bytes) and isinstance(found, str) else found
 
-        return call
+        def call(path: Any, *args: Any, dir_fd: int | None = None, follow_symlinks: bool = True, **named: Any) -> Any:
+            if isinstance(path, int):
+                return real(path, *args, **named)
+            if not isinstance(path, bytes):
+                path = os.fspath(path)
+                if dir_fd is None and follow_symlinks:
+                    told = view.plainly(path, lambda at: real(at, *args, **named))
+                    if told is not None:
+                        return told[0]
+            return slowly(path, args, dir_fd, follow_symlinks and name != "readlink", named)
+
+        def access(*args: Any, **named: Any) -> bool:
+            try:
+                return bool(call(*args, **named))
+            except OSError:
+                return False
+
+        def chdir(path: Any) -> None:
+            call(path)
+            view.moved()
+
+        special: dict[str, Callable[..., Any]] = {"access": access, "chdir": chdir}
+        return special.get(name, call)
 
     def _changing(self, name: str) -> Callable[..., Any]:
         real: Callable[..., Any] = getattr(posix, name)
@@ -236,6 +263,10 @@ def _told(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
         if second is not None:
             error.filename2 = second
         raise
+
+
+def _close(file: Any) -> None:
+    file.close()
 
 
 def _or_none(action: Callable[[], os.stat_result]) -> os.stat_result | None:

@@ -14,10 +14,9 @@ import os
 import posix
 import shutil
 import stat
-import struct
 import threading
 
-_COUNT = struct.Struct("Q")
+_COUNT_BYTES = 8
 
 
 class Layer:
@@ -35,19 +34,18 @@ class Layer:
                 posix.mkdir(path, 0o700)
         descriptor = posix.open(folder + "/changes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            posix.ftruncate(descriptor, _COUNT.size)
-            self._count = mmap.mmap(descriptor, _COUNT.size)
+            posix.ftruncate(descriptor, _COUNT_BYTES)
+            self._count = memoryview(mmap.mmap(descriptor, _COUNT_BYTES)).cast("Q")
         finally:
             posix.close(descriptor)
 
     @property
     def changes(self) -> int:
-        count: int = _COUNT.unpack_from(self._count)[0]
-        return count
+        return self._count[0]
 
     def changed(self) -> None:
         """To be called when the trees have changed, before anything else does."""
-        _COUNT.pack_into(self._count, 0, self.changes + 1)
+        self._count[0] += 1
 
     def copy_in(self, source: str, path: str, *, content: bool = True) -> None:
         """Puts a copy of a real file or link into the layer; without `content` an empty one."""

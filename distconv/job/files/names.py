@@ -18,7 +18,7 @@ class Names:
     """
 
     def __init__(self, link_at: Callable[[str], str | None], root: str | None = None) -> None:
-        self._link_at, self._root = link_at, root
+        self.link_at, self._root = link_at, root
         self._folders: dict[str, str] = {"/": "/"}
 
     def forget(self) -> None:
@@ -53,7 +53,7 @@ class Names:
         return self.without_root(posix.readlink(f"/proc/self/fd/{descriptor}"))
 
     def _followed(self, name: str, links: int) -> str:
-        link = self._link_at(name)
+        link = self.link_at(name)
         if link is None:
             return name
         if links == _MOST_LINKS:

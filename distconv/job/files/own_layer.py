@@ -193,17 +193,27 @@ class OwnLayer:
         """The path in the rank's own layer of a file or link that is there, with what it holds."""
         own = self._own.at(path)
         if not self._own.has(path):
-            found = self.view.steadily(path, lambda found: found)
-            link = stat.S_ISLNK(posix.lstat(found).st_mode)
-            if not link and not posix.access(found, os.W_OK):
-                raise error(errno.EACCES, path)
-            self.view.steadily(path, lambda found: self._own.copy_in(found, path, content=content))
+            self._copy_up(path, content=content, check=True)
         return own
+
+    def _copy_up(self, path: str, *, content: bool = True, check: bool = False) -> None:
+        """Copies what lies beneath the layer into it; with `check` only what may be written."""
+        while True:
+            found = self.view.beneath(path)
+            if found is None:
+                raise self.view.missing(path)
+            link = self.view.names.link_at(path) is not None
+            if check and not link and not posix.access(found, os.W_OK):
+                raise error(errno.EACCES, path)
+            self._own.copy_in(found, path, content=content)
+            if self.view.beneath(path) == found:
+                return
+            posix.unlink(self._own.at(path))  # the first rank was changing it
 
     def _bring_up_all(self, path: str, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
             if not self._own.has(path):
-                self.view.steadily(path, lambda found: self._own.copy_in(found, path))
+                self._copy_up(path)
             return
         names = self.view.list(path)
         make_folders(self._own.at(path))
@@ -218,6 +228,8 @@ class OwnLayer:
         folder = stat.S_ISDIR(moved.st_mode)
         if folder and target.startswith(source + "/"):
             raise error(errno.EINVAL, source)
+        if source.startswith(target + "/"):
+            raise error(errno.ENOTEMPTY, source)
         if replaced is None:
             return
         if folder and not stat.S_ISDIR(replaced.st_mode):

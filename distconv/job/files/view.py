@@ -30,6 +30,35 @@ class View:
         self._layers, self._apart = (own, before, shared), apart
         self.names = Names(self._link_at, own.there)
         self._untouched: dict[str, tuple[int, int, int]] = {}
+        self._plain: dict[str, tuple[int, int, int]] = {}
+
+    def plainly(
+        self, path: str, action: Callable[[str], T], undo: Callable[[T], None] | None = None
+    ) -> tuple[T] | None:
+        """The action's result where the file system alone can tell it: for files in folders that no layer touches.
+
+        None where it cannot. `path` is as the program wrote it. This is the short way for a program's data.
+        """
+        folder, slash, name = path.rpartition("/")
+        changes = self._changes()
+        if not slash or name in ("", ".", "..") or self._plain.get(folder) != changes:
+            if slash and name not in ("", ".", ".."):
+                around = self.names.name(folder or "/")
+                if self.is_untouched(around) and _is_same(folder or "/", around):
+                    self._plain[folder] = changes
+            return None
+        if self._is_link(path):
+            return None
+        result = action(path)
+        if self._changes() == changes:
+            return (result,)
+        if undo is not None:
+            undo(result)
+        return None
+
+    def moved(self) -> None:
+        """The working folder is another."""
+        self._plain.clear()
 
     def is_apart(self, path: str) -> bool:
         return path.startswith(self._apart)
@@ -122,6 +151,17 @@ class View:
         shared = {entry.name for entry in entries(self.shared.gone + folder)}
         return sorted(found | {name for name in shared if is_there(f"{folder}/{name}")})
 
+    def _changes(self) -> tuple[int, int, int]:
+        return self.own.changes, self._before.changes, self.shared.changes
+
+    @staticmethod
+    def _is_link(path: str) -> bool:
+        try:
+            posix.readlink(path)
+        except OSError:
+            return False
+        return True
+
     def _link_at(self, path: str) -> str | None:
         try:
             found = self.find(path)
@@ -131,7 +171,7 @@ class View:
 
     def is_untouched(self, folder: str) -> bool:
         """Whether no layer says anything of a folder or what lies in it."""
-        changes = (self.own.changes, self._before.changes, self.shared.changes)
+        changes = self._changes()
         if self._untouched.get(folder) == changes:
             return True
         if any(layer.touches(folder) for layer in self._layers):
@@ -143,5 +183,12 @@ class View:
 def _is_folder(path: str) -> bool:
     try:
         return stat.S_ISDIR(posix.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _is_same(one: str, other: str) -> bool:
+    try:
+        return os.path.samestat(posix.stat(one), posix.stat(other))
     except OSError:
         return False
