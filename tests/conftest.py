@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import os
 
-from hypothesis import settings
+with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do without it
+    from hypothesis import settings
 
-# How long an example takes says nothing of a machine that does something else too; CI is to be the same every time.
-settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
-settings.load_profile("tests")
+    # How long an example takes says nothing of a machine that does something else too; CI is to be the same every time.
+    settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
+    settings.load_profile("tests")
