@@ -8,9 +8,10 @@ large-scale CNN training", SC 2019, section 3):
     y   a rank holds C x F/p; it gathers the channels of x, in backward once more for dL/dweight
     w   C/pc x F/pf on the axes channel x filter: it gathers x over one axis and adds up y over the other
 
-All three are one thing: a block of the weight, the interval of channels that it reads, and that of filters it makes.
-A rank fetches the former and sends the latter; what it owns already does not move. Grouped convolutions are always
-cut along the weight's first dim, so that what moves is what the groups that straddle ranks need.
+All three are the same computation: a rank has a block of the weight, which reads an interval of channels and adds to an
+interval of filters. It fetches the channels that it does not own, and sends its sums for the filters that it does not
+own. The weight of a grouped convolution is always sharded by its first dim, so that channels and filters move only for
+groups that lie on two ranks.
 
 Pure: numbers and placements in, numbers and placements out.
 """
@@ -65,7 +66,7 @@ class ChannelMap:
 
 @dataclass(frozen=True)
 class Run:
-    """Groups that one local call computes; intervals count from those of the block."""
+    """Groups of a convolution that one local call computes. Its intervals count from the start of the block's."""
 
     channels: Interval
     filters: Interval
@@ -110,7 +111,7 @@ def block(layer: ChannelMap, box: tuple[Interval, Interval]) -> Block:
 
 
 def _whole_groups(interval: Interval, size: int) -> list[Interval]:
-    """The interval in up to three: the end of a group, whole groups, the beginning of one."""
+    """An interval, divided where groups begin: the end of one group, whole groups, the beginning of another."""
     start, stop = interval
     low, high = -(-start // size) * size, stop // size * size
     if low > high:
@@ -144,7 +145,7 @@ class Moved:
 
 @functools.lru_cache(maxsize=4096)
 def moved(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Moved:
-    """What moves where axis i, of sizes[i] ranks, shards the weight's dims[i], and the channels of x and y."""
+    """What moves in one layer. Axis i, of sizes[i] ranks, shards the weight by dims[i] and the channels of x and y."""
     blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
     return Moved(
         _fetched(nested_ownership(layer.channels, sizes), [one.channels for one in blocks]),
@@ -226,7 +227,7 @@ def parameter_placements(module: nn.Module, algorithm: str, partition: Partition
 
 
 def check_algorithm(algorithm: str, partition: Partition) -> str:
-    """The algorithm itself. ValueError, one line, for an unknown one and for ``w`` without its two axes."""
+    """Returns the algorithm. ValueError, one line, for an unknown one, and for ``w`` without the two axes it needs."""
     if algorithm not in ALGORITHMS:
         raise ValueError(f"channel algorithm {algorithm!r}: accepted: {', '.join(ALGORITHMS)}")
     of_filters = {AXES[name].of_filters for name in partition.names if shards_channels(name)}

@@ -16,8 +16,9 @@ from distconv.partition import mesh_like, splits_channels
 class Assignment:
     """Where one module runs.
 
-    outer: the mesh of what a script holds, outside of all modules.
-    uniform: the modules within it run on its mesh too.
+    mesh: where it runs.
+    outer: the mesh of the tensors that a script holds outside of all modules, to which outputs are brought back.
+    uniform: whether the modules within it run on its mesh too.
     fixed: its mesh holds whatever mesh its inputs come from: for its parameters lie there, or a strategy said so.
     """
 

@@ -4,8 +4,9 @@ At the outermost call of a module its plain tensor inputs are sharded and, until
 any of its modules gives a DTensor. Nothing else changes: the parameters that optimizers, state_dict and schedulers see
 stay what they are.
 
-Where modules of one model run on several meshes, the inputs of every module that runs wholly on one are brought there.
-What a module computes between such calls runs where its tensors are; where they come from several meshes, on its own.
+The modules of one model may run on several meshes. The inputs of a module that runs, with all modules within it, on one
+mesh are brought to that mesh. What a module computes between the calls of others runs on the mesh of its tensors; where
+these come from several meshes, on the module's own.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _on(mesh: DeviceMesh, x: DTensor) -> DTensor:
 
 
 def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwargs: Any) -> Any:
-    """A call on the module's own mesh, to which its inputs come if all modules within it run there."""
+    """Calls a module on its own mesh. Its inputs are brought there if all modules within it run there, too."""
     before = run.assignments, run.mesh
     run.mesh = assignment.mesh
     try:
@@ -197,7 +198,7 @@ def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwa
         args, kwargs = tree_map_only(DTensor, bring, (args, kwargs))
         result = _call(module, *args, **kwargs)
         for x, here, version in came:
-            if version is None or _version(here) != version:  # as an in-assignment ReLU changes its input
+            if version is None or _version(here) != version:  # as an in-place ReLU changes its input
                 x.copy_(relaid(here, x.device_mesh, x.placements))
         return result
     finally:
@@ -213,7 +214,7 @@ IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
 
 class _Meeting(TorchFunctionMode):
     """Brings tensors of several meshes that meet in one function to the mesh of the module that calls it; to that of
-    the first where the function changes it in assignment.
+    the first where the function changes it in place.
     """
 
     def __init__(self, run: _Run) -> None:

@@ -54,20 +54,22 @@ class Home:
 
 
 def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
-    """That of a plain parameter is the mesh its module runs on, where it is replicated."""
+    """Where a parameter lies. A plain one is replicated on the mesh on which its module runs."""
     if isinstance(parameter, DTensor):
         return Home(parameter.device_mesh, tuple(parameter.placements))
     return Home(mesh, replicated(mesh))
 
 
 def held(parameter: Tensor) -> Tensor:
-    """What this rank has of a parameter, plain."""
+    """The part of a parameter that this rank holds, as a plain tensor without autograd."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
-    """Parameters in the order backward reaches them, cut by their value, by device, dtype and the bytes that a rank
-    holds: a small bucket first.
+    """Parameters in the order in which backward reaches them, in lists that share a bucket.
+
+    Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
+    than a bucket holds. The first list is small, so that its allreduce starts early.
     """
     result: list[list[Tensor]] = []
     filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
@@ -120,7 +122,7 @@ class Bucket:
         )
 
     def put(self, index: int, grad: DTensor) -> Tensor:
-        """Take this rank's share of a gradient: over all ranks of the group the shares add up to the whole."""
+        """Puts this rank's share of a gradient into the buffer. The shares of the group's ranks add up to the whole."""
         if self.flat is None:
             self.flat = grad._local_tensor.new_zeros(self.plan.offsets[-1])
         placements = self.homes[index].placements
@@ -151,7 +153,7 @@ class Bucket:
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
 
     def finish(self) -> dict[int, Tensor]:
-        """Wait, and give {index: whole gradient}."""
+        """Waits for the sum. Returns {index: whole gradient} of the gradients that arrived."""
         if self.flat is None:
             return {}
         if len(self.arrived) < len(self.plan.shapes):
@@ -164,7 +166,7 @@ class Bucket:
 
 
 def _fitting(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """The gradient, sharded where its parameter is. As the rules leave it, as a rule; else it is brought there."""
+    """The gradient, sharded as its parameter is. Rules usually leave it so; where one does not, it is redistributed."""
     dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
     fits = all(
         found == own if own.is_shard() else not (isinstance(found, Shard) and found.dim in dims)

@@ -1,4 +1,4 @@
-"""What every rank of a group has for every other, on its way."""
+"""The all-to-all: every rank of a group sends a part of a flat tensor to every other, without waiting for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ AWAKE_SECONDS = 5e-4
 
 
 class AllToAll:
-    """Started when made: flat ``input``, cut by ``sent``, to the members; flat ``output`` from them, by ``received``.
+    """One all-to-all, which starts when the object is made.
+
+    The first ``sent[0]`` elements of flat ``input`` go to member 0 of the group, the next ``sent[1]`` to member 1, and
+    so on; flat ``output`` receives ``received[i]`` elements from member i.
 
     Collective over the group. Until :meth:`wait` returns, ``output`` must not be read nor ``input`` written to.
     """

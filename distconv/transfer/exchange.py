@@ -65,8 +65,8 @@ class Exchange:
     def fetch_in_turn(self, local: Tensor) -> Iterator[tuple[Interval, Tensor]]:
         """``fetch`` with fill 0 in stretches, at least one, each with its interval of what is needed.
 
-        Those at hand come first: what is done with them is done while the others travel. A stretch may be a view of
-        ``local``. The transfer begins with the first.
+        Stretches that this rank owns come first, so that the caller works on them while the others travel. A stretch
+        may be a view of ``local``. Nothing is sent before the first stretch is asked for.
         """
         if self.is_identity:
             yield (0, self.plan.own), local
@@ -78,7 +78,9 @@ class Exchange:
             yield (0, 0), local.narrow(self.dim, 0, 0)
 
     def adjoint(self, grad: Tensor) -> Tensor:
-        """The transpose of ``fetch`` with fill 0: sends every element back to its owner, who adds. Collective alike."""
+        """The transpose of ``fetch`` with fill 0: sends every element back to its owner, who adds. Collective as
+        ``fetch`` is.
+        """
         if self.is_identity:
             return grad
         return self.adjoint_in_turn(lambda at: grad.narrow(self.dim, at[0], length(at)), grad.shape, grad)
@@ -215,7 +217,7 @@ def _rest(shape: Sequence[int], dim: int) -> int:
 
 
 def _joined(pieces: Sequence[Tensor], dim: int, local: Tensor) -> Tensor:
-    """Side by side, in the memory format of ``local``."""
+    """The pieces one after another along the dim, in the memory format of ``local``."""
     if not pieces:
         return local.new_empty(_with(local.shape, dim, 0))
     format = memory_format(local)

@@ -13,7 +13,10 @@ from distconv.partition import whole_group
 
 @functools.lru_cache(maxsize=1024)
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-    """One group of this rank and those that differ from it along the axes only. Collective where it must be made."""
+    """The group of this rank and of those whose coordinates differ from its own along these axes only.
+
+    The first call makes it, which all its members must do together.
+    """
     if len(axes) == 1:
         return mesh.get_group(axes[0])
     if math.prod(mesh.size(axis) for axis in axes) == mesh.size():

@@ -87,9 +87,9 @@ class ExchangePlan:
     silent: bool
     """Nothing moves between any two ranks of the axis."""
     at_hand: tuple[Stretch, ...]
-    """The segments that read no received block, as few stretches as they make."""
+    """The segments that read no received block, joined to as few stretches as possible."""
     from_others: tuple[Stretch, ...]
-    """The segments that read one."""
+    """The segments that read a received block, joined likewise."""
 
     def extent_of(self, block: int) -> int:
         """Elements along the dim of what is owned (``OWN``) or of a received block."""
@@ -147,7 +147,7 @@ def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], ran
 
 
 def _stretches(segments: Sequence[Segment]) -> Iterator[tuple[bool, Stretch]]:
-    """Stretches as long as can be, and whether each is at hand."""
+    """The longest stretches of segments that this rank has, or has not, itself; True for those that it has."""
     start = 0
     for here, successive in itertools.groupby(segments, lambda segment: segment.block in (OWN, FILL)):
         group = tuple(successive)

@@ -48,7 +48,7 @@ class RedistributionPlan:
 def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member: int) -> RedistributionPlan:
     """What ``member`` sends, receives and keeps; member i owns ``before[i]`` and needs ``after[i]``.
 
-    Where several own a box alike, those who need it are shared out among them.
+    Where several members own the same box, they take turns to send it, so that none of them sends all of it.
     """
     owners: dict[Box, list[int]] = {}
     for index, box in enumerate(before):

@@ -6,10 +6,10 @@ and, since every (input, output) pair belongs to the owner of the input, exactly
 a step moves the input's halo once and the gradient's halo once, and saves neither. While those of a large shard travel
 the rank convolves what it owns; narrow edges are made good when they have come (edges).
 
-Where channels are sharded a rank convolves with its block of the weight (distconv.channels): before all that it fetches
-the channels that the block reads, and afterwards the partial results are added up at the owners of the filters. Fetched
-channels are not kept for backward: dL/dweight fetches them again. While channels travel the rank computes: what others
-wait for before what is its own, and with what is its own before what arrives.
+Where channels are sharded, a rank convolves with its block of the weight (see distconv.channels). It first fetches the
+channels that the block reads, and afterwards the ranks add up their partial results at the owners of the filters.
+Fetched channels are not kept for backward: dL/dweight fetches them again. A rank computes while channels travel: it
+makes what others wait for first, and uses what it owns before what arrives.
 """
 
 from __future__ import annotations
