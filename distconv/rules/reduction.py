@@ -24,7 +24,7 @@ from distconv.refusal import refuse
 from distconv.rules.registry import rule
 
 PARAMETER_USE = "_UseBackward"
-"""The autograd node of distconv.gradients that takes a parameter's gradient."""
+"""The autograd node of distconv.model.gradients that takes a parameter's gradient."""
 
 VIEWS = {
     f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")
