@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -109,13 +110,16 @@ def _running(model: nn.Module, run: _Run) -> Iterator[None]:
 
 
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``nn.Module.__call__`` on ranks: a module with parameters runs on its mesh, or that of its inputs."""
+    """``nn.Module.__call__`` on ranks: a module with parameters runs on its mesh, or that of its inputs.
+
+    An average of a model is a wrapper that only calls the model in it, whose layers have the names that strategies say.
+    """
     run = _inside.run
     if run is not None:
         assignment = run.assignments.get(module)
         return _call(module, *args, **kwargs) if assignment is None else _nested(module, assignment, run, args, kwargs)
     first = next(module.parameters(), None)
-    if first is None:
+    if first is None or isinstance(module, AveragedModel):
         return _call(module, *args, **kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     theirs = next(

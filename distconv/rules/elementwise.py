@@ -13,6 +13,7 @@ from distconv.dtensors import local_as, wrap
 from distconv.layouts import Layout, has_partial, layout, refuse_partial, replicated
 from distconv.refusal import refuse
 from distconv.rules.losses import aligned, common_layout
+from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 
@@ -90,16 +91,13 @@ def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequen
     *(f"aten::{name}_.Tensor" for name in ("mul", "sub", "div")),
     *("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_", "aten::addcmul_", "aten::addcdiv_"),
     *(f"aten::{name}_" for name in ("leaky_relu", "elu", "celu", "silu", "mish", "threshold")),
-    *("aten::hardsigmoid_", "aten::hardtanh_", "aten::hardswish_"),
+    *("aten::lerp_.Scalar", "aten::lerp_.Tensor", "aten::hardsigmoid_", "aten::hardtanh_", "aten::hardswish_"),
     *("aten::clamp_min_", "aten::clamp_min_.Tensor", "aten::clamp_max_", "aten::clamp_max_.Tensor"),
 )
 def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Local, on the layout of x."""
+    """Local, on the layout of x; a plain x gets what the whole tensors give."""
     if not isinstance(x, DTensor):
-        others = [arg for arg in args if isinstance(arg, DTensor)]
-        if not all(placement.is_replicate() for other in others for placement in other.placements):
-            raise refuse(func, "in place on a plain tensor, with a distributed one: use distconv.gather on that first")
-        func(x, *map(_plain, args), **kwargs)
+        func(x, *[whole_beside(func, arg) for arg in args], **kwargs)
         return x
     if any(has_partial(t.placements) for t in (x, *args) if isinstance(t, DTensor)):
         stock(func, (x, *args), kwargs)

@@ -18,6 +18,7 @@ from distconv.dtensors import local_as, wrap
 from distconv.layouts import refuse_partial, replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
+from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import MAX, SUM, all_reduce
 from distconv.rules.registry import rule
 
@@ -78,6 +79,8 @@ def _beside(func: Any, item: Tensor, where: Where) -> Tensor:
         return _number(func, item)
     if where is not None:
         return local_as(item, *where)
+    if func._schema.is_mutable:
+        return whole_beside(func, item)
     if isinstance(item, DTensor) and not all(placement.is_replicate() for placement in item.placements):
         raise refuse(func, "a plain tensor beside a sharded one: use distconv.gather on that first")
     return item._local_tensor if isinstance(item, DTensor) else item

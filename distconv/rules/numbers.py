@@ -13,6 +13,7 @@ from distconv.dtensors import wrap
 from distconv.layouts import has_partial
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.elementwise import in_place
+from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import settled
 from distconv.rules.registry import method, rule
 from distconv.rules.stock import stock
@@ -58,10 +59,10 @@ def as_array(stock_method: Any, x: DTensor, *, force: bool = False) -> Any:
 
 @rule("aten::add_.Tensor")
 def add_in_place(func: Any, x: Tensor, other: Any, *, alpha: float = 1) -> Tensor:
-    """Also adds a whole number to a plain tensor, as a script's running sums do."""
+    """Also to a plain tensor, as a script's running sums are."""
     if isinstance(x, DTensor):
         return in_place(func, x, other, alpha=alpha)
-    return func(x, _replicated(other, "adding to a plain tensor"), alpha=alpha)
+    return func(x, whole_beside(func, other), alpha=alpha)
 
 
 @rule("aten::expand")

@@ -1,0 +1,251 @@
+"""What training scripts do around their steps, against the same script in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import distconv
+from distconv.model.parallelize import distributed_script
+
+PARTITIONS = ["sample=2,height=2", "sample=2,channel=2"]
+
+
+class Tagged(Tensor):
+    """A tensor that carries what is known of it through every function, as MONAI's MetaTensor does."""
+
+    meta: dict[str, Any]
+
+    @staticmethod
+    def of(x: Tensor, **meta: Any) -> Tagged:
+        result = x.as_subclass(Tagged)
+        result.meta = meta
+        return result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Tagged):
+            result.meta = next((arg.meta for arg in args if isinstance(arg, Tagged) and hasattr(arg, "meta")), {})
+        return result
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=1)]
+    return nn.Sequential(*layers).double()
+
+
+def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+    return [
+        (
+            torch.randn(5, 2, 9, 8, generator=generator, dtype=torch.float64),
+            torch.randn(5, 4, 9, 8, generator=generator, dtype=torch.float64),
+        )
+        for _ in range(count)
+    ]
+
+
+Result = list[Any]
+
+
+def ema(first: str, **options: Any) -> Result:
+    """Three steps with a moving average; the average is made before or after the model's first call."""
+    model, found, average = net(), [], None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def averaged() -> AveragedModel:
+        return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7), **options)
+
+    if first == "average":
+        average = averaged()
+    data = batches()
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average = average or averaged()
+        average.update_parameters(model)
+        found.append(loss.item())
+    assert average is not None
+    if not options:
+        update_bn([x for x, _ in data], average)
+    average.eval()
+    with torch.no_grad():
+        found.append(nn.functional.mse_loss(average(data[0][0]), data[0][1]).item())
+    kept = io.BytesIO()
+    torch.save(average.state_dict(), kept)
+    kept.seek(0)
+    state = torch.load(kept)
+    assert all(type(value) is Tensor for value in state.values())
+    other = AveragedModel(net())
+    other.load_state_dict(state)
+    return [*found, *state.values()]
+
+
+def plain_average() -> Result:
+    """AveragedModel's own, equal average of all steps."""
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    average = AveragedModel(model)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        found.append(loss.item())
+    return [*found, *average.module.parameters()]
+
+
+def written_by_hand(first: bool, update: Callable[[Tensor, Tensor], Any]) -> Result:
+    """A moving average as scripts write it, over a copy of the model."""
+    model, found, average = net(), [], None
+    if first:
+        average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average = average or copy.deepcopy(model).requires_grad_(False)
+        with torch.no_grad():
+            for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+                update(kept, new)
+            found.append(nn.functional.mse_loss(average.eval()(x), y).item())
+    assert average is not None
+    return [*found, *average.parameters()]
+
+
+UPDATES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "mul_ and add_": lambda kept, new: kept.mul_(0.9).add_(new, alpha=0.1),
+    "lerp_": lambda kept, new: kept.lerp_(new, 0.1),
+    "copy_": lambda kept, new: kept.copy_(0.9 * kept + 0.1 * new),
+    "data": lambda kept, new: kept.data.copy_(0.9 * kept.data + (1 - 0.9) * new.data),
+}
+
+
+def accumulated() -> Result:
+    """Two steps of three micro-batches, clipped."""
+    model, found = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for x, y in batches():
+            loss = nn.functional.mse_loss(model(x), y) / 3
+            loss.backward()
+            found.append(loss.item())
+        found.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    return [*found, *model.parameters()]
+
+
+def clipped_by_value() -> Result:
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        optimizer.step()
+        found.append(loss.item())
+    return [*found, *model.parameters()]
+
+
+def scaled(overflow: bool = False) -> Result:
+    """A GradScaler; with `overflow` one sample of the second step makes a gradient that is not finite."""
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step, (x, y) in enumerate(batches()):
+        optimizer.zero_grad()
+        if overflow and step == 1:
+            y[4, :, 8] = float("inf")
+        loss = nn.functional.mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    return [*found, *model.parameters()]
+
+
+def subclasses() -> Result:
+    """Inputs and targets of a subclass of Tensor, whose metadata the script reads from its own batch."""
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, (images, labels) in enumerate(batches()):
+        x, y = Tagged.of(images, name=f"image{index}"), Tagged.of(labels, name=f"label{index}")
+        optimizer.zero_grad()
+        result = model(x)
+        loss = nn.functional.mse_loss(result, y) + (result - y).abs().mean() + ((y > 0) * result).mean()
+        loss.backward()
+        optimizer.step()
+        assert type(x) is Tagged and x.meta == {"name": f"image{index}"}
+        assert type(y) is Tagged and y.meta == {"name": f"label{index}"} and (y + 1).meta == y.meta
+        found.append(loss.item())
+    return [*found, *model.parameters()]
+
+
+KINDS: dict[str, Callable[[], Result]] = {
+    "ema made first": lambda: ema("average"),
+    "ema made after the first step": lambda: ema("model"),
+    "ema with buffers, made first": lambda: ema("average", use_buffers=True),
+    "ema with buffers, made after the first step": lambda: ema("model", use_buffers=True),
+    "equal average": plain_average,
+    **{
+        f"average by {name}, made {'first' if first else 'later'}": functools.partial(written_by_hand, first, update)
+        for name, update in UPDATES.items()
+        for first in (True, False)
+    },
+    "accumulated and clipped": accumulated,
+    "clipped by value": clipped_by_value,
+    "scaled": scaled,
+    "scaled, with an overflow": lambda: scaled(overflow=True),
+    "subclasses": subclasses,
+}
+
+
+def differences(partition: str) -> dict[str, float]:
+    """{kind: the largest difference from one process}."""
+    mesh = distconv.init(partition, device_type="cpu")
+    found: dict[str, float] = {}
+    for kind, run in KINDS.items():
+        expected = run()
+        try:
+            with distributed_script(mesh):
+                result = distconv.whole_state([x.detach() if isinstance(x, Tensor) else x for x in run()])
+        except Exception as error:
+            error.add_note(f"in {kind!r}")
+            raise
+        assert len(result) == len(expected)
+        found[kind] = max(_difference(a, b) for a, b in zip(result, expected, strict=True))
+    return found
+
+
+def _difference(found: Any, expected: Any) -> float:
+    found, expected = (torch.as_tensor(each, dtype=torch.float64).detach() for each in (found, expected))
+    if not torch.equal(found.isfinite(), expected.isfinite()):
+        return math.inf
+    return float((found - expected).nan_to_num(0.0).abs().max())
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_as_in_one_process(ranks: Callable[[int], Ranks], partition: str) -> None:
+    for found in ranks(4).run(differences, partition):
+        assert not {kind: error for kind, error in found.items() if not error < 1e-11}
