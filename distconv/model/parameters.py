@@ -25,6 +25,7 @@ from distconv.dtensors import local_as, wrap
 from distconv.layouts import replicated
 from distconv.mesh_options import channel_algorithm
 from distconv.partition import Partition, is_ours
+from distconv.refusal import UnsupportedOperation
 from distconv.transfer.redistribution import moved
 
 
@@ -71,6 +72,8 @@ def shard_parameters(places: Mapping[nn.Module, DeviceMesh], optimizers: Iterabl
                 _move(old, mesh, layout)
         elif any(isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)):
             replaced[old] = _shard(old, mesh, layout)
+    for optimizer in optimizers:
+        _refuse_flat(optimizer, replaced)
     for old, new in replaced.items():
         for module, name in uses[old]:
             module._parameters[name] = new
@@ -111,6 +114,17 @@ def partition_of(mesh: DeviceMesh) -> Partition:
     return Partition(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
 
 
+def _refuse_flat(optimizer: Optimizer, sharded: Iterable[Tensor]) -> None:
+    """UnsupportedOperation where an optimizer that keeps all parameters in one flat vector has some in shards."""
+    sharded = set(sharded)
+    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    if isinstance(optimizer, torch.optim.LBFGS) and any(parameter in sharded for parameter in held):
+        raise UnsupportedOperation(
+            "torch.optim.LBFGS keeps all parameters in one flat vector, but here they are sharded; accepted: another"
+            " optimizer, or a partition without the axes channel and filter"
+        )
+
+
 def _follow(optimizer: Optimizer, replaced: Mapping[Tensor, nn.Parameter]) -> None:
     for group in optimizer.param_groups:
         group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
@@ -128,6 +142,7 @@ def _watch_steps() -> None:
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:
     """What was loaded, or kept since before a parameter was sharded, is whole: from now on it is sharded as that is."""
+    _refuse_flat(optimizer, (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)))
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not is_ours(parameter.device_mesh):
             continue

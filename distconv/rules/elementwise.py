@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import Layout, has_partial, layout, refuse_partial, replicated
-from distconv.refusal import refuse
 from distconv.rules.losses import aligned, common_layout
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import rule

@@ -21,6 +21,7 @@ from distconv.refusal import refuse
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import MAX, SUM, all_reduce
 from distconv.rules.registry import rule
+from distconv.transfer.partial_sums import added
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max", "pow")
 UNARY = ("abs", "exp", "log", "neg", "reciprocal", "rsqrt", "sigmoid", "sign", "sqrt", "tanh", "zero")
@@ -89,7 +90,7 @@ def _beside(func: Any, item: Tensor, where: Where) -> Tensor:
 def _number(func: Any, tensor: Tensor) -> Tensor:
     if tensor.dim():
         raise refuse(func, f"a tensor {tuple(tensor.shape)} for a whole list; accepted: a number")
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return added(tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @rule("aten::_foreach_norm.Scalar")

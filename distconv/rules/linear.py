@@ -25,6 +25,7 @@ from distconv.rules.channel_split import Split, layer_input, split
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
+from distconv.transfer.redistribution import moved
 from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
@@ -121,12 +122,14 @@ class Whole(torch.autograd.Function):
     def forward(ctx: Any, parameter: DTensor) -> DTensor:
         ctx.layout = parameter.device_mesh, parameter.placements
         mesh = parameter.device_mesh
-        return parameter.redistribute(mesh, replicated(mesh))
+        return moved(parameter, mesh, replicated(mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> DTensor:
         mesh, held = ctx.layout
         keep = [p if p.is_partial() and not of.is_shard() else of for p, of in zip(grad.placements, held, strict=True)]
+        if any(p != to and not p.is_replicate() for p, to in zip(grad.placements, keep, strict=True)):
+            return moved(grad, mesh, held)
         return grad.redistribute(mesh, keep)
 
 

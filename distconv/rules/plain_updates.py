@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from distconv.layouts import replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.transfer.redistribution import moved
@@ -34,5 +35,5 @@ def whole_beside(func: Any, x: Any) -> Any:
             f"in place on a plain tensor, with a tensor {tuple(x.shape)} laid out as {x.placements}: use"
             f" distconv.gather on that first, or .detach() where no gradient is wanted",
         )
-    whole: Tensor = moved(x, mesh, (Replicate(),) * mesh.ndim)._local_tensor
+    whole: Tensor = moved(x, mesh, replicated(mesh))._local_tensor
     return whole

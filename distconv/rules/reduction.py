@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import Layout, added_up, has_partial, layout
+from distconv.layouts import Layout, layout
 from distconv.partition import sharded_dims, whole_group
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
+from distconv.transfer.partial_sums import added
 
 PARAMETER_USE = "_UseBackward"
 """The autograd node of distconv.model.gradients that takes a parameter's gradient."""
@@ -48,8 +49,7 @@ def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = S
 
 def settled(func: Any, x: DTensor) -> tuple[Tensor, Layout]:
     """The local tensor and the layout of ``x``, its partial sums added. Refuses odd placements."""
-    if has_partial(x.placements):
-        x = x.redistribute(placements=added_up(x.placements))
+    x = added(x)
     if any(placement.is_shard() and not isinstance(placement, Shard) for placement in x.placements):
         raise refuse(func, f"its input is laid out as {x.placements}")
     return x._local_tensor, layout(x)

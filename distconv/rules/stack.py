@@ -14,6 +14,7 @@ from distconv.layouts import replicated
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
+from distconv.transfer.partial_sums import added
 
 
 @rule("aten::stack")
@@ -25,5 +26,5 @@ def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
         return stock(func, (tensors, dim))
     if any(tensor.dim() for tensor in tensors):
         raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
-    numbers = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    numbers = [added(tensor)._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return wrap(torch.stack(numbers, dim), mesh, replicated(mesh), (len(numbers),))

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import added_up, box_at, has_partial, replicated
+from distconv.layouts import added_up, box_at, replicated
 from distconv.memory_format import memory_format
 from distconv.partition import Partition, is_ours, mesh_like, placements, whole_group
 from distconv.refusal import UnsupportedOperation
+from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, unpacked
 from mucudnn.convolution.geometry import Interval, intersect, length
 
@@ -179,8 +180,7 @@ def redistribution(
 
 def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     """``x`` laid out as ``layout`` on ``mesh``, its partial sums added first. No autograd."""
-    if has_partial(x.placements):
-        x = x.redistribute(placements=added_up(x.placements))
+    x = added(x)
     source = x.device_mesh
     if tuple(x.placements) == tuple(layout) and source == mesh:
         return x

@@ -202,6 +202,23 @@ def subclasses() -> Result:
     return [*found, *model.parameters()]
 
 
+def flat(before: bool) -> Result:
+    """LBFGS, made before the model's first call or after."""
+    model = net()
+    (x, y), *_ = batches()
+    if not before:
+        model(x)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        return loss.detach()
+
+    return [float(optimizer.step(closure)), float(optimizer.step(closure))]  # type: ignore[arg-type]
+
+
 KINDS: dict[str, Callable[[], Result]] = {
     "ema made first": lambda: ema("average"),
     "ema made after the first step": lambda: ema("model"),
@@ -249,3 +266,25 @@ def _difference(found: Any, expected: Any) -> float:
 def test_as_in_one_process(ranks: Callable[[int], Ranks], partition: str) -> None:
     for found in ranks(4).run(differences, partition):
         assert not {kind: error for kind, error in found.items() if not error < 1e-11}
+
+
+def of_a_flat_optimizer(partition: str, before: bool) -> float | str:
+    mesh = distconv.init(partition, device_type="cpu")
+    expected = flat(before)
+    try:
+        with distributed_script(mesh):
+            found = flat(before)
+    except distconv.UnsupportedOperation as error:
+        return str(error)
+    return max(_difference(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_lbfgs_runs_on_whole_parameters_and_names_itself_where_they_are_sharded(
+    ranks: Callable[[int], Ranks], before: bool
+) -> None:
+    for found in ranks(4).run(of_a_flat_optimizer, PARTITIONS[0], before):
+        assert isinstance(found, float) and found < 1e-11, found
+    for found in ranks(4).run(of_a_flat_optimizer, PARTITIONS[1], before):
+        assert isinstance(found, str) and found.startswith("torch.optim.LBFGS keeps all parameters in one flat vector")
+        assert "\n" not in found

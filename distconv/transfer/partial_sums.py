@@ -1,0 +1,41 @@
+"""Partial results added up: one collective over all the mesh axes that they lie on, where DTensor does one an axis."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial
+
+from distconv.dtensors import wrap
+from distconv.layouts import added_up
+from distconv.transfer.group import joint_group
+
+OPERATIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+def added(x: DTensor) -> DTensor:
+    """``x`` with every partial placement made a replica. Collective where there is one. No autograd."""
+    partial = [axis for axis, placement in enumerate(x.placements) if placement.is_partial()]
+    if not partial:
+        return x
+    placements = added_up(x.placements)
+    kinds = {placement.reduce_op for placement in x.placements if type(placement) is Partial}
+    if len(kinds) != 1 or any(type(x.placements[axis]) is not Partial for axis in partial) or kinds - {*OPERATIONS}:
+        return x.redistribute(placements=placements)
+    mesh, (kind,) = x.device_mesh, kinds
+    axes = tuple(axis for axis in partial if mesh.size(axis) > 1)
+    local = x._local_tensor
+    result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
+    if axes:
+        dist.all_reduce(result, OPERATIONS[kind], group=joint_group(mesh, axes))
+    if kind == "avg":
+        result = result / math.prod(mesh.size(axis) for axis in axes)
+    return wrap(result.to(local.dtype), mesh, placements, x.shape)
