@@ -30,6 +30,7 @@ from distconv.agreement.ledger import ledger, note_state
 from distconv.beside import plain, watchers
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
+from distconv.model.images import refuse_images
 from distconv.model.shard_gather import to_shards
 from distconv.partition import is_ours
 from distconv.transfer.redistribution import relaid
@@ -154,11 +155,12 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
     noted = ledger(mesh) if torch._C._current_graph_task_id() == -1 else None  # in backward: something computed again
     if whole:
         args, kwargs = tree_map_only(Tensor, plain, (args, kwargs))
-        if noted is not None:
-            for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):
-                for leaf in tree_leaves(value):
-                    if isinstance(leaf, Tensor):
-                        noted.note(f"input {name} of {type(module).__name__}.forward", leaf)
+        for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):
+            what = f"input {name} of {type(module).__name__}.forward"
+            refuse_images(value, what, mesh)
+            for leaf in tree_leaves(value):
+                if noted is not None and isinstance(leaf, Tensor):
+                    noted.note(what, leaf)
     if noted is not None:
         if loaded and not loaded.isdisjoint(module.modules()):
             loaded.difference_update(module.modules())
