@@ -26,7 +26,8 @@ def refuse_images(value: Any, what: str, mesh: DeviceMesh) -> None:
     if not fits:
         raise ValueError(
             f"{what} is a list of {len(images)} tensors of 3 dims, such as {tuple(images[0].shape)}, as detection"
-            f" models take images: each is no batch to be partitioned. Accepted: one tensor (samples, channels, spatial dims)."
+            f" models take images: each is no batch to be partitioned. Accepted: one tensor (samples, channels,"
+            f" spatial dims)."
             f" In a program, parallelize the part that gets one and gather what it gives: distconv.parallelize("
             f"model.backbone, mesh).register_forward_hook(lambda module, x, y: tree_map_only(DTensor, distconv.gather,"
             f" y))"

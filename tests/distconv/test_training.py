@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from test_launch import TRAIN, launch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -288,3 +289,11 @@ def test_lbfgs_runs_on_whole_parameters_and_names_itself_where_they_are_sharded(
     for found in ranks(4).run(of_a_flat_optimizer, PARTITIONS[1], before):
         assert isinstance(found, str) and found.startswith("torch.optim.LBFGS keeps all parameters in one flat vector")
         assert "\n" not in found
+
+
+@pytest.mark.parametrize("partition", ["sample=2,height=2", "channel=2,filter=2"])
+def test_nothing_but_the_scripts_own_output_is_printed(partition: str) -> None:
+    done = launch("alone", 4, "--partition", partition, TRAIN, "--epochs=1", PYTHONWARNINGS="error")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 3
