@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_cudnn import SimulatedCard
+from simulated_card import SimulatedCard
 
 from benchmarks import contact_cudnn, first_contact
 from benchmarks.first_contact import ORDER, Answers, ask

@@ -1,8 +1,9 @@
-"""Fixtures of the mucudnn tests: nothing stays patched."""
+"""Fixtures of the mucudnn tests: nothing stays patched, and no database of the user's is touched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +15,11 @@ def unpatched() -> Iterator[None]:
     """Every test leaves torch unpatched."""
     yield
     mucudnn.unpatch()
+
+
+@pytest.fixture(autouse=True)
+def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The default database of every test."""
+    path = tmp_path / "times.sqlite"
+    monkeypatch.setenv("MUCUDNN_DATABASE", str(path))
+    return path

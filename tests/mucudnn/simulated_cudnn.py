@@ -8,40 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_char, c_void_p
+from ctypes import c_void_p
 from typing import Any
 
 import torch
-from torch.nn import functional
+from simulated_arithmetic import DTYPES, LEGACY, NOTES, ORDER, TENSORS, at, compute, spoil
 
 from mucudnn.convolution.problem import Role
-from mucudnn.providers.cudnn.backend import DATA_TYPES, Kind, Name, Note
-from mucudnn.providers.cudnn.device import Device
+from mucudnn.providers.cudnn.backend import Kind, Name
 from mucudnn.providers.cudnn.legacy import ALGORITHMS
 from mucudnn.providers.cudnn.library import Library
-from mucudnn.providers.stock import stock_kernel
 
 BAD_PARAM, NOT_SUPPORTED, EXECUTION_FAILED = 2000, 3000, 5000
-DTYPES = {number: getattr(torch, name) for name, number in DATA_TYPES.items()}
-
-NOTES = {
-    0: [],
-    1: [],
-    2: [Note.NONDETERMINISTIC],
-    3: [Note.TENSOR_CORE],
-    4: [Note.DOWN_CONVERT_INPUTS, Note.TENSOR_CORE],
-    5: [],
-}
-"""Numerical notes by engine. Engine 1 needs memory per sample; engine 5 serves nothing."""
-
-_TENSORS = {
-    Kind.OPERATION_CONVOLUTION_FORWARD: (Role.Y, 700),
-    Kind.OPERATION_CONVOLUTION_BACKWARD_DATA: (Role.X, 706),
-    Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER: (Role.W, 712),
-}
-_LEGACY = {"Forward": Role.Y, "BackwardData": Role.X, "BackwardFilter": Role.W}
-_ORDER = {Role.Y: (Role.X, Role.W, Role.Y), Role.X: (Role.W, Role.Y, Role.X), Role.W: (Role.X, Role.Y, Role.W)}
 
 
 class SimulatedCudnn(Library):
@@ -62,7 +40,7 @@ class SimulatedCudnn(Library):
         self._objects: dict[int, dict[int, Any]] = {}
         self._next = 4096
         self._said = b""
-        for operation, target in _LEGACY.items():
+        for operation, target in LEGACY.items():
             setattr(self, f"cudnnConvolution{operation}", self._legacy(target))
             setattr(self, f"cudnnGetConvolution{operation}WorkspaceSize", self._legacy_workspace(target))
             setattr(self, f"cudnnFindConvolution{operation}AlgorithmEx", self._search(target))
@@ -178,7 +156,7 @@ class SimulatedCudnn(Library):
         return self._objects[operation]
 
     def _parts(self, operation: dict[Any, Any]) -> tuple[Role, float, dict[Any, Any], list[dict[Any, Any]]]:
-        target, first = _TENSORS[operation["kind"]]
+        target, first = TENSORS[operation["kind"]]
         convolution = self._objects[operation[first + 2][0]]
         tensors = [self._objects[operation[first + place][0]] for place in (4, 3, 5)]  # x, w, y of each
         return target, operation[first + 1][0], convolution, tensors
@@ -202,11 +180,11 @@ class SimulatedCudnn(Library):
             if address % tensor[Name.TENSOR_BYTE_ALIGNMENT][0]:
                 return self._fail(EXECUTION_FAILED, "an address is not aligned as the plan was told")
             dtype = DTYPES[tensor[Name.TENSOR_DATA_TYPE][0]]
-            held.append(_at(address, dtype, tensor[Name.TENSOR_DIMENSIONS], tensor[Name.TENSOR_STRIDES]))
-        _spoil(given[Name.VARIANT_PACK_WORKSPACE][0], self._workspace(described))
+            held.append(at(address, dtype, tensor[Name.TENSOR_DIMENSIONS], tensor[Name.TENSOR_STRIDES]))
+        spoil(given[Name.VARIANT_PACK_WORKSPACE][0], self._workspace(described))
         names = (Name.CONVOLUTION_PRE_PADDINGS, Name.CONVOLUTION_POST_PADDINGS)
         geometry = (Name.CONVOLUTION_FILTER_STRIDES, Name.CONVOLUTION_DILATIONS)
-        _compute(target, held, *(convolution[n] for n in (*names, *geometry)), beta)
+        compute(target, held, *(convolution[n] for n in (*names, *geometry)), beta)
         self.executed.append(name)
         return 0
 
@@ -258,7 +236,7 @@ class SimulatedCudnn(Library):
         return workspace_size
 
     def _legacy_bytes(self, target: Role, descriptors: tuple[c_void_p, ...], number: int) -> int:
-        x = dict(zip(_ORDER[target], descriptors, strict=True))[Role.X]
+        x = dict(zip(ORDER[target], descriptors, strict=True))[Role.X]
         samples: int = self._objects[x.value]["shape"][0]  # type: ignore[index]
         return 512 * samples if number == ALGORITHMS[target]["fft"] else 0
 
@@ -272,15 +250,15 @@ class SimulatedCudnn(Library):
             if size < needed or alpha._obj.value != 1.0:
                 return self._fail(BAD_PARAM, "too little workspace, or an alpha")
             held: dict[Role, torch.Tensor] = {}
-            for role, descriptor, address in zip(_ORDER[target], (a, b, c), (a_at, b_at, c_at), strict=True):
+            for role, descriptor, address in zip(ORDER[target], (a, b, c), (a_at, b_at, c_at), strict=True):
                 known = self._objects[descriptor.value]
-                held[role] = _at(address, DTYPES[known["dtype"]], known["shape"], known["steps"])
-            _spoil(workspace, needed)
+                held[role] = at(address, DTYPES[known["dtype"]], known["shape"], known["steps"])
+            spoil(workspace, needed)
             geometry = self._objects[convolution.value]
             assert geometry["groups"] == held[Role.X].shape[1] // held[Role.W].shape[1]
             padding = geometry["padding"]
             tensors = [held[role] for role in Role]
-            _compute(target, tensors, padding, padding, geometry["stride"], geometry["dilation"], beta._obj.value)
+            compute(target, tensors, padding, padding, geometry["stride"], geometry["dilation"], beta._obj.value)
             self.executed.append(name)
             return 0
 
@@ -308,79 +286,3 @@ class SimulatedCudnn(Library):
             return 0
 
         return search
-
-
-class SimulatedCard:
-    """Stands in for `mucudnn.providers.cudnn.card.Card`.
-
-    Attributes:
-        scratches: bytes of the workspaces that were asked for.
-    """
-
-    def __init__(self) -> None:
-        self.simulated = SimulatedCudnn()
-        self.library: Library = self.simulated
-        self.scratches: list[int] = []
-        self._device = Device(handle=c_void_p(32))
-
-    def planning(self) -> AbstractContextManager[Device]:
-        return nullcontext(self._device)
-
-    def handle(self) -> c_void_p:
-        self.library.cudnnSetStream(c_void_p(16), 7)
-        return c_void_p(16)
-
-    def scratch(self, size: int) -> torch.Tensor:
-        self.scratches.append(size)
-        return torch.empty(size, dtype=torch.uint8)
-
-    def current(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-def _at(address: int, dtype: torch.dtype, shape: list[int], steps: list[int]) -> torch.Tensor:
-    """The memory at an address."""
-    last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
-    buffer = (c_char * ((last + 1) * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(buffer, dtype=dtype).as_strided(shape, steps)
-
-
-def _spoil(address: int, size: int) -> None:
-    """Overwrites a workspace, all of which an engine may."""
-    if size:
-        ctypes.memset(address, 0xFF, size)
-
-
-def _compute(
-    target: Role,
-    tensors: list[torch.Tensor],
-    before: list[int],
-    after: list[int],
-    stride: list[int],
-    dilation: list[int],
-    beta: float,
-) -> None:
-    x, w, y = (tensor.double() for tensor in tensors)
-    ends = [end for pair in reversed(list(zip(before, after, strict=True))) for end in pair]
-    groups = x.shape[1] // w.shape[1]
-
-    padded = functional.pad(x.nan_to_num() if target is Role.X else x, ends)
-    none = [0] * len(stride)
-    # Beneath the shim, which may be what asks.
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    if target is Role.Y:
-        kernel = stock_kernel("convolution", "CPU")
-        result = kernel.call_boxed(keys, padded, w, None, stride, none, dilation, False, none, groups)
-    else:
-        kernel = stock_kernel("convolution_backward", "CPU")
-        mask = [target is Role.X, target is Role.W, False]
-        read = w.nan_to_num() if mask[1] else w
-        geometry = stride, none, dilation, False, none, groups
-        result = kernel.call_boxed(keys, y, padded, read, None, *geometry, mask)[mask.index(True)]
-        if target is Role.X:
-            result = functional.pad(result, [-end for end in ends])
-    written = tensors[list(Role).index(target)]
-    if beta:
-        result = result + beta * written.double()
-    assert result.shape == written.shape
-    written.copy_(result)

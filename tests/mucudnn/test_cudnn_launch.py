@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import problems
 from references import TOLERANCE, operands, reference, relative_error
-from simulated_cudnn import SimulatedCard
+from simulated_card import SimulatedCard
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int, c_void_p
@@ -275,27 +273,3 @@ def test_a_division_makes_the_calls_it_should(
     plans, packs = [[call[place].value for call in calls] for place in (1, 2)]  # type: ignore[attr-defined]
     assert plans[:2] == plans[2:] and plans[0] != plans[1]  # the second adds to the first
     assert packs[:2] == packs[2:] and packs[0] != packs[1]
-
-
-def test_configurations_are_spelled_and_read() -> None:
-    for configuration in (Configuration(0), Configuration(38, ((2, 8), (13, -1)))):
-        assert Configuration.parsed(str(configuration)) == configuration
-    assert str(Configuration(17, ((2, 3),))) == "eng17_k2=3"
-
-
-def test_torch_without_cudnn_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    library.library.cache_clear()
-    if not torch.backends.cudnn.is_available():
-        with pytest.raises(Unavailable, match="is built without cuDNN"):
-            library.library()
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(library, "loaded_files", lambda: ["/a/libcudnn.so.9", "/b/libcudnn.so.9"])
-    with pytest.raises(Unavailable, match=r"2 copies of cuDNN are loaded.*: /a/libcudnn.so.9, /b/libcudnn.so.9"):
-        library.library()
-    library.library.cache_clear()
-
-
-def test_importing_loads_no_cudnn() -> None:
-    code = "import mucudnn, mucudnn.runtime.session, sys; print(any('cudnn.card' in name for name in sys.modules))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from simulated_cudnn import SimulatedCard
+from simulated_card import SimulatedCard
 from torch.nn import functional
 
 import mucudnn

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from references import TOLERANCE, operands, reference, relative_error
-from simulated_cudnn import SimulatedCard, SimulatedCudnn
+from simulated_card import SimulatedCard
+from simulated_cudnn import SimulatedCudnn
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
@@ -29,6 +30,7 @@ from mucudnn.providers.cudnn.plans import MOST_RECENT
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
 from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
@@ -67,7 +69,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1.0)
         settings = Settings.from_environment({}, policy="all", database=database, progress="off")
         planner = Planner(settings, Store(database), providers=(Engines(card),))
-        planner.measured(PLAIN, ENVIRONMENT, operands(PLAIN), 2**20)
+        planner.measured(planner.measurement(PLAIN, operands(PLAIN)), 2**20)
         return timed
 
     return plan
@@ -109,7 +111,7 @@ def test_what_algorithms_need_is_in_the_database(tmp_path: Path) -> None:
     path = str(tmp_path / "times.sqlite")
 
     def ask(card: SimulatedCard) -> list[int | None]:
-        measurement = Measurement(PLAIN, ENVIRONMENT, Store(path), operands(PLAIN), device=GPU)
+        measurement = Measurement(PLAIN, Logbook(ENVIRONMENT, Store(path)), operands(PLAIN), device=GPU)
         engines = Engines(card)
         return [measurement.workspace((engines, name), Dim.BATCH, 8) for name in ("eng0", "eng1", "eng5")]
 
@@ -122,7 +124,7 @@ def test_a_refusal_for_want_of_something_is_not_kept(tmp_path: Path, monkeypatch
     path = str(tmp_path / "times.sqlite")
 
     def ask(card: SimulatedCard) -> int | None:
-        measurement = Measurement(PLAIN, ENVIRONMENT, Store(path), operands(PLAIN), device=GPU)
+        measurement = Measurement(PLAIN, Logbook(ENVIRONMENT, Store(path)), operands(PLAIN), device=GPU)
         return measurement.workspace((Engines(card), "eng1"), Dim.BATCH, 8)
 
     short = SimulatedCard()
@@ -140,7 +142,7 @@ def test_only_offsets_that_occur_cost_alignment() -> None:
     assert problem.alignment == 16
     assert [tile.problem.alignment for tile in tiles(problem, Dim.BATCH, (64,))] == [16]
     assert [tile.problem.alignment for tile in tiles(problem, Dim.BATCH, (8, 8, 2, 1))] == [16, 16, 16, 4]
-    measurement = Measurement(problem, ENVIRONMENT, Store(MEMORY))
+    measurement = Measurement(problem, Logbook(ENVIRONMENT, Store(MEMORY)))
     asked: list[tuple[int, int]] = []
 
     class Recording(Engines):
@@ -249,7 +251,7 @@ def test_parts_are_timed_on_other_samples_every_time(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(clock, "first_seconds", lambda work, clock=None: [work() for _ in range(8)] and 0.0)
     monkeypatch.setattr(clock, "seconds", lambda work, clock=None: [work() for _ in range(8)] and 0.0)
     given = operands(PLAIN)
-    measurement = Measurement(PLAIN, ENVIRONMENT, Store(MEMORY), given)
+    measurement = Measurement(PLAIN, Logbook(ENVIRONMENT, Store(MEMORY)), given)
     option = measurement.option((Watching(SimulatedCard()), "eng1"), Dim.BATCH, 4, 1.0)
     assert option is not None and option.workspace == 4 * 1024
     step = 4 * given.x.stride(0) * given.x.element_size()

@@ -10,11 +10,11 @@ import torch
 from forced import divided, forced
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layer_cases import LAYERS, assert_same, results
 from problems import problems
 from references import TOLERANCE, dtypes, operands, reference, relative_error
 from tensor_memory import TensorMemory
 from test_providers import ALGORITHMS, launch
-from test_shim import LAYERS, assert_same, results
 from test_workspace import PROVIDERS, widened
 
 import mucudnn
