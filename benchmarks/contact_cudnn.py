@@ -27,7 +27,6 @@ from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Engine, Graph
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import CudnnError
-from mucudnn.timing.environment import Environment
 
 FINALIZING_SECONDS = 30.0
 """Of the question how long plans take to be finalized; engines that compile may take seconds each."""
@@ -126,7 +125,8 @@ def older_against_engines(device: torch.device) -> Answer:
     for direction in Direction:
         with precise("float32"):
             problem = alexnet_conv2(device, direction)
-            plan = planner_on(device).measured(problem, Environment.current(device), None, LIMIT)
+            planner = planner_on(device)
+            plan = planner.measured(planner.measurement(problem), LIMIT)
         best = {}
         for kind in ("legacy_", "eng"):
             options = [o for o in plan.options.get(Dim.BATCH, ()) if o.algorithm.startswith(kind)]

@@ -18,7 +18,13 @@ from simulated_card import SimulatedCard
 from benchmarks import contact_cudnn, first_contact
 from benchmarks.first_contact import ORDER, Answers, ask
 from benchmarks.process import Failed
+from mucudnn.planning.planner import Planner
 from mucudnn.providers.cudnn.device import H200, Device
+from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.legacy import Legacy
+from mucudnn.settings import MEMORY, Settings
+from mucudnn.timing.measurement import Measurement
+from mucudnn.timing.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 ABOUT = {"device": "NVIDIA H200", "torch": "2.11.0"}
@@ -105,6 +111,17 @@ def test_questions_about_cudnn(simulated: torch.device) -> None:
     said, figure = contact_cudnn.older_functions(simulated)
     assert "fft (TF32)" in said and "float16 backward_filter fft_tiling" in figure
     assert "status" not in figure
+
+
+def test_older_functions_against_engines(simulated: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimulatedCard()
+    settings = Settings.from_environment({}, database=MEMORY, policy="undivided", progress="off")
+    planner = Planner(settings, Store(MEMORY), providers=(Engines(card), Legacy(card)))
+    monkeypatch.setattr(contact_cudnn, "planner_on", lambda device: planner)
+    monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1.0)
+    said, figure = contact_cudnn.older_against_engines(simulated)
+    assert said.startswith("the older one is faster in ") and said.endswith(" of 3")
+    assert figure.count("legacy_") == figure.count(", eng") == figure.count("torch 1000.00 ms") == 3
 
 
 def test_on_the_host_it_answers_what_a_host_can(tmp_path: Path) -> None:
