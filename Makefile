@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 # What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
-QUICK := tests/optimizer tests/test_imports.py \
+QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
