@@ -251,10 +251,23 @@ def test_the_figures_of_parameters_in_shards() -> None:
         assert numbers == pytest.approx([whole, held, held / whole, reduced, sent], abs=0.051)
 
 
-def test_the_drawn_engines_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def draw(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    draw = importlib.import_module("draw")
+    return importlib.import_module("draw")
+
+
+def test_what_is_drawn_is_shown(draw: Any) -> None:
+    shown = re.findall(r"\(measured/([\w-]+)\.svg\)", (ROOT / "docs" / "measured.md").read_text())
+    assert sorted(shown) == sorted(draw.DRAWN) == sorted(path.stem for path in draw.PICTURES.glob("*.svg"))
+    for figure in draw.DRAWN.values():
+        (axes,) = figure().axes
+        names = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(names) == len(axes.get_yticks()) and len(set(names)) == len(names)
+
+
+def test_the_drawn_engines_are_those_of_the_table(draw: Any) -> None:
     counted = draw.over_the_limit(results("engines-h200"))
     table = rows((RESULTS / "engines-h200.md").read_text(), "type")
     assert {(cells[0], cells[1], cells[2]): (int(cells[6]), int(cells[7])) for cells in table} == counted
