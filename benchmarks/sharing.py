@@ -12,7 +12,6 @@ of a program under each setting, in turn, and shows medians; the third times the
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import sys
 import tempfile
@@ -28,17 +27,16 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.sharing_solvers import Solved, solved
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks import layers
-from mucudnn.networks.layers import Layer
+from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import plan
-from mucudnn.optimizer import Division, Option, desirable_divisions, programme, share
 from mucudnn.planning.on_record import Times, times
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
 from mucudnn.sizes import format_bytes
-from mucudnn.timing import clock
 from mucudnn.timing.store import Store
 
 FRACTIONS = (1 / 16, 1 / 4, 1)
@@ -102,28 +100,17 @@ class Trained:
     workspace: int
 
 
-@dataclass(frozen=True)
-class Solved:
-    """How long a decision takes: the least of three."""
-
-    decision: str
-    method: str
-    seconds: float
-    gap: float
-    target: float
-
-
 def settings(**given: Any) -> Settings:
     return Settings.from_environment({}, **given)
 
 
-def totals(layers: list[Layer], known: Times) -> list[int]:
+def totals(layers: list[LayerCall], known: Times) -> list[int]:
     """The totals that are tried."""
     free = plan(layers, known, settings(total_workspace_size="unlimited"))
     return [int(free.workspace * fraction) for fraction in FRACTIONS] if free.workspace else []
 
 
-def planned(network: str, layers: list[Layer], known: Times) -> Iterator[Planned]:
+def planned(network: str, layers: list[LayerCall], known: Times) -> Iterator[Planned]:
     """The three ways at each total, by the times on record."""
     kernels = sum(layer.count for layer in layers if known.knows(layer.problem))
     for total in totals(layers, known):
@@ -189,50 +176,6 @@ def trained(network: str, build: Callable[[], nn.Module], shape: tuple[int, ...]
         median("reused", "wd"),
         workspace,
     )
-
-
-def made_up(kernels: int, divisions: int) -> list[list[Division]]:
-    """Desirable sets as networks have them: time falls by up to 80 % as workspace grows to up to 400 MB."""
-    source = random.Random(0)
-    menus = []
-    for _ in range(kernels):
-        seconds, size, bend = source.uniform(1e-3, 2e-2), source.uniform(1e6, 4e8), source.uniform(0.3, 3)
-        menu = [Division((Option(1, "stock", seconds, 0),))]
-        for step in range(1, divisions):
-            part = step / (divisions - 1)
-            faster = seconds * (1 - 0.8 * part**bend) * source.uniform(0.95, 1.05)
-            menu.append(Division((Option(1, "fft", faster, int(size * part * source.uniform(0.8, 1))),)))
-        menus.append(menu)
-    return menus
-
-
-def launches(extent: int) -> list[Option]:
-    """Eight algorithms at every micro-batch size, times with noise."""
-    source = random.Random(0)
-    return [
-        Option(size, str(number), (0.02 + 0.01 * number + size * (0.05 - 0.004 * number)) * source.uniform(0.95, 1.05),
-               int(size * 1e6 * number))
-        for number in range(8) for size in range(1, extent + 1)
-    ]  # fmt: skip
-
-
-def solved() -> Iterator[Solved]:
-    """The decisions on inputs of the sizes that networks have, their times made up."""
-
-    def least(work: Callable[[], Any]) -> float:
-        return min(clock.first_seconds(work) for _ in range(3))
-
-    for extent, target in ((256, 0.1), (1024, 2.0)):
-        options = launches(extent)
-        seconds = least(lambda options=options, extent=extent: desirable_divisions(options, extent))
-        yield Solved(f"desirable set, policy all, B = {extent}, 8 algorithms", "sweep", seconds, 0.0, target)
-    for kernels, divisions, target in ((159, 4, 0.1), (600, 40, 5.0)):
-        menus = made_up(kernels, divisions)
-        for total in (256 << 20, 4 << 30):
-            for method in ("frontier", *programme.installed()):
-                work = lambda menus=menus, total=total, method=method: share(menus, total, method)  # noqa: E731
-                name = f"WD, {kernels} kernels of {divisions}, {format_bytes(total)}"
-                yield Solved(name, method, least(work), work().gap, target)
 
 
 def tables(plans: list[Planned], runs: list[Trained], solves: list[Solved]) -> Iterator[Table]:

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or what the command says.
     """
-    own, program = run.cut(list(sys.argv[1:] if arguments is None else arguments))
+    own, program = run.separated(list(sys.argv[1:] if arguments is None else arguments))
     parsed = _parser().parse_args(own)
     parsed.program = program
     code: int = parsed.command(parsed)

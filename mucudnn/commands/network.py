@@ -7,7 +7,7 @@ from typing import Any
 
 from mucudnn.commands.arguments import Parser
 from mucudnn.networks import layers
-from mucudnn.networks.layers import Layer
+from mucudnn.networks.layers import LayerCall
 from mucudnn.program import NotFound
 
 NAMES = (
@@ -26,7 +26,7 @@ def add_network(parser: Parser, nargs: str | None = None) -> None:
     )
 
 
-def layers_of(arguments: Any) -> list[Layer]:
+def layers_of(arguments: Any) -> list[LayerCall]:
     """The convolutions of one training step of the network.
 
     Raises:

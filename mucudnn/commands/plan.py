@@ -11,7 +11,7 @@ from mucudnn.commands.arguments import Commands, Parser, add_json, add_settings,
 from mucudnn.commands.network import NAMES, add_network, layers_of
 from mucudnn.commands.output import print_json, show
 from mucudnn.networks import layers
-from mucudnn.networks.layers import Layer
+from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import NetworkPlan, plan
 from mucudnn.planning.on_record import Times, times
 from mucudnn.program import NotFound
@@ -66,7 +66,7 @@ def _plan(arguments: Any) -> int:
     return 0 if found.rows else 1
 
 
-def recorded(arguments: Any, chosen: Settings, met: list[Layer]) -> Times:
+def recorded(arguments: Any, chosen: Settings, met: list[LayerCall]) -> Times:
     """The times on which the command is to decide, what is missing measured if the user asked for that.
 
     Raises:

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         "Writes pictures, as PNG and SVG, of a network's plan by the times on record (see plan --help):\n"
         "  desirable   the desirable sets of the kernels that gain most, and what was chosen\n"
         "  workspace   time against workspace, of each kernel and of the network\n"
-        "  division    what each kernel is cut into, its time and its workspace\n"
+        "  division    what each kernel is divided into, its time and its workspace\n"
         "and, with --report, of what a run wrote:\n"
         "  timeline    live memory, workspace and budget at each convolution of a step\n" + NAMES,
         "alexnet --batch 32 --limit 64MiB --output pictures",

@@ -32,7 +32,7 @@ def add(commands: Commands) -> None:
     running.add_argument("--verbose", action="store_true", help="print what was chosen to stderr at the end")
 
 
-def cut(words: list[str]) -> tuple[list[str], list[str]]:
+def separated(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of `run` that are its own, and those from SCRIPT or -mMODULE on, which may look like options too."""
     if words[:1] != ["run"]:
         return words, []

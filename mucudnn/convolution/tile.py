@@ -27,7 +27,7 @@ class Tile:
     Attributes:
         problem: of the part.
         extent: samples, or rows, that it takes of the division.
-        at: the tensor dim of x and y that is cut.
+        at: the tensor dim of x and y that is divided.
         x, y: the part's intervals along it.
         kept: what providers made ready for the part.
     """
@@ -43,7 +43,7 @@ class Tile:
         """The part of a whole's tensors."""
         return Part(self, operands)
 
-    def cut(self, operands: Operands) -> Operands:
+    def views(self, operands: Operands) -> Operands:
         """Views of a whole's tensors; the weight is shared."""
         return replace(operands, x=self._narrow(operands.x, self.x), y=self._narrow(operands.y, self.y))
 
@@ -83,7 +83,7 @@ class Part:
     def operands(self) -> Operands:
         """Views of the whole's tensors; the weight is shared."""
         if self._operands is None:
-            self._operands = self._tile.cut(self.whole)
+            self._operands = self._tile.views(self.whole)
         return self._operands
 
     @property
@@ -97,7 +97,7 @@ class Part:
 
 
 def extent(problem: ConvProblem, dim: Dim) -> int:
-    """Samples of the mini-batch, or rows of what is cut along space."""
+    """Samples of the mini-batch, or rows of what is divided along space."""
     if dim is Dim.BATCH:
         return problem.extent
     return (problem.x_shape if problem.target is Role.X else problem.y_shape)[2]
@@ -116,18 +116,18 @@ def dims(problem: ConvProblem) -> tuple[Dim, ...]:
 
 def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
     """The part [start, start + size) along a dim of `dims(problem)`."""
-    cut = start, start + size
+    interval = start, start + size
     if dim is Dim.BATCH:
-        return Tile(_starting(problem.with_extent(size), problem, 0, start, start), size, 0, cut, cut)
+        return Tile(_starting(problem.with_extent(size), problem, 0, start, start), size, 0, interval, interval)
     window, inputs, outputs = problem.windows[0], problem.x_shape[2], problem.y_shape[2]
     if problem.target is Role.X:
-        x = cut
+        x = interval
         # A stride may step over the tile: then what is next to it stands in, of which the tile reads nothing.
         first, last = window.transposed(x).span
         first = min(first, outputs - 1)
         y = intersect((first, max(first + 1, last)), (0, outputs))
     else:
-        y = cut
+        y = interval
         x = intersect(window.inputs(y), (0, inputs))
     x_format, w_format, y_format = problem.formats
     before = x[0] - window.inputs(y)[0]
@@ -136,7 +136,7 @@ def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
         x_shape=(*problem.x_shape[:2], length(x), *problem.x_shape[3:]),
         y_shape=(*problem.y_shape[:2], length(y), *problem.y_shape[3:]),
         padding=(before, *problem.padding[1:]),
-        formats=(_cut_format(x_format, problem.x_shape), w_format, _cut_format(y_format, problem.y_shape)),
+        formats=(_format_of_rows(x_format, problem.x_shape), w_format, _format_of_rows(y_format, problem.y_shape)),
     )
     return Tile(_starting(part, problem, 2, x[0], y[0]), size, 2, x, y)
 
@@ -149,7 +149,7 @@ def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) 
 
 
 def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) -> ConvProblem:
-    """The part with the alignment of its place: it begins `x` and `y` elements further along the cut dim.
+    """The part with the alignment of its place: it begins `x` and `y` elements further along the divided dim.
 
     A tensor whose memory format has no name is not looked at: algorithms that care for alignment copy it.
     """
@@ -162,7 +162,7 @@ def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) ->
     return part if alignment == part.alignment else replace(part, alignment=alignment)
 
 
-def _cut_format(name: str, shape: Shape) -> str:
+def _format_of_rows(name: str, shape: Shape) -> str:
     """The memory format of rows of a tensor: they stay together if nothing lies outside them."""
     outside = {"contiguous": shape[0] * shape[1], "channels_last": shape[0]}.get(name)
     return name if outside == 1 else "strided"

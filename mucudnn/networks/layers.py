@@ -1,4 +1,4 @@
-"""Bench: the convolutions of a network, and how each would be computed."""
+"""The convolutions of a network, and how each would be computed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerCall:
     """A convolution in one direction, as a network calls it.
 
     Attributes:
@@ -95,7 +95,7 @@ def find(name: str) -> Subject:
     raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
 
 
-def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> list[Layer]:
+def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> list[LayerCall]:
     """The convolutions of one training step, in the order of the first call of each; nothing of it is computed.
 
     Args:
@@ -113,10 +113,10 @@ def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     sample = torch.empty(input_shape, dtype=dtypes[0] if dtypes else torch.float32, device="meta")
     with _named(model) as name, _Calls(name) as calls:
         model(sample)
-    return [Layer(name, problem, count) for problem, (name, count) in calls.met.items()]
+    return [LayerCall(name, problem, count) for problem, (name, count) in calls.met.items()]
 
 
-def measure(layers: list[Layer], settings: Settings, store: Store) -> list[Record]:
+def measure(layers: list[LayerCall], settings: Settings, store: Store) -> list[Record]:
     """How each layer is computed on this machine's processor, measured as far as the store does not know it."""
     planner = Planner(settings, store)
     records = []

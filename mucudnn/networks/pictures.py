@@ -138,7 +138,7 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
 
 
 def network_division(plan: NetworkPlan) -> Figure:
-    """What each kernel is cut into, its time against torch's own kernel's, and its workspace."""
+    """What each kernel is divided into, its time against torch's own kernel's, and its workspace."""
     rows = _first_by(plan.rows, lambda row: row.count * row.record.stock_seconds)[:MOST_ROWS]
     rows = [row for row in plan.rows if any(row is shown for shown in rows)]
     algorithms = list(dict.fromkeys(option.algorithm for row in rows for option in row.choice.options))

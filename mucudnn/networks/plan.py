@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mucudnn.networks.layers import Layer
+from mucudnn.networks.layers import LayerCall
 from mucudnn.optimizer import Sharing, share
 from mucudnn.planning.on_record import Choice, Choices, Times
 from mucudnn.planning.plan import MARGIN
@@ -26,7 +26,7 @@ class Row:
         record: the same for tables.
     """
 
-    layer: Layer
+    layer: LayerCall
     count: int
     choice: Choice
     choices: Choices
@@ -56,7 +56,7 @@ class NetworkPlan:
     """
 
     rows: Sequence[Row]
-    missing: Sequence[Layer]
+    missing: Sequence[LayerCall]
     sharing: Sharing[Choice] | None
     limit: float
     total: float | None
@@ -136,7 +136,7 @@ class NetworkPlan:
         return sentences
 
 
-def plan(layers: Sequence[Layer], known: Times, settings: Settings) -> NetworkPlan:
+def plan(layers: Sequence[LayerCall], known: Times, settings: Settings) -> NetworkPlan:
     """The fastest plan of a network within the settings' limit and total.
 
     Args:
@@ -163,7 +163,7 @@ def plan(layers: Sequence[Layer], known: Times, settings: Settings) -> NetworkPl
     return NetworkPlan(rows, missing, sharing, settings.workspace_limit, total)
 
 
-def _record(layer: Layer, choice: Choice, choices: Choices, limit: float) -> Record:
+def _record(layer: LayerCall, choice: Choice, choices: Choices, limit: float) -> Record:
     undivided = [other.seconds for other in choices.undivided if other.workspace <= limit]
     if len(choice.options) == 1:
         undivided.append(choice.seconds)

@@ -27,7 +27,7 @@ class Fft:
     coincide.
 
     The spectra grow with the batch; that of the weight does not, and is computed once for all parts of a run. Along a
-    cut spatial dim this is the overlap-save method.
+    spatial dim this is the overlap-save method.
     """
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:

@@ -24,7 +24,7 @@ class Record:
         undivided_seconds: of the best algorithm within the limit that takes the whole mini-batch at once.
         stock_seconds: of torch's own kernel.
         workspace: bytes that the division uses.
-        dim: what is cut: "batch", where extents are samples, or "depth", "height" or "length", where they are rows.
+        dim: what is divided: "batch", where extents are samples, or "depth", "height" or "length", where they are rows.
         whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
     """
 
@@ -41,7 +41,7 @@ class Record:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the convolution is cut into several launches."""
+        """Whether the convolution is divided into several launches."""
         return len(self.parts) > 1
 
     @property

@@ -70,14 +70,14 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None) -> s
 
 
 def _saved(records: Sequence[Record]) -> list[str]:
-    cut = [record for record in records if record.is_divided and record.whole_workspace > record.workspace]
-    if not cut:
+    divided = [record for record in records if record.is_divided and record.whole_workspace > record.workspace]
+    if not divided:
         return []
-    most = max(cut, key=lambda record: record.whole_workspace / max(record.workspace, 1))
-    used, whole = (max(sizes) for sizes in zip(*((r.workspace, r.whole_workspace) for r in cut), strict=True))
+    most = max(divided, key=lambda record: record.whole_workspace / max(record.workspace, 1))
+    used, whole = (max(sizes) for sizes in zip(*((r.workspace, r.whole_workspace) for r in divided), strict=True))
     return [
         f"Workspace of the divided ones: {format_bytes(used)} at most, undivided up to {format_bytes(whole)}, which "
-        f"{sum(record.whole_workspace > record.limit for record in cut)} could not have within the limit. Most is "
+        f"{sum(record.whole_workspace > record.limit for record in divided)} could not have within the limit. Most is "
         f"saved in {_spaced(most.direction)} of {most.problem}: {format_bytes(most.workspace)} instead of "
         f"{format_bytes(most.whole_workspace)}."
     ]

@@ -162,8 +162,8 @@ class Measurement:
 
     def adopt(self, dim: Dim, option: Option) -> None:
         """Keeps a launch that another measurement of the problem has found."""
-        cut = middle(self.problem, dim, option.extent)
-        self.logbook.record(cut.problem, replace(option, extent=cut.problem.extent))
+        part = middle(self.problem, dim, option.extent)
+        self.logbook.record(part.problem, replace(option, extent=part.problem.extent))
 
     def _turn(self) -> Operands:
         """Operands to read."""

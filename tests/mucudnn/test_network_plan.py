@@ -12,7 +12,7 @@ import pytest
 from mucudnn.__main__ import main
 from mucudnn.commands.plan import missing
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.networks.layers import Layer
+from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import plan
 from mucudnn.optimizer import Option, best_division
 from mucudnn.planning.on_record import Times, times
@@ -53,7 +53,7 @@ def settings(**given: Any) -> Settings:
 @pytest.mark.parametrize("policy", ["undivided", "powerOfTwo"])
 @pytest.mark.parametrize("limit", [0, MIB, 3 * MIB, 8 * MIB, math.inf])
 def test_within_a_limit_it_is_the_best_division(limit: float, policy: str) -> None:
-    layer, options = Layer("a", problem(16), 1), rows(16)
+    layer, options = LayerCall("a", problem(16), 1), rows(16)
     found = plan([layer], known((layer.problem, options)), settings(workspace_limit=limit, policy=policy))
     (row,) = found.rows
     usable = [o for o in options if policy == "powerOfTwo" or o.extent == 16]
@@ -65,7 +65,7 @@ def test_within_a_limit_it_is_the_best_division(limit: float, policy: str) -> No
 
 
 def test_a_total_is_divided_among_all_kernels() -> None:
-    layers = [Layer("a", problem(16), 3), Layer("b", problem(16, 3), 1)]
+    layers = [LayerCall("a", problem(16), 3), LayerCall("b", problem(16, 3), 1)]
     times_ = known((layers[0].problem, rows(16)), (layers[1].problem, rows(16, stock=9.0)))
     found = plan(layers, times_, settings(total_workspace_size=16 * MIB))
     assert sum(row.count for row in found.rows) == 4
@@ -78,7 +78,7 @@ def test_a_total_is_divided_among_all_kernels() -> None:
 
 
 def test_a_division_counts_for_what_it_took_as_a_whole() -> None:
-    layer, options = Layer("a", problem(16), 1), rows(16)
+    layer, options = LayerCall("a", problem(16), 1), rows(16)
     slow = [*options, Option(16, "division 8:fft+8:fft", 0.9, 8 * MIB)]
     (row,) = plan([layer], known((layer.problem, slow)), settings(workspace_limit=8 * MIB)).rows
     assert [option.extent for option in row.choice.options] == [4, 4, 4, 4]
@@ -92,12 +92,12 @@ def test_other_machines_do_not_mix() -> None:
     p = problem(16)
     contents = [({**p.launch_key(), **e.launch_key()}, rows(16, s)) for e, s in ((HERE, 1.0), (other, 0.01))]
     found = times(contents)
-    assert [plan([Layer("a", p, 1)], entry, settings()).stock_seconds for entry in found] == [1.0, 0.01]
+    assert [plan([LayerCall("a", p, 1)], entry, settings()).stock_seconds for entry in found] == [1.0, 0.01]
     assert "device gpu" in found[1].name
 
 
 def test_what_is_said() -> None:
-    layers = [Layer("a", problem(16), 3), Layer("b", problem(16, 3), 1), Layer("c", problem(16, 4), 2)]
+    layers = [LayerCall("a", problem(16), 3), LayerCall("b", problem(16, 3), 1), LayerCall("c", problem(16, 4), 2)]
     nothing = [Option(16, "stock", 0.5, 0), Option(16, "fft", 0.7, MIB)]
     times_ = known((layers[0].problem, rows(16)), (layers[1].problem, nothing))
     found = plan(layers, times_, settings(workspace_limit=4 * MIB))

@@ -15,7 +15,7 @@ from test_network_plan import HERE, MIB, NETWORK, known, problem, rows, settings
 
 from mucudnn.__main__ import main
 from mucudnn.networks import layers, pictures
-from mucudnn.networks.layers import Layer
+from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import NetworkPlan, plan
 from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.timing.store import Store
@@ -24,7 +24,7 @@ TIMELINE = [Moment("a", 10 * MIB, 2 * MIB, 5 * MIB), Moment("b", 15 * MIB, 0, ma
 
 
 def planned(**given: Any) -> NetworkPlan:
-    layers = [Layer("a", problem(16), 3), Layer("b", problem(16, 3), 1)]
+    layers = [LayerCall("a", problem(16), 3), LayerCall("b", problem(16, 3), 1)]
     return plan(
         layers, known((layers[0].problem, rows(16)), (layers[1].problem, rows(16, stock=9.0))), settings(**given)
     )
