@@ -16,11 +16,14 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distconv.job.output import Prefixed
+from distconv.refusal import UnsupportedOperation
 from mucudnn import program
 
 ALIKE_SECONDS = 2.0  # within which ranks that fail for the same reason all have failed
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
+_STAND_INS = tuple(str(Path(__file__).with_name(name)) for name in ("files", "one_process.py", "random_state.py"))
+"""What stands in for functions of Python and torch: its errors are theirs."""
 
 
 class Ending:
@@ -84,6 +87,8 @@ def refusal_of(error: BaseException) -> str | None:
     frames = list(_frames(error.__traceback__))
     if not frames or not frames[-1][0].startswith(_PACKAGES):
         return None
+    if frames[-1][0].startswith(_STAND_INS) and not isinstance(error, UnsupportedOperation):
+        return None
     places = [(name, line) for name, line in frames if not name.startswith(_PACKAGES) and "/torch/" not in name]
     text = " ".join(str(error).split())
     return f"{os.path.relpath(places[-1][0])}:{places[-1][1]}: {text}" if places else text
@@ -98,5 +103,17 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
 
 
 def as_python_prints(error: BaseException) -> str:
-    """As python prints it: from the script's first line on."""
-    return "".join(traceback.format_exception(type(error), error, program.from_program(error.__traceback__)))
+    """As python prints it: from the script's first line on, to the last one that is not a stand-in's."""
+    trace = program.from_program(error.__traceback__)
+    _cut_stand_ins(trace)
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def _cut_stand_ins(trace: TracebackType | None) -> None:
+    last = None  # the last frame that belongs to no stand-in
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_STAND_INS):
+            last = trace
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None

@@ -38,6 +38,7 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as around:
         around.enter_context(common_entropy(start.entropy))
         around.enter_context(files_of_rank(start.files, dist.get_rank()))
+        _wait_for_all(store)  # from here on the first rank's changes are noted, and every rank can tell
         if not show_ranks:
             around.enter_context(one_process())
         yield
@@ -50,3 +51,9 @@ def _first_ranks(store: Store, folder: str | None) -> _Start:
         store.set(name, pickle.dumps(start))  # type: ignore[arg-type]  # bytes serve too
     agreed: _Start = pickle.loads(store.get(name))
     return agreed
+
+
+def _wait_for_all(store: Store) -> None:
+    if store.add("distconv/ready", 1) == dist.get_world_size():
+        store.set("distconv/all ready", "yes")
+    store.get("distconv/all ready")
