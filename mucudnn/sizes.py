@@ -1,4 +1,4 @@
-"""Limit: a number of bytes as people write it, or what does not raise the peak of a step."""
+"""Sizes: numbers of bytes as people write them, and the limit "peak", which is not a number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: how much of it is alive, now and during a few steps of a program.
+"""Recorders of memory: how many bytes are alive at each convolution of a few training steps, and at their peak.
 
 On a GPU torch's allocator counts. On a host it does not, but its memory profiler reports, with every allocation and
 release, the bytes that are alive: exact, and from whatever operator or kernel they come, which nothing above the
@@ -22,7 +22,7 @@ _QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 class Recorder(Protocol):
-    """Records the memory of steps; a step is told by a mark at each of its convolutions.
+    """Records the memory of training steps. Its user calls `step` between steps and `mark` at each convolution.
 
     Attributes:
         one_thread: whether only the memory of the thread that starts it is seen.
@@ -31,27 +31,27 @@ class Recorder(Protocol):
     one_thread: bool
 
     def start(self) -> bool:
-        """Starts to count; whether that is possible now."""
+        """Starts to count. The answer is False where that is impossible now, because the program has a profiler on."""
         ...
 
     def step(self) -> None:
-        """A step to be recorded begins with the next mark, or, without one, ends."""
+        """Ends the step before, if there is one, and begins the next."""
         ...
 
     def mark(self, size: int) -> None:
-        """A convolution is called that adds `size` bytes to what is alive."""
+        """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
         ...
 
     def stop(self) -> list[Timeline]:
-        """Ends counting: a timeline for each step, in bytes of all that the program holds."""
+        """Stops counting and returns a timeline for each whole step, in bytes of all that the program holds."""
         ...
 
 
 class HostRecorder:
     """Torch's memory profiler on the calling thread, which is that of CPU operators forward and backward.
 
-    What was allocated before the start and is released later goes unnoticed: whoever starts it lets a step pass by
-    before the first that is recorded, in which memory turns over.
+    The profiler does not notice the release of memory that was allocated before it started. So its user lets one step
+    pass before the first that is recorded: after that step most of what is alive was allocated under the profiler.
     """
 
     one_thread = True
@@ -65,7 +65,7 @@ class HostRecorder:
     def start(self) -> bool:
         if torch._C._autograd._profiler_enabled():
             return False  # the program's own
-        # From step to step this comes back; later the profiler's own memory would be in it.
+        # Asked for before the profiler starts, whose own memory would be counted otherwise.
         self._steps, self._held = [], self._device.held()
         profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         before = {name: os.environ.get(name) for name in _QUIET}
@@ -117,7 +117,8 @@ class HostRecorder:
 
 
 class GpuRecorder:
-    """Torch's allocator of a GPU. Its peak is that of the program so far, which asking for does not reset."""
+    """The counters of torch's allocator on a GPU. The peak is that of the program so far, as resetting the counter
+    would disturb a program that reads it, too."""
 
     one_thread = False
 
@@ -157,7 +158,7 @@ def _leave_mark() -> None:
 
 
 def _totals(events: Iterable[Any], within_mark: bool = False) -> Iterator[tuple[int, bool]]:
-    """The bytes alive with every allocation and release, in order; of a mark, without its own."""
+    """The bytes alive after every allocation and release, in order, and whether it is a mark; marks do not count."""
     for event in events:
         if event.tag.name == "Allocation":
             fields = event.extra_fields
@@ -169,5 +170,5 @@ def _totals(events: Iterable[Any], within_mark: bool = False) -> Iterator[tuple[
 
 
 def _rounded(size: int) -> int:
-    """A device's allocator gives blocks of 512 bytes."""
+    """Bytes that the allocator of a GPU takes for so many: it gives blocks of 512."""
     return -(-size // 512) * 512

@@ -1,9 +1,8 @@
 """Steps: where training steps begin, which of them repeat, and what their convolutions may use.
 
 A script does not say where its steps begin. Its convolutions do: the backward pass calls them in backward directions,
-so a forward one after a backward one begins something new. What is cut so is a step, or a part of one (the micro-steps
-of gradient accumulation, the segments of checkpointing): the peak of a part is no higher than that of its step, so
-budgets for the parts hold for the whole.
+so a forward one after a backward one begins a new step. With gradient accumulation or checkpointing this finds several
+steps where the script has one. Their peaks are no higher than that of the script's step, so their budgets are safe.
 
 Two steps are the same if they call the same convolutions in the same order. A step that was never seen runs on torch's
 own kernels. If the next is the same, the recorder is on during it, and the two that follow are recorded, all on torch's
@@ -21,13 +20,14 @@ from mucudnn.budgets.memory import Recorder
 from mucudnn.optimizer import Timeline, common
 
 RECORDED = 2
-"""Steps that are recorded: with gradients that accumulate one of them may begin without any."""
+"""Steps that are recorded before there are budgets. Two, because where gradients accumulate over two steps, every
+second one begins without gradients and has a lower peak."""
 
 MOST_TRIES = 3
-"""A step that never comes often enough in a row is not recorded after as many tries."""
+"""Recordings that are begun for a step. If it never comes often enough in a row, it is left without budgets."""
 
 MOST_CALLS = 100_000
-"""Convolutions in a step, beyond which it is none: a program that only ever goes forward."""
+"""A longer sequence of convolutions is not taken for a step: the program only ever goes forward."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from mucudnn.optimizer import Division, divide_workspace
 
 MOST_KERNELS = 4096
-"""Kernels that take part; what a program calls beyond them, weights that are new at every call say, gets nothing."""
+"""Kernels that can hold a share. A program whose weights are new at every call makes a new kernel every time; those
+beyond this number get no workspace."""
 
 
 STALE = 1000
-"""A kernel that was not called during so many calls, and ten times the number of kernels, gives its share back."""
+"""A kernel gives its share back when it was not called during the last so many calls of all kernels, or during ten
+times as many calls as there are kernels, whichever is more."""
 
 
 class Menu:
@@ -49,7 +51,7 @@ class Shares:
     """The total among the kernels: at every moment the workspaces of their divisions add up to it at most.
 
     A new kernel holds nothing at first. When a kernel is called again that was called since the first new one, the
-    program has gone round: the set of kernels is known, and the total is divided anew.
+    program has begun its next step: the set of kernels is known, and the total is divided anew.
 
     Attributes:
         total: bytes; `math.inf` for no limit.

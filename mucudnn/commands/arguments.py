@@ -72,7 +72,7 @@ def add_settings(parser: Parser, *names: str) -> None:
 
 
 def add_json(parser: Parser) -> None:
-    """`--json`."""
+    """Adds `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
 
 
@@ -84,7 +84,7 @@ def settings(arguments: Any) -> Settings:
 
 @contextmanager
 def usage(parser: Parser) -> Iterator[None]:
-    """What is wrong with what the user gave: one line and exit code 2."""
+    """Ends the program with one line and exit code 2 where what the user gave is wrong."""
     try:
         yield
     except (NotFound, SettingError) as error:
@@ -92,7 +92,11 @@ def usage(parser: Parser) -> Iterator[None]:
 
 
 def check_writable(option: str, path: str) -> None:
-    """Hours of training should not end with a file that cannot be written."""
+    """Refuses a file that cannot be written before the work begins, and not after hours of it.
+
+    Raises:
+        NotFound: naming the option and what is accepted.
+    """
     folder = os.path.dirname(os.path.abspath(path))
     if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise NotFound(f"cannot write {option} {path}: accepted is the path of a file in an existing, writable folder")

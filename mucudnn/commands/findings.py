@@ -1,4 +1,4 @@
-"""Doctor: what mucudnn finds on this machine, and whether it works here."""
+"""What mucudnn finds on this machine, and whether it works here."""
 
 from __future__ import annotations
 
@@ -89,5 +89,5 @@ def _accelerators() -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no infinity."""
+    """A value that JSON can hold: it has no infinity."""
     return "unlimited" if value == math.inf else value

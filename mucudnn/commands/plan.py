@@ -95,7 +95,7 @@ def recorded(arguments: Any, chosen: Settings, met: list[LayerCall]) -> Times:
 
 
 def missing(found: NetworkPlan) -> list[str]:
-    """What is not on record, in a sentence or none."""
+    """A sentence that names the convolutions without times on record; no sentence if there are none."""
     if not found.missing:
         return []
     names = list(dict.fromkeys(f"{layer.name} ({layer.problem})" for layer in found.missing))

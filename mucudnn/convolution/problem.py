@@ -22,7 +22,7 @@ class Direction(enum.StrEnum):
 
 
 class Dim(enum.StrEnum):
-    """What a division cuts: the mini-batch, or the outermost spatial dim of what is computed."""
+    """The dim that is divided: the mini-batch, or the outermost spatial dim of what is computed."""
 
     BATCH = "batch"
     DEPTH = "depth"
@@ -206,7 +206,7 @@ class ConvProblem:
 
     @property
     def is_half(self) -> bool:
-        """Whether sums over parts need a wider type than the tensors have."""
+        """Whether the type has two bytes, so that sums over parts must be kept in a wider one."""
         return self.element_bytes == 2
 
     @property

@@ -92,7 +92,7 @@ class Part:
         return self.operands.target(self.problem)
 
     def addresses(self) -> tuple[int, int, int]:
-        """Of x, w and y, found faster than the views are made."""
+        """Where the views of x, w and y begin, computed without making the views, which takes longer."""
         return self._tile.addresses(self.whole)
 
 
@@ -106,7 +106,8 @@ def extent(problem: ConvProblem, dim: Dim) -> int:
 def dims(problem: ConvProblem) -> tuple[Dim, ...]:
     """The dims along which the problem can be divided, the mini-batch first.
 
-    Padding of the kernel's reach or more leaves space whole: a tile could lie outside the input.
+    Space is not divided where the padding is as large as the kernel's reach or larger: a tile could then read nothing
+    but padding.
     """
     spatial = problem.spatial_dim
     if extent(problem, spatial) == 1 or problem.padding[0] >= problem.windows[0].reach:
@@ -122,7 +123,7 @@ def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
     window, inputs, outputs = problem.windows[0], problem.x_shape[2], problem.y_shape[2]
     if problem.target is Role.X:
         x = interval
-        # A stride may step over the tile: then what is next to it stands in, of which the tile reads nothing.
+        # With a large stride no y may read the tile at all. A part needs some rows of y: it gets those next to it.
         first, last = window.transposed(x).span
         first = min(first, outputs - 1)
         y = intersect((first, max(first + 1, last)), (0, outputs))
@@ -151,7 +152,7 @@ def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) 
 def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) -> ConvProblem:
     """The part with the alignment of its place: it begins `x` and `y` elements further along the divided dim.
 
-    A tensor whose memory format has no name is not looked at: algorithms that care for alignment copy it.
+    Tensors of format "strided" are left out: algorithms that need an alignment copy them.
     """
     offsets = ALIGNMENT
     for start, shape, name in ((x, whole.x_shape, whole.formats[0]), (y, whole.y_shape, whole.formats[2])):
@@ -163,6 +164,6 @@ def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) ->
 
 
 def _format_of_rows(name: str, shape: Shape) -> str:
-    """The memory format of rows of a tensor: they stay together if nothing lies outside them."""
+    """The memory format of some rows of a tensor: its own if the rows lie together in memory, else "strided"."""
     outside = {"contiguous": shape[0] * shape[1], "channels_last": shape[0]}.get(name)
     return name if outside == 1 else "strided"

@@ -15,7 +15,7 @@ class Clock(Protocol):
     """Tells how long work takes where it runs."""
 
     def warm_up(self, work: Work) -> None:
-        """Does what the first call of work does beside it."""
+        """Calls the work where a first call does more than later ones, such as loading kernels."""
         ...
 
     def seconds(self, work: Work) -> float:

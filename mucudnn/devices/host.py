@@ -19,7 +19,7 @@ class HostClock:
     """For work that is done when its call returns."""
 
     def warm_up(self, work: Work) -> None:
-        pass  # slight beside the work
+        pass  # what a first call does beside its work takes little time on a host
 
     def seconds(self, work: Work) -> float:
         start = time.perf_counter()

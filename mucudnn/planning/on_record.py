@@ -1,4 +1,4 @@
-"""Recorded: what a database knows of a convolution, as divisions to choose from; nothing is measured."""
+"""What a database knows of a convolution, as divisions to choose from; nothing is measured."""
 
 from __future__ import annotations
 

@@ -27,20 +27,21 @@ from mucudnn.timing.store import Store
 from mucudnn.timing.survey import Survey, Worker
 
 PARTS_MARGIN = 0.15
-"""The same for a division into parts of torch's own kernel alone: it computes the same way, and what it gains may be
-what caches and allocator happened to hold when it was timed."""
+"""As `MARGIN`, for a division whose parts are all computed by torch's own kernel. The parts compute in the same way as
+the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
 
 LEAST_SECONDS = 1e-4
-"""What torch's own kernel does in less is left to it: an algorithm called from Python costs about as much."""
+"""Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
+costs about as much time."""
 
 HOPELESS = 3.0
-"""An algorithm that takes more than this many times torch's time per sample, at its smallest micro-batch and at one
-that takes torch `PROBE_SECONDS`, is not measured at others."""
+"""An algorithm is first timed at its smallest micro-batch and at one that takes torch about `PROBE_SECONDS`. If at both
+it takes more than this many times torch's time per sample, it is not timed at other sizes."""
 
 PROBE_SECONDS = 0.25
 
 ATTEMPTS = 3
-"""Divisions that are compared with torch's own kernel before it is left to that."""
+"""Divisions that are compared with torch's own kernel. If none of them is faster, that kernel is kept."""
 
 HOST = torch.device("cpu")
 
@@ -151,7 +152,7 @@ class Planner:
             margin = PARTS_MARGIN if {algorithm for algorithm, _ in division.runs()} == {STOCK} else MARGIN
             if seconds <= (1 - margin) * stock_seconds:
                 return replace(attempt, seconds=seconds, undivided_seconds=seconds)
-            # Its algorithms were timed in a lucky moment: what their launches took together is what they count for.
+            # Its launches were faster when they were timed alone. From here on they count as measured together.
             correction, suspects = seconds / division.seconds, {algorithm for algorithm, _ in division.runs()}
             options[dim] = [
                 replace(option, seconds=option.seconds * correction) if option.algorithm in suspects else option
@@ -195,8 +196,8 @@ class Planner:
     def _options(self, measurement: Measurement, candidate: Candidate, dim: Dim, limit: float) -> Iterator[Option]:
         """The candidate's launches at the sizes that fit and are worth measuring.
 
-        What a launch needs, and whether it fits, is asked for when its turn comes: of an algorithm that proves hopeless
-        at its first sizes, the others are never tried.
+        The workspace of a launch is asked for just before it would be timed. An algorithm that is far too slow at its
+        first sizes is given up, and the workspaces of its other sizes are then never asked for.
         """
         whole = extent(measurement.problem, dim)
         sizes = _Sizes(
@@ -207,7 +208,7 @@ class Planner:
         hopeless = HOPELESS * measurement.stock_seconds() / whole
         probe = sizes.largest(lambda size: size * hopeless <= HOPELESS * PROBE_SECONDS) or sizes.smallest
         probes = dict.fromkeys((probe, sizes.smallest) if dim is Dim.BATCH else (probe,))
-        # The smaller the tiles, the more they overlap: below one that is hopeless there is nothing to be found.
+        # Smaller tiles overlap more and so take longer in all: once a size is too slow, no smaller one is timed.
         rest = sizes.all if dim is Dim.BATCH else sizes.all[::-1]
         promising = False
         for size in (*probes, *(size for size in rest if size not in probes)):

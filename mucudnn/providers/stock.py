@@ -48,9 +48,9 @@ def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
 class Stock:
     """Torch's own kernel on parts.
 
-    Undivided its workspace is 0: whatever scratch memory torch takes, its user already lives with. A part needs room
-    for its result, which is then copied or added to its place, and for copies that a whole would not need: of an input
-    with more padding at one end, and of operands that torch makes contiguous.
+    Undivided, its workspace counts as 0: the program would need the scratch memory that torch takes without mucudnn,
+    too. A part needs memory for its result, which is then copied or added to its place, and for copies that the whole
+    would not need: of an input whose padding differs at its two ends, and of operands that torch makes contiguous.
     """
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:

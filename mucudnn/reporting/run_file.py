@@ -1,4 +1,4 @@
-"""Outcome: what a run leaves in the file of `run --report`."""
+"""The file that `run --report` writes: what was chosen in a run, and the memory of one of its steps."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ class Workspace:
 class SharedTotal:
     """The kernels of one shape and direction: one per weight, so one per layer.
 
-    They have been measured once. Each runs the division that its share allows; a division is held against torch's own
-    kernel when a kernel first runs it, and leaves the menu if it does not hold.
+    Their launches have been measured once for all of them. Each kernel runs the division that its share allows. When a
+    kernel is to run a division for the first time, the division as a whole is timed against torch's own kernel, and is
+    taken off the menu if it is not faster.
     """
 
     def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], FixedLimit | None]) -> None:
@@ -45,7 +46,7 @@ class SharedTotal:
         self._lock = threading.Lock()
 
     def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; `None` where torch's own kernel shall serve it."""
+        """The call's result; `None` where torch's own kernel is to compute it."""
         with self._workspace.lock:
             kernel = self._workspace.shares.call((self, call.weight.data_ptr()), self._menu)
             if kernel is None or kernel.division is None or kernel.division == self._stock.division:
@@ -85,7 +86,7 @@ class SharedTotal:
             return self._within[share]
 
     def _disappoint(self, share: int, best: Plan) -> None:
-        """Takes from the menu what within a share promises to be better than what was found to be best there."""
+        """Takes off the menu what was expected to be faster within a share than the best division found there."""
         with self._workspace.lock:
             self._found[best.division] = best
             others = [d for d in self._menu.divisions if d.workspace > share or d.seconds >= best.seconds]

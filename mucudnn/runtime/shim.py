@@ -54,7 +54,7 @@ def _register() -> torch.library.Library:
             "convolution_backward": _convolution_backward(backward, device),
         }
         with warnings.catch_warnings():
-            # Torch has a kernel of its own under CUDA's key: to override it is what is meant.
+            # Torch warns that its own kernel under CUDA's key is replaced, which is intended.
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
             for name, kernel in kernels.items():
                 library.impl(name, kernel, key, with_keyset=True, allow_override=True)
@@ -90,7 +90,8 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
                 if result is not None:
                     return result
         if on_host:
-            # What torch's own kernel does, with no boxing of arguments, which takes longer; the flags are cuDNN's.
+            # Torch's own kernel does the same. Called like this, its arguments are not boxed, which takes longer. The
+            # flags concern cuDNN alone.
             with torch._C.DisableTorchFunction():
                 return torch._convolution(
                     input, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
@@ -130,7 +131,8 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
             return found
 
         def input_gradient() -> None:
-            # In torch's order: were the weight's gradient alive beside it, it would need more memory.
+            # Torch computes it before the weight's gradient, which is not alive yet then. The other way round the peak
+            # of memory would be higher than in the step that was recorded.
             gradients[0], left[0] = by_torch([True, False, False])[0], False
 
         session = _session
@@ -152,7 +154,7 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
                 gradients[place] = None if decision is None else decision.run(call)
                 left[place] = gradients[place] is None
             if left[2] and not left[1] and left != list(output_mask):
-                # Torch computes the bias's gradient along with the weight's, at its cost; alone it is a sum.
+                # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
                 gradients[2] = grad_output.sum((0, *range(2, grad_output.dim())))
                 left[2] = False
         if any(left):
@@ -166,5 +168,5 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What of a tensor decides how it is convolved."""
+    """The properties of a tensor that decide how it is convolved."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

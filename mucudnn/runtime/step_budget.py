@@ -40,7 +40,7 @@ class Allowance:
             if device not in self._steps:
                 self._steps[device] = Steps(recorder(device_of(device)), self._budgets)
             size = _result_bytes(call)
-            # Torch computes both gradients in one call, the input's first: it is alive beside the weight's.
+            # Torch computes both gradients in one call: the input's is alive while the weight's is computed.
             gradient = None if call.grad_output is None else (call.grad_output.data_ptr(), call.input.data_ptr())
             if call.direction is Direction.BACKWARD_FILTER and gradient == self._gradient:
                 size += call.input.numel() * call.input.element_size()
@@ -48,7 +48,7 @@ class Allowance:
             return self._steps[device].call(decision, call.direction is Direction.FORWARD, size)
 
     def timeline(self) -> list[Moment]:
-        """The step that was last gone through among those that are known, on the device that was used first."""
+        """The calls of the recorded step that the program went through last, on the device that it used first."""
         with self._lock:
             for steps in self._steps.values():
                 if (step := steps.last) is not None:

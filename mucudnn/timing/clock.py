@@ -29,13 +29,14 @@ not called again."""
 
 
 def first_seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
-    """Seconds of one call; nothing has warmed it up but, on a GPU, another call."""
+    """Seconds of the first call. On a GPU one call before it is not timed, as the first call also loads its kernels."""
     clock.warm_up(work)
     return clock.seconds(work)
 
 
 def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
-    """Median seconds of a call, warmed up; what takes longer than `BUDGET` is called once, its warm-up being slight."""
+    """Median seconds of a call after a first one; what takes longer than `BUDGET` is called once only, as what a first
+    call does beside its work is then slight."""
     first = first_seconds(work, clock)
     if first > BUDGET:
         return first
@@ -48,10 +49,10 @@ def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
 def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK) -> float:
     """How long `work` takes at most in units of `baseline`: the upper quartile over pairs of calls run in turn.
 
-    In turn, because a machine's speed drifts; ratios, because a drift then falls on both; the upper quartile, because
-    `work` is to be no slower when the moment is not lucky. In every second pair each call follows one of its own kind:
-    it finds the memory that it left to the allocator, in the other pairs what the other left. The baseline is expected
-    to be warm.
+    The two are called in turn because a machine's speed changes over time; a change then falls on both of a pair and
+    leaves their ratio as it is. The upper quartile is taken, and not the median, so that `work` is chosen only if it is
+    faster nearly always. What a call finds in the allocator depends on the call before it: in every second pair that is
+    a call of the same kind, in the others one of the other kind. The baseline must have been called before.
     """
     work()
     ratios: list[float] = []

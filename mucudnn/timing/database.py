@@ -71,7 +71,10 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def alone(path: str, patience: float) -> Iterator[None]:
-    """One process at a time, until it leaves or dies. The empty file stays, as removing it would race."""
+    """Lets one process in at a time, until it leaves or dies.
+
+    The empty lock file is never removed: another process might just have opened it.
+    """
     with closing(sqlite3.connect(path, timeout=patience, isolation_level=None)) as lock:
         lock.execute("BEGIN EXCLUSIVE")
         yield
@@ -100,7 +103,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def check(connection: sqlite3.Connection) -> None:
-    """Reads every page, as what was found damaged may lie anywhere."""
+    """Reads every page, since the damage that was met may lie on any of them."""
     (answer, *_) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if answer != "ok":
         raise Damaged(answer)

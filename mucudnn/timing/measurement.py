@@ -33,9 +33,9 @@ Candidate = tuple[Provider, str]
 class Measurement:
     """The known and the newly measured launches of one problem.
 
-    Every timed call makes its result anew and drops it, as calls of a program do: so that measuring holds no more
-    memory than they. On a GPU the calls take copies of the operands in turn, twice the L2 cache in all, so that none
-    finds its operands there.
+    Every timed call allocates its result and frees it again, as calls of a program do, so that measuring holds no more
+    memory than the program would. On a GPU successive calls read different copies of the operands, which together are
+    twice as large as the L2 cache, so that no call finds its operands in that cache.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Measurement:
         return self._strides
 
     def elsewhere(self, device: torch.device) -> Measurement:
-        """The same on another device of the same kind, with operands of its own."""
+        """A measurement of the same problem on another device of the same kind, with operands of its own."""
         given = None
         if self._given is not None:
             tensors: dict[str, Any] = {str(role): getattr(self._given, role) for role in Role}
@@ -94,7 +94,7 @@ class Measurement:
     def workspace(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
         """Bytes that parts of a size along a dim need at most; `None` where the algorithm does not serve all of them.
 
-        Of a GPU it is kept in the database, as cuDNN tells by making a plan of each.
+        On a GPU the answers are kept in the database: cuDNN can only answer by making a plan, which takes milliseconds.
         """
         provider, algorithm = candidate
         needs = [self._need(provider, algorithm, part) for part in kinds(self.problem, dim, size)]
@@ -104,11 +104,14 @@ class Measurement:
         return max(found) + rounding_bytes(self.problem, size < extent(self.problem, dim))
 
     def option(self, candidate: Candidate, dim: Dim, size: int, abandon: float) -> Option | None:
-        """A launch, `None` where the algorithm fails; timed once only if that takes `abandon` seconds or very long.
+        """Times a launch, or finds it on record; `None` where the algorithm fails.
 
-        Micro-batches are taken from the mini-batch one after the other, so that none finds its samples in a cache that
-        is larger than they. Of a micro-tile the middle is timed, which has most neighbours to read. Both are kept as
-        launches of their own problem, over all samples.
+        A call that takes more than `abandon` seconds, or more than `clock.BUDGET`, is timed only once.
+
+        Successive calls on micro-batches take different samples of the mini-batch, so that no call finds its samples in
+        a cache. Of micro-tiles the one in the middle of the tensor is timed: it reads the most rows, as it has
+        neighbours on both sides. A launch is recorded under the problem of its part, with that problem's number of
+        samples, so that other convolutions with the same part find it.
         """
         provider, algorithm = candidate
         workspace = self.workspace(candidate, dim, size)
@@ -166,7 +169,7 @@ class Measurement:
         self.logbook.record(part.problem, replace(option, extent=part.problem.extent))
 
     def _turn(self) -> Operands:
-        """Operands to read."""
+        """The next set of operands."""
         if self._turns is None:
             given = self._given or synthetic_operands(self.problem, self._device.place)
             self._turns = itertools.cycle(_sets(given, self.problem, self._device.cache))
@@ -231,7 +234,7 @@ def synthetic_operands(problem: ConvProblem, device: torch.device | str = "cpu")
 
 
 def middle(problem: ConvProblem, dim: Dim, size: int) -> Tile:
-    """A part with neighbours on both sides; of the mini-batch, where it makes no difference, the first."""
+    """The part in the middle of a spatial dim, or the first of the mini-batch, where the place makes no difference."""
     return tile(problem, dim, 0 if dim is Dim.BATCH else (extent(problem, dim) - size) // 2, size)
 
 
