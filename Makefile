@@ -8,13 +8,23 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
-.PHONY: test quick lint demo gpu docs clean
+.PHONY: test quick test-frameworks lint demo gpu docs clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -k 'not gloo and not mpi' $(QUICK)
+
+# Scripts of Lightning, accelerate and MONAI on many ranks; not part of `make test`.
+test-frameworks: .venv-frameworks/ready
+	.venv-frameworks/bin/python -m pytest tests/frameworks
+
+.venv-frameworks/ready: pyproject.toml tests/frameworks/constraints.txt
+	$(PYTHON) -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install --quiet --constraint tests/frameworks/constraints.txt --editable . \
+		lightning accelerate monai pytorch-ignite hypothesis pytest pytest-timeout
+	touch $@
 
 lint: .venv/ready
 	$(BIN)/ruff format --check .
@@ -47,4 +57,4 @@ docs: .venv-docs/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs demo site
+	rm -rf .venv .venv-docs .venv-frameworks demo site

@@ -50,6 +50,7 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> 
     return wrap(local_as(tensor.detach(), mesh, layout).clone(), mesh, layout, tensor.shape)
 
 
+@torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later
 def shard_parameters(places: Mapping[nn.Module, DeviceMesh], optimizers: Iterable[Optimizer] = ()) -> None:
     """Shard the modules' own parameters on their meshes, and follow in the optimizers.
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.beside import entering
+from distconv.beside import entering, plain
 from distconv.layouts import undoes_shard
 from distconv.partition import is_ours
 from distconv.refusal import UnsupportedOperation
@@ -71,14 +72,20 @@ def above_autograd(operator: str) -> Callable[[H], H]:
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            ours = has_ours((*args, *kwargs.values()))
-            return function(*args, **kwargs) if ours else stock_operator.decompose(*args, **kwargs)
+            if not has_ours((*args, *kwargs.values())):
+                return stock_operator.decompose(*args, **kwargs)
+            # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
+            return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
 
         for key in ("AutogradCPU", "AutogradCUDA"):
             _library.impl(operator.removeprefix("aten::"), kernel, key)
         return function
 
     return register
+
+
+def _plain(value: Any) -> Any:
+    return plain(value) if isinstance(value, Tensor) else value
 
 
 _library = torch.library.Library("aten", "IMPL")

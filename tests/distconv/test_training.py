@@ -33,6 +33,11 @@ class Tagged(Tensor):
         result.meta = meta
         return result
 
+    def new_empty(self, size: tuple[int, ...], **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Like MetaTensor's, which takes no other forms of a size."""
+        assert isinstance(size, tuple)
+        return self.as_subclass(Tensor).new_empty(size, **kwargs)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_function__(func, types, args, kwargs)
@@ -203,6 +208,41 @@ def subclasses() -> Result:
     return [*found, *model.parameters()]
 
 
+def classes_of_a_subclass() -> Result:
+    """Classes of voxels in a tensor of a subclass, which the rule for three spatial dims keeps for backward."""
+    torch.manual_seed(3)
+    model, found = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1)).double(), []
+    x, y = torch.randn(2, 2, 5, 6, 4, dtype=torch.float64), Tagged.of(torch.randint(4, (2, 5, 6, 4)), name="label")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return [*found, *model.parameters()]
+
+
+def evaluated_first() -> Result:
+    """The first call of a model, and that of its average, under inference mode; both load a state and train on."""
+    model, found = nn.Sequential(net(), nn.AvgPool2d(2), nn.Upsample(scale_factor=2.0, mode="bilinear")), []
+    average = AveragedModel(model)
+    data = [(x[..., :8, :], y[..., :8, :]) for x, y in batches()]
+    with torch.inference_mode():
+        found += [nn.functional.mse_loss(each(data[0][0]), data[0][1]).item() for each in (model, average)]
+    average.load_state_dict(average.state_dict())
+    model.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        found.append(loss.item())
+    return [*found, *average.module.parameters()]
+
+
 def flat(before: bool) -> Result:
     """LBFGS, made before the model's first call or after."""
     model = net()
@@ -236,6 +276,8 @@ KINDS: dict[str, Callable[[], Result]] = {
     "scaled": scaled,
     "scaled, with an overflow": lambda: scaled(overflow=True),
     "subclasses": subclasses,
+    "classes of a subclass": classes_of_a_subclass,
+    "evaluated first": evaluated_first,
 }
 
 
