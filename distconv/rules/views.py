@@ -74,7 +74,7 @@ def _divided(mesh: DeviceMesh, axis: int, dims: Sequence[int], shape: Sequence[i
 
 
 @functools.lru_cache(maxsize=4096)
-def place(
+def view_layout(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     before: tuple[int, ...],
@@ -169,7 +169,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     if not math.prod(before):
         result = tuple(placements) if before == after else _unsharded(mesh, placements, before, after)
     else:
-        result = place(mesh, placements, before, after, _remembered(mesh, after))
+        result = view_layout(mesh, placements, before, after, _remembered(mesh, after))
         if _merges(mesh, placements, before, after):
             _remember(x, before)
     local = x._local_tensor

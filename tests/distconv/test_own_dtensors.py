@@ -19,7 +19,7 @@ def lines(how: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("how", ["imported", "used"])
+@pytest.mark.parametrize("how", ["imported", "used", "script"])
 def test_own_dtensors_do_what_they_do_alone(how: str) -> None:
     assert len(lines("alone")) > 40
     assert lines(how) == lines("alone")

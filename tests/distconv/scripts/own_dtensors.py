@@ -1,10 +1,12 @@
-"""What a program's own DTensors do, one line per operation: alone, beside an imported distconv, or one in use.
+"""What a program's own DTensors do, one line per operation: alone, or beside a distconv that is imported, that has run
+a model, or that runs the program as a script.
 
-python own_dtensors.py alone|imported|used
+    python own_dtensors.py alone|imported|used|script
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 warnings.simplefilter("ignore")
@@ -22,8 +24,9 @@ how = sys.argv[1]
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 if how != "alone":
     import distconv
-if how == "used":
-    model = distconv.parallelize(torch.nn.Conv2d(2, 2, 3), distconv.init("height=1"))
+if how in ("used", "script"):
+    mesh = distconv.init("height=1")
+    model = distconv.parallelize(torch.nn.Conv2d(2, 2, 3), mesh)
     model(torch.randn(1, 2, 4, 4)).sum().backward()
 own = init_device_mesh("cpu", (1,), mesh_dim_names=("own",))
 
@@ -46,6 +49,14 @@ def mixed(function: Callable[[], Any]) -> Any:
 def inferred(function: Callable[[], Any]) -> Any:
     with torch.inference_mode():
         return function()
+
+
+def own_module() -> Any:
+    """A module whose parameters the program has distributed itself, and a gradient of it."""
+    torch.manual_seed(1)
+    linear = distribute_module(torch.nn.Linear(4, 3), own)
+    linear(make(2, 4)).sum().backward()
+    return [linear(make(2, 4)), linear.weight.grad]
 
 
 def gradient() -> Any:
@@ -104,6 +115,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "inference": lambda: inferred(lambda: F.relu(F.linear(make(4, 4), make(4, 4))).flatten()),
     "module": lambda: torch.nn.Linear(4, 4)(make(4, 4)),
     "interp": lambda: F.interpolate(make(1, 2, 4, 4, p=Shard(0)), scale_factor=2),
+    "own module": own_module,
     "grad": gradient,
     "size": lambda: make(4, 4).new_zeros(3),
 }
@@ -117,9 +129,10 @@ def shown(result: Any) -> str:
     return f"{type(result).__name__} {result}"
 
 
-for name, case in CASES.items():
-    try:
-        print(f"{name}: {shown(case())}")
-    except Exception as error:
-        # torch words one error in two ways, with and without a colon, by the path that the operator takes.
-        print(f"{name}: {type(error).__name__} {str(error).replace(': got', ' got').splitlines()[0][:100]}")
+with distconv.distributed_script(mesh) if how == "script" else contextlib.nullcontext():
+    for name, case in CASES.items():
+        try:
+            print(f"{name}: {shown(case())}")
+        except Exception as error:
+            # torch words one error in two ways, with and without a colon, by the path that the operator takes.
+            print(f"{name}: {type(error).__name__} {str(error).replace(': got', ' got').splitlines()[0][:100]}")
