@@ -41,6 +41,7 @@ from benchmarks.gpu_cases import (
     alexnet,
     layer_units,
     read_layers,
+    turn,
 )
 from benchmarks.gpu_layers import quiet_environment
 from benchmarks.gpu_report import markdown, summaries
@@ -123,7 +124,7 @@ def units(options: argparse.Namespace) -> list[Unit]:
         found += layer_units(
             tables, precisions, options.direction or list(map(str, Direction)), options.policy or list(POLICIES)
         )
-    return found
+    return sorted(found, key=turn)
 
 
 def main() -> int:

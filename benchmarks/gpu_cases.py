@@ -107,6 +107,21 @@ class CostUnit:
 Unit = LayerUnit | IterationUnit | CostUnit
 
 
+def turn(unit: Unit) -> int:
+    """Which units come first where there is no time for all: those that can be held against mu-cuDNN's own figures.
+
+    These are layers and training steps of AlexNet and ResNet-18 in float32 (Oyama et al. 2018, section V); DeepBench's
+    layers follow, then everything else.
+    """
+    if isinstance(unit, CostUnit):
+        return 0
+    if unit.precision == "float32" and isinstance(unit, IterationUnit):
+        return 2 if unit.network in ("alexnet", "resnet18") else 4
+    if unit.precision == "float32" and isinstance(unit, LayerUnit) and unit.policy == "powerOfTwo":
+        return 1 if unit.group == "alexnet" else 3
+    return 5
+
+
 def layer_problem(layer: Layer, precision: str, direction: str) -> ConvProblem:
     """A layer as a problem."""
     arm = PRECISIONS[precision]

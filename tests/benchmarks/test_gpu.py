@@ -76,6 +76,10 @@ def test_units(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = asked(monkeypatch)
     assert len(everything) == 1 + 7 * 4 + (5 + 29) * 3 * 4 * 2
     assert len({unit.key for unit in everything}) == len(everything)
+    kinds = [unit.key.split("/")[:2] for unit in everything]
+    assert kinds[:16] == [["costs", "host"]] + [["layers", "alexnet"]] * 15
+    assert kinds[16:18] == [["iterations", "alexnet"], ["iterations", "resnet18"]]
+    assert kinds[18:105] == [["layers", "deepbench"]] * 87
     some = asked(monkeypatch, "--part", "layers", "--group", "alexnet", "--precision", "tf32", "--policy", "all")
     assert len(some) == 15
     problem = some[0].problem()
