@@ -9,7 +9,11 @@ whole = distconv.gather(y)
 from __future__ import annotations
 
 from distconv.job.hash_seed import settle
+from distconv.job.place import is_run
+from distconv.job.signals import interrupts_are_silent
 
+if is_run():
+    interrupts_are_silent()
 settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
 import os

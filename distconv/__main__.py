@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from distconv import settings
 from distconv.channels import check_algorithm
+from distconv.job.keeper import keep_rank, started_by_launcher
 from distconv.job.launcher import BadInput, Job, start
 from distconv.job.place import Place, find_place
 from distconv.model.strategy import Strategy, read
@@ -45,7 +46,11 @@ VARIABLES = """\
 """
 
 EXIT_CODES = """\
-exit codes: the script's own; 2 for a job that cannot run as given; 128 + n where signal n ended a rank.
+when a rank fails: one rank tells why, and the others end within ten seconds. Signals reach every rank; a script's own
+handlers run after the same optimizer step on all of them, and get 30 seconds.
+
+exit codes: the script's own; 1 for an exception, and for a rank that ended early while others waited for it; 2 for a
+job that cannot run as given; 128 + n where signal n ended a rank, or the job: 130 for Ctrl-C, 143 for SIGTERM.
 """
 
 
@@ -162,11 +167,16 @@ def main() -> int:
             job = _job(options, place)
             if place is None:
                 return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
-            from distconv.job.script import run
-
             if place.rank:
                 sys.stdout = shown
-            return run(job, place)
+            watcher = started_by_launcher() or keep_rank(
+                place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks
+            )
+            if isinstance(watcher, int):
+                os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
+            from distconv.job.script import run
+
+            return run(job, place, watcher)
     except (BadInput, settings.SettingError) as error:
         if place is None or place.rank == 0:
             print(f"distconv: {error}", file=sys.stderr)

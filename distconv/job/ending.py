@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import sys
 import time
 import traceback
@@ -13,74 +15,116 @@ from types import TracebackType
 from typing import TextIO
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distconv.job.launcher import BadInput
+from distconv.job.notices import Notices, how_it_ended
 from distconv.job.output import Prefixed
 from distconv.refusal import UnsupportedOperation
 from mucudnn import program
 
-ALIKE_SECONDS = 2.0  # within which ranks that fail for the same reason all have failed
+CAUSE_SECONDS = 6.0  # within which it becomes known why another rank does not answer any more
+FAILURE_SECONDS = 1.0  # within which a failure becomes known, where ranks are known that ended well
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
 _STAND_INS = tuple(str(Path(__file__).with_name(name)) for name in ("files", "one_process.py", "random_state.py"))
 """What stands in for functions of Python and torch: its errors are theirs."""
 
+# What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
+_LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
+
 
 class Ending:
-    """How this rank ends: with which code, and which rank tells why."""
+    """How this rank ends: with which code, and whether it is the one that tells why.
+
+    A failure is shown once: by the first rank that fails. A rank that fails only because another one has gone says
+    nothing about itself; it tells how the other one ended, where that one's watcher has not told yet.
+    """
 
     def __init__(self, rank: int, shown: TextIO) -> None:
         self.code = 0
-        self.store: Store | None = None
+        self.notices: Notices | None = None
         self._rank, self._shown = rank, shown
 
-    def show(self, text: str, whose: bool = False) -> None:
-        if self.store is None:
-            first = self._rank == 0
+    def explain(self, error: BaseException) -> None:
+        """Sets the exit code for an exception that ended the script, and tells of it if this rank is to tell."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may come twice: from the terminal, and from the launcher
+        try:
+            self._explain(error)
+        except KeyboardInterrupt:
+            self.code = 128 + signal.SIGINT
+
+    def _explain(self, error: BaseException) -> None:
+        if isinstance(error, BadInput):
+            self.code = 2
+            self._show(f"distconv: {error}\n")
+        elif isinstance(error, SystemExit):
+            self.code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if error.code is not None and not isinstance(error.code, int):
+                self._show(f"{error.code}\n")
+        elif isinstance(error, KeyboardInterrupt):
+            self.code = 128 + signal.SIGINT
+        elif refusal := _refusal(error):
+            self.code = 2
+            self._show(f"distconv: {refusal}\n")
         else:
-            try:
-                first = self.store.add("distconv/shown", 1) == 1
-            except dist.DistError:
-                first = False  # the rank that held the store has ended, and with it the job
-        if first:
+            self.code = 1
+            if not (_lost_another(error) and self._cause_told()):
+                self._show(_as_python_prints(error), whose=True)
+
+    def _cause_told(self) -> bool:
+        """Whether it is known which rank has gone; if so, it has been told when this returns."""
+        if self.notices is None:
+            return False
+        begin = time.monotonic()
+        while (waited := time.monotonic() - begin) < CAUSE_SECONDS:
+            if self.notices.told():
+                return True
+            ended = {rank: code for rank, code in self.notices.endings().items() if rank != self._rank}
+            failed = [rank for rank, code in ended.items() if code]
+            if failed or (ended and waited > FAILURE_SECONDS):
+                culprit = (failed or list(ended))[0]
+                self._show(f"distconv: {how_it_ended(culprit, self.notices.size, ended[culprit])}\n")
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _show(self, text: str, whose: bool = False) -> None:
+        if self._rank == 0 if self.notices is None else self.notices.claim():
             sys.stdout.flush()
             note = f"distconv: on rank {self._rank} of {dist.get_world_size()}\n" if whose and self._rank else ""
             self._shown.write(text + note)
             self._shown.flush()
 
     def leave(self, mpi: bool) -> None:
+        """Closes what this rank holds. A rank that failed under MPI ends here."""
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, Prefixed):
                 stream.finish()
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+        if self.notices is not None:
+            self.notices.record(self._rank, self.code)
         if not self.code:
             dist.destroy_process_group()
-        elif mpi and self.store is not None and dist.is_initialized() and dist.get_world_size() > 1:
-            # Where all ranks fail alike each ends by itself. One that fails alone ends the others, which wait for it.
-            if not self._all_failed(self.store):
-                from distconv.mpi.world import WORLD
-
-                WORLD.Abort(self.code)
+        elif mpi and self.notices is not None and self.notices.size > 1:
             os._exit(self.code)  # without MPI_Finalize, which waits for messages that will not come
 
-    def _all_failed(self, store: Store) -> bool:
-        deadline = time.monotonic() + ALIKE_SECONDS
-        try:
-            failed = store.add("distconv/failed", 1)
-            while failed < dist.get_world_size():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.02)
-                failed = store.add("distconv/failed", 0)
-            if self._rank == 0:
-                time.sleep(0.2)  # the store is here
-        except dist.DistError:
+
+def _lost_another(error: BaseException) -> bool:
+    """Whether the error, or one that it came from, is that of a collective whose other ranks do not answer."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, dist.DistError) or type(cause).__module__.startswith("mpi4py"):
             return True
-        return True
+        if isinstance(cause, RuntimeError) and _LOST.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
-def refusal_of(error: BaseException) -> str | None:
+def _refusal(error: BaseException) -> str | None:
     """One line for an error that distconv itself raised about the script's data or network; None for any other."""
     if not isinstance(error, ValueError | NotImplementedError):
         return None
@@ -102,7 +146,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
         trace = trace.tb_next
 
 
-def as_python_prints(error: BaseException) -> str:
+def _as_python_prints(error: BaseException) -> str:
     """As python prints it: from the script's first line on, to the last one that is not a stand-in's."""
     trace = program.from_program(error.__traceback__)
     _cut_stand_ins(trace)

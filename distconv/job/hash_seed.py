@@ -6,14 +6,13 @@ that mpiexec or torchrun has started without it starts itself anew, once, before
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import sys
 import zlib
 from collections.abc import Mapping
 
-from distconv.job.place import find_place
+from distconv.job.place import find_place, is_run
 
 VARIABLE = "PYTHONHASHSEED"
 
@@ -49,9 +48,6 @@ def common_seed(environment: Mapping[str, str]) -> str:
 
 def settle() -> None:
     """Starts this rank anew with the job's seed, where it runs `python -m distconv run` and has none yet."""
-    command = sys.orig_argv
-    # While Python imports the package that -m names, "-m" stands for the program.
-    ours = sys.argv[:2] == ["-m", "run"] and ("-m", "distconv") in itertools.pairwise(command)
-    if ours and not is_fixed(os.environ) and find_place(os.environ) is not None:
+    if is_run() and not is_fixed(os.environ) and find_place(os.environ) is not None:
         os.environ[VARIABLE] = common_seed(os.environ)
-        os.execv(sys.executable, [sys.executable, *command[1:]])
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -1,4 +1,4 @@
-"""Where a rank runs, and how ranks are started and watched."""
+"""Where a rank runs, and how ranks are started."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import functools
 import importlib.util
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +17,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
+from distconv.job.keeper import accompany, keep_launcher, start_ranks
 from distconv.job.place import MPI_VARIABLES, Place
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from mucudnn.commands.arguments import check_writable
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
-
-GRACE_SECONDS = 3.0  # what ranks get to end by themselves, and again between SIGTERM and SIGKILL
 
 
 class BadInput(ValueError):
@@ -124,68 +121,23 @@ def start(job: Job, command: list[str]) -> int:
         except FileNotFoundError as error:
             raise BadInput(str(error)) from None
         with job_folder() as environment[FOLDER_VARIABLE]:
-            return _watch([subprocess.Popen([*program, *command], env=environment)])
-    # The ranks meet at a store in this process, as they do at torchrun's agent.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-    )
+            if (code := keep_launcher()) is not None:
+                return code
+            return accompany(subprocess.Popen([*program, *command], env=environment), bound=True)
     with job_folder() as environment[FOLDER_VARIABLE]:
-        processes = [
-            subprocess.Popen(
-                command,
-                env=dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)),
-                stdin=None if rank == 0 else subprocess.DEVNULL,
-            )
-            for rank in range(size)
-        ]
-        return _watch(processes)
-
-
-def _watch(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Waits until all end; the first to fail, or a signal to this process, ends the others."""
-
-    def terminated(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, terminated)
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:
-                return _outcome(failed[0], codes[failed[0]] or 1, len(processes))
-            if None not in codes:
-                return 0
-            time.sleep(0.05)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT  # the terminal told the ranks too
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-        _end(processes)
-
-
-def _outcome(rank: int, code: int, size: int) -> int:
-    if code > 0:
-        return code
-    if size > 1:
-        print(f"distconv: rank {rank} of {size} was killed by {signal.Signals(-code).name}", file=sys.stderr)
-    return 128 - code
-
-
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    running = [process for process in processes if process.poll() is None]
-    for stop in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
-        for process in running:
-            stop(process)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while running and time.monotonic() < deadline:
-            running = [process for process in running if process.poll() is None]
-            time.sleep(0.02)
+        if (code := keep_launcher()) is not None:
+            return code
+        # The ranks meet at a store in this process, as they do at torchrun's agent.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            WORLD_SIZE=str(size),
+            LOCAL_WORLD_SIZE=str(size),
+        )
+        environments = [dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)]
+        return start_ranks(command, environments, job.print_all_ranks, store)
 
 
 def mpiexec(size: int) -> list[str]:

@@ -8,16 +8,26 @@ import sys
 from typing import TextIO
 
 
-def direct_output(rank: int, print_all_ranks: bool) -> None:
+def direct_output(rank: int, print_all_ranks: bool, beneath: int | None) -> TextIO:
+    """Shows the first rank's output alone, or every rank's with its number. Returns a stream that is shown always.
+
+    beneath: an open file for what other ranks write to stderr beneath Python, where they may tell why they crash.
+    """
     if print_all_ranks:
+        shown = sys.stderr
         sys.stdout = Prefixed(sys.stdout, f"[{rank}] ")
         sys.stderr = Prefixed(sys.stderr, f"[{rank}] ")
-    elif rank:
-        sys.stdout.flush()
-        # Also what is printed beneath Python. Errors beneath Python stay: nothing else would tell of a crash.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+        return shown
+    if not rank:
+        return sys.stderr
+    shown = open(os.dup(sys.stderr.fileno()), "w")  # noqa: SIM115 (as long as the process)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if beneath is not None:
+        os.dup2(beneath, 2)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    return shown
 
 
 class Prefixed(io.TextIOBase):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,3 +39,9 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
                 continue  # a batch system's shell looks like this too
             return Place(rank, known, int(environment.get(local_name, rank)), mpi=True)
     return None
+
+
+def is_run() -> bool:
+    """Whether this process is `python -m distconv run`, asked while Python imports the package."""
+    # At that time "-m" stands for the program in sys.argv.
+    return sys.argv[:2] == ["-m", "run"] and ("-m", "distconv") in itertools.pairwise(sys.orig_argv)

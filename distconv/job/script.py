@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv.job.data import loading
-from distconv.job.ending import Ending, as_python_prints, refusal_of
+from distconv.job.ending import Ending
+from distconv.job.handlers import common_handlers
+from distconv.job.keeper import Watcher
 from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
+from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.place import Place
+from distconv.job.signals import interrupts_are_exceptions
 from distconv.job.surroundings import surroundings
 from distconv.partition import make_mesh
 from mucudnn import program
@@ -23,46 +28,41 @@ if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
 
 
-def run(job: Job, place: Place) -> int:
+def run(job: Job, place: Place, watcher: Watcher) -> int:
     """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other."""
     backend = choose_backend(job, place)
     check(job, place.size, backend)
-    shown = sys.stderr
-    direct_output(place.rank, job.print_all_ranks)
-    ending = Ending(place.rank, shown)
+    ending = Ending(place.rank, direct_output(place.rank, job.print_all_ranks, watcher.stderr))
     try:
-        ending.store = _join(backend, place)
-        _run_distributed(job, ending.store)
-    except BadInput as error:
-        ending.show(f"distconv: {error}\n")
-        ending.code = 2
-    except SystemExit as request:
-        ending.code = request.code if isinstance(request.code, int) else int(request.code is not None)
-        if request.code is not None and not isinstance(request.code, int):
-            ending.show(f"{request.code}\n")
-    except KeyboardInterrupt:
-        ending.code = 130
+        interrupts_are_exceptions()
+        store = _join(backend, place, watcher)
+        ending.notices = Notices(store, dist.get_world_size())
+        _run_distributed(job, store)
     except BaseException as error:
-        refusal = refusal_of(error)
-        ending.show(f"distconv: {refusal}\n" if refusal else as_python_prints(error), whose=not refusal)
-        ending.code = 2 if refusal else 1
+        ending.explain(error)
     ending.leave(mpi=backend == "mpi" or place.mpi)
     return ending.code
 
 
-def _join(backend: str, place: Place) -> Store:
+def _join(backend: str, place: Place, watcher: Watcher) -> Store:
     """Initialises torch.distributed; the store at which the ranks meet."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     if backend == "mpi" or place.mpi:
         try:
             from distconv import mpi
+            from distconv.mpi.absence import ask_for_ended
         except ImportError as error:
             raise BadInput(f"ranks started by mpiexec need mpi4py: {error}") from None
-        store: Store = mpi.init_process_group(backend=mpi.BACKEND if backend == "mpi" else backend)
+        port = watcher.store_port() if place.rank == 0 else None
+        store: Store = mpi.init_process_group(backend=mpi.BACKEND if backend == "mpi" else backend, store_port=port)
+        if isinstance(store, TCPStore):
+            watcher.joined(store.host, store.port, dist.get_world_size())
+            ask_for_ended(Notices(store, dist.get_world_size()).endings)
         return store
     store, rank, size = next(rendezvous("env://"))
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    watcher.joined(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size)
     return store
 
 
@@ -82,6 +82,7 @@ def _run_distributed(job: Job, store: Store) -> None:
             session = around.enter_context(mucudnn.patched(board=StoreBoard(store)))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
+        around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data))
         around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))

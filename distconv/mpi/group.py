@@ -24,9 +24,10 @@ _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
 class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """torch.distributed's collectives over one MPI communicator, which it owns."""
 
-    def __init__(self, communicator: MPI.Intracomm, name: str, timeout: timedelta) -> None:
+    def __init__(self, communicator: MPI.Intracomm, name: str, timeout: timedelta, members: Sequence[int]) -> None:
         super().__init__(communicator.rank, communicator.size)
         self._communicator, self._name, self._timeout = communicator, name, timeout
+        self._members = members
         self._size, self._rank = communicator.size, communicator.rank
 
     def size(self) -> int:
@@ -64,7 +65,7 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         finish: Sequence[Callable[[], None] | None] = (),
         options: Any = None,
     ) -> MPIWork:
-        work = MPIWork(requests, outputs, (*outputs, *keep), finish, self._timeout)
+        work = MPIWork(requests, outputs, (*outputs, *keep), finish, self._timeout, self._members)
         if getattr(options, "asyncOp", True):
             progress.drive(work)
         return work
@@ -274,4 +275,4 @@ def create(options: Any, _: Any) -> MPIProcessGroup:
     tag = zlib.crc32(options.group_id.encode()) % 32768  # the least upper bound of tags that MPI promises
     with mpi_lock:
         communicator = world.Create_group(world.group.Incl(ranks), tag)
-    return MPIProcessGroup(communicator, options.group_id, options.timeout)
+    return MPIProcessGroup(communicator, options.group_id, options.timeout, ranks)

@@ -16,8 +16,12 @@ from distconv.mpi.backend import BACKEND
 from distconv.mpi.world import WORLD
 
 
-def init_process_group(timeout: timedelta | None = None, backend: str = BACKEND) -> Store:
+def init_process_group(
+    timeout: timedelta | None = None, backend: str = BACKEND, store_port: int | None = None
+) -> Store:
     """torch.distributed.init_process_group over MPI.COMM_WORLD; rank, size and store come from MPI itself.
+
+    store_port: on rank 0, the port of a TCPStore that another process of its machine holds; None: rank 0 holds one.
 
     With another `backend` ("gloo", "nccl"), MPI only brings the ranks together. Returns the store.
     From then on an uncaught exception on one rank ends all ranks, which would wait for it forever otherwise.
@@ -28,7 +32,7 @@ def init_process_group(timeout: timedelta | None = None, backend: str = BACKEND)
     if world.size > 1:
         sys.excepthook = _abort_after(sys.excepthook)
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    store = _store(world)
+    store = _store(world, store_port)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, **options)
     return store
 
@@ -43,14 +47,14 @@ def _abort_after(report: Callable[..., Any]) -> Callable[..., None]:
     return hook
 
 
-def _store(world: MPI.Intracomm) -> Store:
+def _store(world: MPI.Intracomm, held: int | None) -> Store:
     if world.size == 1:
         return HashStore()
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     host = "127.0.0.1" if node.size == world.size else world.bcast(socket.gethostname())
     node.Free()
     server = None
-    if world.rank == 0:
+    if world.rank == 0 and held is None:
         server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    port = world.bcast(server.port if server is not None else None)
+    port = world.bcast(server.port if server is not None else held)
     return server or TCPStore(host, port, is_master=False, wait_for_workers=False)

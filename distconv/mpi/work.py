@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,13 +14,17 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from distconv.mpi.absence import Absence
 from distconv.mpi.backend import mpi_lock
 
 PROGRESS_SECONDS = 2e-4  # between two looks of the progress thread at what is in flight
 
 
 class MPIWork(dist.Work):
-    """Requests in flight, what to do when they complete, and the buffers that must live until then."""
+    """Requests in flight, what to do when they complete, and the buffers that must live until then.
+
+    members: the ranks of the job that take part; one that has ended makes `wait` fail.
+    """
 
     def __init__(
         self,
@@ -29,6 +33,7 @@ class MPIWork(dist.Work):
         keep: Sequence[Tensor],
         finish: Sequence[Callable[[], None] | None],
         timeout: timedelta,
+        members: Collection[int] = (),
     ) -> None:
         super().__init__()
         self._requests, self._outputs, self._keep = requests, outputs, keep
@@ -38,7 +43,7 @@ class MPIWork(dist.Work):
             for device in {output.device for output in outputs if output.is_cuda}
         }
         self._finish = [step for step in finish if step is not None]
-        self._timeout = timeout
+        self._timeout, self._members = timeout, members
         self._lock = threading.RLock()
         self._done = False
         self._error: BaseException | None = None
@@ -78,6 +83,7 @@ class MPIWork(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         limit = (timeout or self._timeout).total_seconds()
         tries, begin = 0, 0.0
+        absence = None
         while not self.poll():
             tries += 1
             if tries < 200:  # yield first: ranks may share a core with the one they wait for
@@ -85,9 +91,14 @@ class MPIWork(dist.Work):
                 continue
             now = time.monotonic()
             begin = begin or now
-            if now - begin > limit:
+            absence = absence or Absence(self._members)
+            try:
+                absence.check(now)
+                if now - begin > limit:
+                    raise dist.DistBackendError(f"an MPI operation did not complete within {limit:g} s")
+            except dist.DistBackendError:
                 progress.abandoned.append(self)  # MPI may still write to its buffers
-                raise dist.DistBackendError(f"an MPI operation did not complete within {limit:g} s")
+                raise
             time.sleep(min(2e-4, 1e-5 + (now - begin) / 50))
         if self._error is not None:
             raise self._error

@@ -1,73 +1,24 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch, needs_mpi
 
 from distconv import __main__ as command_line
-from distconv.job.launcher import divides_locally, mpiexec
+from distconv.job.launcher import divides_locally
 from distconv.job.place import Place, find_place
 from mucudnn.reporting.run_file import Outcome
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = Path(__file__).with_name("scripts")
 HELLO, TRAIN, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "train.py", "shares.py"))
-RUN = [sys.executable, "-m", "distconv", "run"]
-ENVIRONMENT = {
-    **{
-        name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "DISTCONV", "MUCUDNN"))
-    },
-    "PYTHONPATH": str(ROOT),
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
 
 
-def _mpi() -> bool:
-    try:
-        return importlib.util.find_spec("mpi4py") is not None and bool(mpiexec(1))
-    except FileNotFoundError:
-        return False
-
-
-needs_mpi = pytest.mark.skipif(not _mpi(), reason="mpi4py or mpiexec is missing")
-WAYS = [
-    pytest.param("alone", id="alone"),
-    pytest.param("mpiexec", id="mpiexec", marks=needs_mpi),
-    pytest.param("torchrun", id="torchrun"),
-]
-
-
-def command(way: str, ranks: int, *arguments: str) -> list[str]:
-    prefix = {
-        "alone": [sys.executable],
-        "mpiexec": [*mpiexec(ranks), sys.executable] if way == "mpiexec" else [],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
-    }[way]
-    return [*prefix, "-m", "distconv", "run", *arguments]
-
-
-def launch(way: str, ranks: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(way, ranks, *arguments),
-        env={**ENVIRONMENT, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-# How a script runs and ends.
+# How a script runs.
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -96,71 +47,6 @@ def test_mpi_without_mpiexec_and_gloo_under_mpiexec():
     assert (done.returncode, done.stdout) == (0, "hello __main__ []\nend\n"), done.stderr
     done = launch("mpiexec", 2, "--partition", "height=2", HELLO, "ok", DISTCONV_BACKEND="gloo")
     assert (done.returncode, done.stdout) == (0, "hello __main__ []\nend\n"), done.stderr
-
-
-@pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
-@pytest.mark.parametrize("how", ["fail", "fail-one"])
-def test_a_failure_is_shown_once_and_ends_every_rank(way, how):
-    alone = subprocess.run([sys.executable, HELLO, "fail"], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-    done = launch(way, 2, "--partition", "height=2", HELLO, how)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert done.stderr.count("RuntimeError: no luck") == 1
-    shown = done.stderr[: done.stderr.index("RuntimeError")]
-    expected = alone.stderr[: alone.stderr.index("RuntimeError")]
-    assert re.sub(r"line \d+, in <module>", "", shown) == re.sub(r"line \d+, in <module>", "", expected)
-    if how == "fail-one":
-        assert "on rank 1 of 2" in done.stderr
-
-
-@pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
-@pytest.mark.parametrize("how", ["exit", "exit-one"])
-def test_exit_codes_are_the_scripts(way, how):
-    done = launch(way, 2, "--partition", "height=2", HELLO, how)
-    assert done.returncode == 7
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
-def test_a_crash_ends_every_rank(way):
-    done = launch(way, 2, "--partition", "height=2", HELLO, "crash-one")
-    assert done.returncode != 0
-    if way == "alone":
-        assert done.returncode == 128 + signal.SIGABRT
-        assert "rank 1 of 2 was killed by SIGABRT" in done.stderr
-
-
-def hear_interrupts() -> None:
-    """A shell's background job, and all it starts, ignores interrupts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_every_rank(number, code):
-    process = subprocess.Popen(
-        command("alone", 2, "--partition", "height=2", HELLO, "sleep-one"),
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=hear_interrupts,
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline().startswith("hello")
-        time.sleep(0.5)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)  # as a terminal does
-        else:
-            process.send_signal(number)
-        _, errors = process.communicate(timeout=30)
-        assert process.returncode == code
-        assert "Traceback" not in errors
-        with pytest.raises(ProcessLookupError):
-            os.killpg(process.pid, 0)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 # What cannot be run.

@@ -1,0 +1,216 @@
+"""Processes that stay beside what they started, to see how it ends and to leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from distconv.job.files.private import FOLDER_VARIABLE, make_folder
+from distconv.job.notices import Notices
+from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
+from distconv.job.signals import Signals
+from distconv.job.watch import STOP_SECONDS, Watch, shell_code
+
+LINGER_SECONDS = 8.0  # what a keeper waits for the other ranks after its own failed
+
+_POLL_SECONDS = 0.05
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" where ranks meet at a store that none of them holds
+
+
+class Watcher:
+    """What a rank knows of the process that watches it, and tells it.
+
+    stderr: where to put what a rank that is not shown writes to stderr beneath Python.
+    """
+
+    def __init__(self, stderr: int | None = None, line: socket.socket | None = None) -> None:
+        self.stderr, self._line = stderr, line
+
+    def store_port(self) -> int:
+        """The port of the store that the watcher of rank 0 under MPI holds."""
+        assert self._line is not None
+        return int(self._line.makefile().readline())
+
+    def joined(self, host: str, port: int, size: int) -> None:
+        """Tells that all ranks have met, and where their store is."""
+        if self._line is not None:
+            self._line.sendall(f"{host} {port} {size}\n".encode())
+
+
+class _Meeting:
+    """Where a keeper finds the notices: at the store that its rank tells of, or that it holds itself."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.held: TCPStore | None = None
+        self._line = line
+        self._notices: Notices | None = None
+        self._line.setblocking(False)
+
+    def hold(self, host: str, port: int) -> None:
+        self.held = TCPStore(host, port, is_master=True, wait_for_workers=False)
+        self._line.sendall(f"{self.held.port}\n".encode())
+
+    def notices(self) -> Notices | None:
+        if self._notices is None:
+            with contextlib.suppress(OSError):  # nothing to read yet, or never again
+                told = self._line.recv(1024).decode().split()
+                if told:
+                    host, port, size = told
+                    store = self.held or TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+                    self._notices = Notices(store, int(size))
+        return self._notices
+
+
+def keep_rank(rank: int, size: int | None, mpi: bool, captures: bool) -> int | Watcher:
+    """Parts this process, a rank that mpiexec or torchrun started, in two.
+
+    The child goes on as the rank and gets a Watcher. The parent stays beside it: it sees how the rank ends, which a
+    rank cannot tell that was killed, and ends it when another rank fails. It gets the rank's exit code.
+    captures: whether what the rank writes to stderr beneath Python is held back.
+    """
+    held: IO[bytes] | None = tempfile.TemporaryFile() if captures else None  # noqa: SIM115 (as long as the process)
+    ours, theirs = socket.socketpair()
+    parent, hosts = os.getpid(), rank == 0 and (mpi or os.environ.get(_AGENT_STORE) != "True")
+    folder = make_folder() if rank == 0 and FOLDER_VARIABLE not in os.environ else None
+    child = _fork()
+    if child is None:
+        end_with(parent)
+        ours.close()
+        if folder is not None:
+            os.environ[FOLDER_VARIABLE] = folder
+        if not mpi:
+            os.environ[_AGENT_STORE] = "True"
+        return Watcher(held.fileno() if held else None, theirs)
+    theirs.close()  # all else stays open: mpiexec kills every rank at once when it sees a rank's connection closed
+    meeting = _Meeting(ours)
+    try:
+        if hosts and (refused := _host(meeting, mpi)):
+            child.send_signal(signal.SIGKILL)
+            print(f"distconv: {refused}", file=sys.stderr)
+            return 2
+        adopt_orphans()
+        code = Watch({rank: child}, size, meeting.notices, {rank: held} if held else {}, bound=True).run()
+        notices = meeting.notices()
+        if notices is not None and (mpi or meeting.held):
+            endings = _linger(notices, rank, meeting.held is not None, LINGER_SECONDS if code else math.inf)
+            if mpi:  # mpiexec takes the code of whichever ends first
+                code = code or next((shell_code(ended) for ended in endings.values() if ended), 0)
+        return code
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _host(meeting: _Meeting, mpi: bool) -> str | None:
+    """Holds the store at which the ranks meet; why not, where that fails."""
+    host, port = ("127.0.0.1", 0) if mpi else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    try:
+        meeting.hold(host, port)
+    except (dist.DistError, OSError) as error:
+        return f"the ranks cannot meet at {host}:{port}: {error}"
+    return None
+
+
+def _linger(notices: Notices, rank: int, holds_store: bool, seconds: float) -> Mapping[int, int]:
+    """Waits until all ranks have ended, `seconds` at most; how they ended. The keeper that holds the store goes last.
+
+    mpiexec kills every rank as soon as it sees one end that failed, and with it the one that tells why.
+    """
+    deadline, parent = time.monotonic() + seconds, os.getppid()
+    endings: Mapping[int, int] = {}
+    while time.monotonic() < deadline and os.getppid() == parent:
+        if len(endings) < notices.size:
+            endings = notices.endings()
+        if len(endings) == notices.size:
+            notices.leave(rank)
+            if not holds_store or notices.all_left():
+                break
+        time.sleep(_POLL_SECONDS)
+    return endings
+
+
+def keep_launcher() -> int | None:
+    """Parts this process, the launcher, in two, so that whichever of them is killed, the other ends every rank.
+
+    The child goes on as the launcher and gets None; the parent gets its exit code.
+    """
+    child = _fork()
+    if child is None:
+        adopt_orphans()
+        return None
+    return accompany(child, bound=False)
+
+
+def accompany(process: Process, bound: bool) -> int:
+    """Waits for a process that watches ranks itself, and passes signals on to it; its exit code.
+
+    bound: whether it is ended when the process that started this one has ended.
+    """
+    adopt_orphans()
+    parent, asked, kill_at = os.getppid(), set[int](), math.inf
+    with Signals() as signals:
+        while (code := process.poll()) is None:
+            for number in signals.taken():
+                asked.add(number)
+                process.send_signal(number)
+            if bound and os.getppid() != parent and kill_at == math.inf:
+                process.send_signal(signal.SIGTERM)
+                kill_at = time.monotonic() + STOP_SECONDS
+            if time.monotonic() > kill_at:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+        if code:
+            end_descendants()
+        if code < 0 and -code not in asked:
+            print(f"distconv: the launcher was killed (signal {-code})", file=sys.stderr)
+    return shell_code(code)
+
+
+def start_ranks(command: list[str], environments: Sequence[dict[str, str]], print_all: bool, store: TCPStore) -> int:
+    """Starts `command` once in each of the environments, rank by rank, and watches; the exit code of the job."""
+    size = len(environments)
+    written: dict[int, IO[bytes]] = {}
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    for rank, environment in enumerate(environments):
+        handed: tuple[int, ...] = ()
+        if rank and not print_all:
+            written[rank] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+            handed = (written[rank].fileno(),)
+        told = {_TOLD: ":".join(map(str, (os.getpid(), *handed)))}
+        stdin = None if rank == 0 else subprocess.DEVNULL
+        processes[rank] = subprocess.Popen(command, env={**environment, **told}, stdin=stdin, pass_fds=handed)
+    notices = Notices(store, size)
+    return Watch(processes, size, lambda: notices, written, bound=True).run()
+
+
+_TOLD = "DISTCONV_LAUNCHER"  # from the launcher to its ranks: its process id, and a file for stderr
+
+
+def started_by_launcher() -> Watcher | None:
+    """The launcher that started this rank, with which it will end; None for a rank that another program started."""
+    told = os.environ.pop(_TOLD, None)
+    if told is None:
+        return None
+    launcher, *stderr = map(int, told.split(":"))
+    end_with(launcher)
+    return Watcher(stderr[0] if stderr else None)
+
+
+def _fork() -> ForkedChild | None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    return ForkedChild(pid) if pid else None

@@ -1,0 +1,86 @@
+"""What the ranks of a job, and the processes that watch them, tell one another about its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+_T = TypeVar("_T")
+
+
+class Notices:
+    """They stand in torch.distributed's key-value store. Nothing here is collective, and nothing waits for a rank.
+
+    Exit codes are those of subprocess.Popen: -n where signal n killed the rank. A store that has gone (the process
+    that held it was killed) answers every question with the default: nobody is left to agree with.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        while isinstance(store, PrefixStore):  # which torch may put around a rank's store, but not around a watcher's
+            store = store.underlying_store
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store when it starts anew
+        self._store, self._at, self.size = store, f"distconv/ending/{attempt}", size
+
+    def claim(self) -> bool:
+        """Whether the caller is the first to ask, and so the one that tells why the job ends."""
+        return self._asked(lambda: bool(self._store.add(f"{self._at}/told", 1) == 1), False)
+
+    def told(self) -> bool:
+        """Whether somebody has told why the job ends, or need not tell: the user asked for it by a signal."""
+        return self._asked(lambda: bool(self._store.check([f"{self._at}/told"])) or self._is_signalled(), False)
+
+    def signalled(self) -> None:
+        """Notes that a signal from outside ends the job: that ranks lose one another is no news then."""
+        self._asked(lambda: self._store.set(f"{self._at}/signalled", "1"), None)
+
+    def _is_signalled(self) -> bool:
+        return bool(self._store.check([f"{self._at}/signalled"]))
+
+    def record(self, rank: int, code: int) -> None:
+        """Notes how a rank ended."""
+
+        def write() -> None:
+            self._store.set(f"{self._at}/{rank}", str(code))
+            self._store.set(f"{self._at}/any", "1")
+
+        self._asked(write, None)
+
+    def leave(self, rank: int) -> None:
+        """Notes that the process that watches a rank needs the notices no more."""
+        self._asked(lambda: self._store.set(f"{self._at}/left/{rank}", "1"), None)
+
+    def all_left(self) -> bool:
+        keys = [f"{self._at}/left/{rank}" for rank in range(self.size)]
+        return self._asked(lambda: bool(self._store.check(keys)), True)
+
+    def endings(self) -> Mapping[int, int]:
+        """The exit codes of the ranks that have ended so far."""
+
+        def read() -> dict[int, int]:
+            if not self._store.check([f"{self._at}/any"]):
+                return {}
+            ended = [rank for rank in range(self.size) if self._store.check([f"{self._at}/{rank}"])]
+            return {rank: int(self._store.get(f"{self._at}/{rank}")) for rank in ended}
+
+        return self._asked(read, {})
+
+    def _asked(self, question: Callable[[], Any], default: _T) -> _T:
+        try:
+            answer: _T = question()
+        except dist.DistError:
+            return default
+        return answer
+
+
+def how_it_ended(rank: int, size: int | None, code: int) -> str:
+    """One line about a rank whose end ends the job."""
+    who = f"rank {rank}" if size is None else f"rank {rank} of {size}"
+    if code < 0:
+        return f"{who} was killed (signal {-code})"
+    if code:
+        return f"{who} ended with exit code {code} while others were still running"
+    return f"{who} ended early (exit code 0) while others waited for it"

@@ -1,0 +1,101 @@
+"""Bonds between processes: a child that does not outlive its parent, and what became of a parent's children."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Protocol
+
+_LINUX = sys.platform == "linux"
+_PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36  # prctl's options
+_LOOK_SECONDS = 0.5
+_KILL_SECONDS = 3.0
+
+
+class Process(Protocol):
+    """What is watched: a subprocess.Popen, or a forked child."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code, -n where signal n killed it; None while it runs."""
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+class ForkedChild:
+    """A child that os.fork made, with the interface of subprocess.Popen."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def end_with(parent: int) -> None:
+    """Has this process killed as soon as `parent`, the process that started it, has ended in whatever way.
+
+    On Linux the kernel does it. Elsewhere a thread looks twice a second.
+    """
+    if _LINUX and ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL) == 0:
+        if os.getppid() != parent:  # it ended before it could be bound
+            os.kill(os.getpid(), signal.SIGKILL)
+        return
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        os._exit(128 + signal.SIGKILL)
+
+    threading.Thread(target=look, name="parent-watch", daemon=True).start()
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of what its descendants leave behind: `end_descendants` finds it (Linux)."""
+    if _LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(_CHILD_SUBREAPER, 1)
+
+
+def end_descendants() -> None:
+    """Kills every process that descends from this one: what killed ranks leave, such as a DataLoader's workers (Linux).
+
+    Repeated until none is left, as one may start another meanwhile; one that the kernel holds is given up.
+    """
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (found := _descendants()) and time.monotonic() < deadline:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _descendants() -> list[int]:
+    if not _LINUX:
+        return []
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # pid (name, which may hold anything) state parent ...
+            state, parent = entry.read_text().rpartition(")")[2].split()[:2]
+            if state not in "ZX":
+                children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found = list(children.get(os.getpid(), []))
+    for pid in found:
+        found.extend(children.get(pid, []))
+    return found

@@ -1,0 +1,58 @@
+"""Signals taken one by one by a process that passes them on to others."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from types import FrameType, TracebackType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those that ask a job to end."""
+
+PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
+"""Those that reach every rank when the launcher receives them."""
+
+SAME_SECONDS = 1.0  # within which a signal that comes twice is one: the terminal sent it, and the launcher passed it on
+
+
+class Signals:
+    """Within it, this process notes the signals of PASSED_ON instead of ending; those that it ignores stay ignored."""
+
+    def __init__(self) -> None:
+        self._came: deque[int] = deque()
+        self._last: dict[int, float] = {}
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in PASSED_ON:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - self._last.get(number, -SAME_SECONDS) >= SAME_SECONDS:
+            self._came.append(number)
+        self._last[number] = now
+
+    def taken(self) -> list[int]:
+        """What came since the last call."""
+        return [self._came.popleft() for _ in range(len(self._came))]
+
+
+def interrupts_are_silent() -> None:
+    """From now on SIGINT ends this process at once, without a traceback of what it imports."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupts_are_exceptions() -> None:
+    """From now on SIGINT raises KeyboardInterrupt, as Python has it; where it is ignored it stays so."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

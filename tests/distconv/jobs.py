@@ -1,0 +1,133 @@
+"""Jobs of `distconv run`, started as a user starts them, and what they leave behind."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distconv.job.launcher import mpiexec
+
+START_SECONDS = 180  # until the script runs on every rank
+GRACE_SECONDS = 10  # within which a job ends after one of its ranks has
+SLOW = 6  # how much longer that may take on a machine that is busy with other things
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = Path(__file__).with_name("scripts")
+ENVIRONMENT = {
+    **{
+        name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "DISTCONV", "MUCUDNN"))
+    },
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+
+
+def _mpi() -> bool:
+    try:
+        return importlib.util.find_spec("mpi4py") is not None and bool(mpiexec(1))
+    except FileNotFoundError:
+        return False
+
+
+needs_mpi = pytest.mark.skipif(not _mpi(), reason="mpi4py or mpiexec is missing")
+WAYS = [
+    pytest.param("alone", id="alone"),
+    pytest.param("mpiexec", id="mpiexec", marks=needs_mpi),
+    pytest.param("torchrun", id="torchrun"),
+]
+
+
+def command(way: str, ranks: int, *arguments: str) -> list[str]:
+    prefix = {
+        "alone": [sys.executable],
+        "mpiexec": [*mpiexec(ranks), sys.executable] if way == "mpiexec" else [],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+    }[way]
+    return [*prefix, "-m", "distconv", "run", *arguments]
+
+
+def launch(way: str, ranks: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(way, ranks, *arguments),
+        env={**ENVIRONMENT, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+class Job:
+    """A job in a session of its own, whose processes have a mark in their environment, whoever their parent is."""
+
+    def __init__(self, command: list[str], temporary: Path, **environment: str) -> None:
+        self._mark = f"MARK_OF_THE_TEST={uuid.uuid4().hex}"
+        self._temporary = temporary
+        name, value = self._mark.split("=")
+        self.process = subprocess.Popen(
+            command,
+            env={**ENVIRONMENT, name: value, "TMPDIR": str(temporary), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
+        )
+
+    def await_line(self, line: str) -> None:
+        """Reads what the job prints, up to this line."""
+        assert self.process.stdout is not None
+        assert any(printed.strip() == line for printed in self.process.stdout), self.process.communicate(timeout=60)
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit code, and what it printed from now on, once it ends by itself. Nothing of it may be left."""
+        printed, errors = self.process.communicate(timeout=START_SECONDS + GRACE_SECONDS * SLOW)
+        self.await_nothing_left()
+        assert [
+            name for name in os.listdir(self._temporary) if not name.startswith("torch")
+        ] == []  # torch leaves caches
+        return self.process.returncode, printed, errors
+
+    def await_nothing_left(self) -> None:
+        deadline = time.monotonic() + GRACE_SECONDS * SLOW
+        while left := self.processes():
+            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left]
+            time.sleep(0.1)
+
+    def processes(self) -> list[int]:
+        """Those that run."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if self._mark.encode() in entry.read_bytes():
+                    found.append(int(entry.parent.name))
+        return found
+
+
+@contextlib.contextmanager
+def started(command: list[str], temporary: Path, **environment: str) -> Iterator[Job]:
+    """A job that is killed where the test leaves it."""
+    job = Job(command, temporary, **environment)
+    try:
+        yield job
+    finally:
+        for pid in job.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _hear_interrupts() -> None:
+    """A shell's background job, and all it starts, ignores interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,130 @@
+"""How a job ends when a rank fails: what is told, with which exit code, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import pytest
+from jobs import SCRIPTS, WAYS, command, needs_mpi, started
+
+FAULTS, HANDLES = str(SCRIPTS / "faults.py"), str(SCRIPTS / "handles.py")
+TWO = ["alone", pytest.param("mpiexec", marks=needs_mpi)]
+
+
+def job(way: str, script: str, *arguments: str) -> list[str]:
+    return command(way, 2, "--show-ranks", "--partition", "height=2", script, *arguments)
+
+
+def told(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("distconv: ")]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_rank_is_named_first_and_ends_the_others(way, tmp_path):
+    with started(job(way, FAULTS, "kill", "--child"), tmp_path) as running:
+        code, _, errors = running.end()
+    assert told(errors) == ["distconv: rank 1 of 2 was killed (signal 9)"]
+    if way == "torchrun":  # which shows a traceback of its own
+        assert code != 0 and errors.index("distconv: ") < errors.index("Traceback")
+    else:
+        assert errors == "distconv: rank 1 of 2 was killed (signal 9)\n"
+        assert code == 128 + signal.SIGKILL
+
+
+def test_what_a_crashed_rank_wrote_is_shown(tmp_path):
+    with started(job("alone", FAULTS, "crash"), tmp_path) as running:
+        code, _, errors = running.end()
+    assert code == 128 + signal.SIGABRT
+    first, second, *_ = errors.splitlines()
+    assert first == "distconv: rank 1 of 2 was killed (signal 6)" and second == "written beneath Python"
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
+    with started(job("alone", FAULTS, "stay", "--child"), tmp_path) as running:
+        running.await_line("started")
+        assert len(running.processes()) >= 6  # two of the launcher, two ranks, a child of each
+        running.process.kill()
+        running.await_nothing_left()
+
+
+@pytest.mark.parametrize("way", TWO)
+@pytest.mark.parametrize("options", [(), ("--all",)], ids=["one", "all"])
+def test_an_exception_is_shown_once_as_python_shows_it(way, options, tmp_path):
+    with started(job(way, FAULTS, "fail", *options), tmp_path) as running:
+        code, _, errors = running.end()
+    assert code == 1
+    lines = errors.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert re.fullmatch(rf'  File "{re.escape(FAULTS)}", line \d+, in <module>', lines[1])
+    assert lines[-1 if options else -2] == "RuntimeError: no luck"
+    assert errors.count("Traceback") == 1
+    if not options:
+        assert lines[-1] == "distconv: on rank 1 of 2"
+
+
+@pytest.mark.parametrize("way", TWO)
+@pytest.mark.parametrize("how", ["early", "leave"])
+def test_a_rank_that_ends_early_is_named(way, how, tmp_path):
+    with started(job(way, FAULTS, how), tmp_path) as running:
+        code, _, errors = running.end()
+    assert errors == "distconv: rank 1 of 2 ended early (exit code 0) while others waited for it\n"
+    assert code == 1
+
+
+@pytest.mark.parametrize("way", TWO)
+@pytest.mark.parametrize("options", [(), ("--all",)], ids=["one", "all"])
+def test_exit_codes_are_the_scripts(way, options, tmp_path):
+    with started(job(way, FAULTS, "exit", *options), tmp_path) as running:
+        code, _, errors = running.end()
+    line = "distconv: rank 1 of 2 ended with exit code 7 while others were still running\n"
+    assert (code, errors) == (7, "" if options else line)
+
+
+# Signals from outside.
+
+
+@pytest.mark.parametrize("way", TWO)
+def test_sigterm_ends_a_script_without_a_handler(way, tmp_path):
+    with started(job(way, FAULTS, "stay", "--child"), tmp_path) as running:
+        running.await_line("started")
+        running.process.terminate()
+        code, _, errors = running.end()
+    assert errors == "distconv: ended by SIGTERM\n"
+    assert code == 128 + signal.SIGTERM
+
+
+def test_a_handler_runs_after_the_same_step_on_every_rank(tmp_path):
+    notes, temporary = tmp_path / "notes", tmp_path / "temporary"
+    notes.mkdir(), temporary.mkdir()
+    with started(job("alone", HANDLES, "flag", str(notes)), temporary) as running:
+        running.await_line("started")
+        running.process.terminate()
+        code, _, errors = running.end()
+    assert (code, errors) == (5, "distconv: ended by SIGTERM\n")
+    assert (notes / "0").read_text() == (notes / "1").read_text()
+
+
+@pytest.mark.parametrize("to", ["launcher", "all"])
+def test_an_interrupt_raises_after_the_same_step_on_every_rank(to, tmp_path):
+    """Whether it is sent to the launcher, or, as a terminal does, to every process of the job."""
+    notes, temporary = tmp_path / "notes", tmp_path / "temporary"
+    notes.mkdir(), temporary.mkdir()
+    with started(job("alone", HANDLES, "none", str(notes)), temporary) as running:
+        running.await_line("started")
+        if to == "all":
+            os.killpg(running.process.pid, signal.SIGINT)
+        else:
+            running.process.send_signal(signal.SIGINT)
+        code, printed, errors = running.end()
+    assert (code, printed, errors) == (5, "interrupted\n", "distconv: ended by SIGINT\n")
+    assert (notes / "0").read_text() == (notes / "1").read_text()
+
+
+def test_an_interrupt_ends_a_script_that_does_not_catch_it(tmp_path):
+    with started(job("alone", FAULTS, "stay"), tmp_path) as running:
+        running.await_line("started")
+        os.killpg(running.process.pid, signal.SIGINT)
+        code, _, errors = running.end()
+    assert (code, errors) == (128 + signal.SIGINT, "distconv: ended by SIGINT\n")
