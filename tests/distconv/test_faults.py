@@ -13,8 +13,8 @@ FAULTS, HANDLES = str(SCRIPTS / "faults.py"), str(SCRIPTS / "handles.py")
 TWO = ["alone", pytest.param("mpiexec", marks=needs_mpi)]
 
 
-def job(way: str, script: str, *arguments: str) -> list[str]:
-    return command(way, 2, "--show-ranks", "--partition", "height=2", script, *arguments)
+def job(way: str, *arguments: str) -> list[str]:
+    return command(way, 2, "--show-ranks", "--partition", "height=2", *arguments)
 
 
 def told(errors: str) -> list[str]:
@@ -96,30 +96,30 @@ def test_sigterm_ends_a_script_without_a_handler(way, tmp_path):
 
 
 def test_a_handler_runs_after_the_same_step_on_every_rank(tmp_path):
-    notes, temporary = tmp_path / "notes", tmp_path / "temporary"
-    notes.mkdir(), temporary.mkdir()
-    with started(job("alone", HANDLES, "flag", str(notes)), temporary) as running:
-        running.await_line("started")
+    with started(job("alone", "--print-all-ranks", HANDLES, "flag"), tmp_path) as running:
+        running.await_line("[0] started")
         running.process.terminate()
-        code, _, errors = running.end()
+        code, printed, errors = running.end()
     assert (code, errors) == (5, "distconv: ended by SIGTERM\n")
-    assert (notes / "0").read_text() == (notes / "1").read_text()
+    steps = sorted(printed.splitlines())
+    assert [line[:9] for line in steps] == ["[0] after", "[1] after"]
+    assert steps[0][9:] == steps[1][9:] and int(steps[0][9:]) >= 20
 
 
 @pytest.mark.parametrize("to", ["launcher", "all"])
 def test_an_interrupt_raises_after_the_same_step_on_every_rank(to, tmp_path):
     """Whether it is sent to the launcher, or, as a terminal does, to every process of the job."""
-    notes, temporary = tmp_path / "notes", tmp_path / "temporary"
-    notes.mkdir(), temporary.mkdir()
-    with started(job("alone", HANDLES, "none", str(notes)), temporary) as running:
-        running.await_line("started")
+    with started(job("alone", "--print-all-ranks", HANDLES, "none"), tmp_path) as running:
+        running.await_line("[0] started")
         if to == "all":
             os.killpg(running.process.pid, signal.SIGINT)
         else:
             running.process.send_signal(signal.SIGINT)
         code, printed, errors = running.end()
-    assert (code, printed, errors) == (5, "interrupted\n", "distconv: ended by SIGINT\n")
-    assert (notes / "0").read_text() == (notes / "1").read_text()
+    assert (code, errors) == (5, "distconv: ended by SIGINT\n")
+    *steps, first, second = sorted(printed.splitlines())
+    assert [first, second] == ["[1] after" + steps[0][9:], "[1] interrupted"]
+    assert steps == [steps[0], "[0] interrupted"]
 
 
 def test_an_interrupt_ends_a_script_that_does_not_catch_it(tmp_path):
