@@ -30,7 +30,7 @@ class Layer:
         self._folder = folder
         self.there, self.gone = folder + "/there", folder + "/gone"
         for path in (folder, self.there, self.gone):
-            if not is_there(path):
+            with contextlib.suppress(FileExistsError):  # ranks make those that they share at the same time
                 posix.mkdir(path, 0o700)
         descriptor = posix.open(folder + "/changes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
