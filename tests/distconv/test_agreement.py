@@ -147,6 +147,87 @@ def test_it_can_be_turned_off(ranks: Callable[[int], Ranks]) -> None:
     assert [(line, stepped) for line, stepped, _ in ranks(4).run(with_check_off)] == [(None, 3)] * 4
 
 
+def other(partition: str, what: str) -> Any:
+    """Trains for up to 30 steps, in which rank 3 does `what`; the line, and the steps done before it."""
+    mesh = distconv.init(partition, device_type="cpu")
+    odd, stepped = dist.get_rank() == 3, 0
+    x, y = data(4)
+    with ended() as found, distributed_script(mesh):
+        model = net(seed=5 if odd and what == "weights" else 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(30):
+            if what == "load" and step == 1:
+                state = distconv.whole_state(model.state_dict())
+                model.load_state_dict({name: value + (odd and "running" in name) for name, value in state.items()})
+            if what == "drift" and step == 1 and odd:
+                with torch.no_grad():
+                    parameter: Any = model[3].weight
+                    getattr(parameter, "_local_tensor", parameter)[0, 0] += 1e-6
+            optimizer.zero_grad()
+            result = model(x)
+            if what == "more" and step == 1 and odd:
+                result = result * torch.ones(1, 2, 1, 1)
+            nn.functional.cross_entropy(result, y).backward()
+            optimizer.step()
+            stepped += 1
+    return found["line"], stepped
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_weights_are_compared_before_the_first_step(ranks: Callable[[int], Ranks], partition: str) -> None:
+    (line, stepped), *rest = ranks(4).run(other, partition, "weights")
+    assert line.startswith("parameter 0.weight of Sequential, shape (4, 2, 3, 3), torch.float32, is not the same"), line
+    assert "rank 3 differs from rank 0." in line and stepped == 0 and rest == [(line, 0)] * 3
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_what_is_loaded_is_compared_at_the_next_call(ranks: Callable[[int], Ranks], partition: str) -> None:
+    (line, stepped), *rest = ranks(4).run(other, partition, "load")
+    assert line.startswith("buffer 1.running_mean of Sequential, shape (4,), torch.float32, is not the same"), line
+    assert "rank 3 differs from rank 0." in line and stepped == 1 and rest == [(line, 1)] * 3
+
+
+@pytest.mark.parametrize("partition, alike", [(PARTITIONS[0], 0), (PARTITIONS[1], 1)])
+def test_a_parameter_that_drifts_is_found_when_its_turn_comes(
+    ranks: Callable[[int], Ranks], partition: str, alike: int
+) -> None:
+    """On split channels rank 3 has its shard in common with rank 1."""
+    (line, stepped), *rest = ranks(4).run(other, partition, "drift")
+    assert line.startswith("parameter 3.weight of Sequential, shape (2, 4, 1, 1), torch.float32, is not the same"), line
+    assert f"rank 3 differs from rank {alike}." in line
+    assert 1 <= stepped <= 4 and rest == [(line, stepped)] * 3
+
+
+def test_ranks_that_do_not_do_the_same(ranks: Callable[[int], Ranks]) -> None:
+    (line, stepped), *rest = ranks(4).run(other, PARTITIONS[0], "more")
+    assert line.startswith("the ranks do not do the same: next comes, on ranks 0, 1 and 2: "), line
+    assert "; rank 3: other of aten.mul, shape (1, 2, 1, 1), torch.float32, at " in line
+    assert stepped == 1 and rest == [(line, 1)] * 3
+
+
+def forward_only(end: str) -> Any:
+    """Evaluates; at the second of three calls rank 1 has other inputs."""
+    mesh = distconv.init(PARTITIONS[0], device_type="cpu")
+    x, _ = data(4)
+    done = 0
+    with ended() as found, distributed_script(mesh), torch.no_grad():
+        model = net().eval()
+        for step in range(3):
+            y = model(x + (step == 1 and dist.get_rank() == 1))
+            if end == "item":
+                y.sum().item()
+            elif end == "gather":
+                distconv.gather(y)
+            done += 1
+    return found["line"], done
+
+
+@pytest.mark.parametrize("end, done", [("item", 1), ("gather", 1), ("the script's end", 3)])
+def test_programs_that_only_go_forward(ranks: Callable[[int], Ranks], end: str, done: int) -> None:
+    for line, calls in ranks(4).run(forward_only, end):
+        assert line is not None and line.startswith("input 1 of Sequential.forward") and calls == done, (line, calls)
+
+
 @pytest.mark.parametrize("way", ["alone", "torchrun"])
 def test_a_script_that_seeds_itself_by_its_process_ends_in_one_line(way: str) -> None:
     done = launch(way, 2, "--partition", "height=2", str(SCRIPTS / "reseeded.py"))
