@@ -47,7 +47,7 @@ def common_seed(environment: Mapping[str, str]) -> str:
 
 
 def settle() -> None:
-    """Starts this rank anew with the job's seed, where it runs `python -m distconv run` and has none yet."""
+    """Starts this rank anew with the job's seed, where it runs `distconv run` and has none yet."""
     if is_run() and not is_fixed(os.environ) and find_place(os.environ) is not None:
         os.environ[VARIABLE] = common_seed(os.environ)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 
 def is_run() -> bool:
-    """Whether this process is `python -m distconv run`, asked while Python imports the package."""
+    """Whether this process is `distconv run` or `python -m distconv run`, asked while Python imports the package."""
     # At that time "-m" stands for the program in sys.argv.
-    return sys.argv[:2] == ["-m", "run"] and ("-m", "distconv") in itertools.pairwise(sys.orig_argv)
+    as_module = sys.argv[:2] == ["-m", "run"] and ("-m", "distconv") in itertools.pairwise(sys.orig_argv)
+    return as_module or (os.path.basename(sys.argv[0]) == "distconv" and sys.argv[1:2] == ["run"])

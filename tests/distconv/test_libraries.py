@@ -132,6 +132,20 @@ def test_walks_globs_and_names(folder):
     assert os.listdir() == ["old.txt"]
 
 
+def test_classes_that_keep_functions(tmp_path, monkeypatch):
+    class Globber:  # as in Python 3.13's glob
+        scandir = staticmethod(os.scandir)
+
+    monkeypatch.setattr(glob, "_OurGlobber", Globber, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job").mkdir()
+    with files_of_rank(str(tmp_path / "job"), 1):
+        Path("mine").touch()
+        with Globber.scandir(".") as entries:
+            assert "mine" in {entry.name for entry in entries}
+    assert Globber.scandir is os.scandir and not Path("mine").exists()
+
+
 def test_temporary_files_are_this_ranks_own(folder):
     with tempfile.NamedTemporaryFile() as file:
         assert file.name.startswith(os.environ["TMPDIR"]) and Path(file.name).exists()

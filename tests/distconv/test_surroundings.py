@@ -163,7 +163,11 @@ def test_importing_the_package_starts_nothing_anew(monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "distconv", "run"])
     with pytest.raises(AssertionError, match="started anew"):
         settle()
-    assert os.environ["PYTHONHASHSEED"] == "0"
+    assert os.environ.pop("PYTHONHASHSEED") == "0"
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/distconv", "run"])
+    monkeypatch.setattr(sys, "orig_argv", ["python", *sys.argv])
+    with pytest.raises(AssertionError, match="started anew"):
+        settle()
     settle()  # once
 
 

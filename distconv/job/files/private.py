@@ -31,9 +31,19 @@ def make_folder() -> str:
     begin = f"distconv-{socket.gethostname()}-"
     for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):
         process = left.name[len(begin) :].partition("-")[0]
-        if process.isdigit() and not os.path.exists(f"/proc/{process}"):
+        if process.isdigit() and not _runs(int(process)):
             shutil.rmtree(left, ignore_errors=True)
     return tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-")
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
 
 
 @contextlib.contextmanager
@@ -97,6 +107,7 @@ def _temporary_files(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(functions: Functions) -> Iterator[None]:
     """Puts the replacements where the real functions are: in `os` and `builtins`, and in modules that took them."""
+    around = contextlib.ExitStack()
     table = functions.table()
     new = {id(getattr(os, name)): function for name, function in table.items()}
     new[id(builtins.open)] = functions.open_file
@@ -106,6 +117,12 @@ def _replaced(functions: Functions) -> Iterator[None]:
             if id(value) in new:
                 undo.append((attributes, name, value))
                 attributes[name] = new[id(value)]
+    for owner in _classes():
+        for name, value in list(vars(owner).items()):
+            function = value.__func__ if isinstance(value, staticmethod) else None
+            if id(function) in new:
+                around.callback(setattr, owner, name, value)
+                setattr(owner, name, staticmethod(new[id(function)]))
     supports = [known for known in vars(os).values() if isinstance(known, set)]
     for known in supports:
         known.update([new[id(function)] for function in known if id(function) in new])
@@ -117,8 +134,15 @@ def _replaced(functions: Functions) -> Iterator[None]:
         shutil._use_fd_functions = by_descriptor  # type: ignore[attr-defined]
         for known in supports:
             known.difference_update(new.values())
+        around.close()
         for attributes, name, value in undo:
             attributes[name] = value
+
+
+def _classes() -> list[type]:
+    """The standard library's classes that keep functions of `os`, as glob's do in Python 3.13."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("glob", "pathlib")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, type)]
 
 
 def _programs() -> list[Any]:
