@@ -179,4 +179,6 @@ class TwoRanks(RuleBasedStateMachine):
 
 
 TestTwoRanks = TwoRanks.TestCase
-TestTwoRanks.settings = settings(max_examples=12, stateful_step_count=15, deadline=None, phases=[Phase.generate])
+TestTwoRanks.settings = settings(
+    max_examples=12, stateful_step_count=15, deadline=None, phases=[Phase.reuse, Phase.generate]
+)

@@ -101,6 +101,7 @@ class FirstRank:
 
     def link(self, source: str, target: str) -> None:
         self.note(target)
+        self._note_copied(source)
         posix.link(source, target, follow_symlinks=False)
 
     def symlink(self, text: str, path: str) -> None:
@@ -126,6 +127,14 @@ class FirstRank:
         """In the file system's order; sorted where the script has changed something, as on the other ranks."""
         names = posix.listdir(folder)
         return sorted(names) if self._before.touches(folder) else names
+
+    def _note_copied(self, path: str) -> None:
+        """Notes a file that gets a second name, under which it may be changed in place: the kept one is a copy."""
+        self.note(path)
+        status = _status(path)
+        kept = None if status is None else self._read_by_others.pop((status.st_dev, status.st_ino), None)
+        if kept is not None:
+            self._before.copy_in(self._before.at(kept), kept)
 
     def _note_empty(self, path: str) -> None:
         """Notes a path that is about to go; what `before` has of an empty folder is then all that was in it."""

@@ -142,9 +142,9 @@ class OwnLayer:
             raise self.view.missing(source)
         if self.view.status(target) is not None:
             raise error(errno.EEXIST, target)
+        self._make_around(target)
         if stat.S_ISDIR(status.st_mode):
             raise error(errno.EPERM, source)
-        self._make_around(target)
         posix.link(self._bring_up(source), self._own.at(target), follow_symlinks=False)
         self._own.changed()
 
