@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distconv
-from distconv.channels import Layer, weight_dims
+from distconv.channels import ChannelMap, weight_dims
 
 Step = Callable[[], object]
 
@@ -53,7 +53,7 @@ def sharded(channels: int, filters: int, size: int, mesh: DeviceMesh, algorithm:
     """The same on a mesh with channel axes only, the weight in the blocks of the algorithm."""
     whole = plain(channels, filters, size)
     axes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    dims = weight_dims(Layer(channels, filters), algorithm, axes)
+    dims = weight_dims(ChannelMap(channels, filters), algorithm, axes)
     weight = distribute_tensor(whole.weight.detach(), mesh, [Shard(dim) for dim in dims])
     x, grad = (distconv.shard(tensor.detach(), mesh).detach() for tensor in (whole.x, whole.grad))
     return Convolution(x.requires_grad_(), weight.requires_grad_(), grad)
