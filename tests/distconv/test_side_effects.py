@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_launch import ENVIRONMENT, SCRIPTS, WAYS, command
+from jobs import ENVIRONMENT, SCRIPTS, WAYS, command
 
 from distconv.job.files.private import make_folder
 

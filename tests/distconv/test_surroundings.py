@@ -12,7 +12,7 @@ import uuid
 import numpy as np
 import pytest
 import torch
-from test_launch import ENVIRONMENT, SCRIPTS, WAYS, launch
+from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch
 
 from distconv.job.hash_seed import common_seed, drawn_seed, settle
 from distconv.job.one_process import is_hidden
