@@ -63,13 +63,13 @@ class Ending:
                 self._show(f"{error.code}\n")
         elif isinstance(error, KeyboardInterrupt):
             self.code = 128 + signal.SIGINT
-        elif refusal := _refusal(error):
+        elif refusal := refusal_of(error):
             self.code = 2
             self._show(f"distconv: {refusal}\n")
         else:
             self.code = 1
-            if not (_lost_another(error) and self._cause_told()):
-                self._show(_as_python_prints(error), whose=True)
+            if not (lost_another(error) and self._cause_told()):
+                self._show(as_python_prints(error), whose=True)
 
     def _cause_told(self) -> bool:
         """Whether it is known which rank has gone; if so, it has been told when this returns."""
@@ -110,7 +110,7 @@ class Ending:
             os._exit(self.code)  # without MPI_Finalize, which waits for messages that will not come
 
 
-def _lost_another(error: BaseException) -> bool:
+def lost_another(error: BaseException) -> bool:
     """Whether the error, or one that it came from, is that of a collective whose other ranks do not answer."""
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -124,7 +124,7 @@ def _lost_another(error: BaseException) -> bool:
     return False
 
 
-def _refusal(error: BaseException) -> str | None:
+def refusal_of(error: BaseException) -> str | None:
     """One line for an error that distconv itself raised about the script's data or network; None for any other."""
     if not isinstance(error, ValueError | NotImplementedError):
         return None
@@ -146,7 +146,7 @@ def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
         trace = trace.tb_next
 
 
-def _as_python_prints(error: BaseException) -> str:
+def as_python_prints(error: BaseException) -> str:
     """As python prints it: from the script's first line on, to the last one that is not a stand-in's."""
     trace = program.from_program(error.__traceback__)
     _cut_stand_ins(trace)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from distconv.job import watch
-from distconv.job.ending import _lost_another
+from distconv.job.ending import lost_another
 from distconv.job.notices import Notices
 from distconv.job.signals import Signals
 from distconv.job.watch import Watch
@@ -150,7 +150,7 @@ def test_the_right_to_tell_is_claimed_once_and_a_lost_store_is_no_error():
     ],
 )
 def test_a_consequence_is_told_from_a_cause(text, lost):
-    assert _lost_another(RuntimeError(text)) == lost
+    assert lost_another(RuntimeError(text)) == lost
     wrapped = ValueError("step 3 failed")
     wrapped.__cause__ = RuntimeError(text)
-    assert _lost_another(wrapped) == lost
+    assert lost_another(wrapped) == lost
