@@ -1,0 +1,45 @@
+"""Trains, goes on from its own last checkpoint, and prints the loss of each step: a plain script for one device.
+
+With --die a process among several kills itself at the third step, once: a file tells that it has.
+"""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--steps", type=int, required=True)
+parser.add_argument("--checkpoint", required=True)
+parser.add_argument("--die")
+options = parser.parse_args()
+
+torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+x, y = torch.randn(4, 2, 8, 6), torch.randn(4, 2, 8, 6)
+model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+begin = 0
+if os.path.exists(options.checkpoint):
+    saved = torch.load(options.checkpoint)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    begin = saved["step"]
+
+for step in range(begin, options.steps):
+    if options.die and step == 2 and os.environ.get("RANK") == "1" and not Path(options.die).exists():
+        os.close(os.open(options.die, os.O_CREAT, 0o600))
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(step, f"{loss.item():.12f}", flush=True)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
+        f"{options.checkpoint}.new",
+    )
+    os.replace(f"{options.checkpoint}.new", options.checkpoint)
