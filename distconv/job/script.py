@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv.job.data import loading
 from distconv.job.ending import Ending
@@ -60,7 +60,9 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
             watcher.joined(store.host, store.port, dist.get_world_size())
             ask_for_ended(Notices(store, dist.get_world_size()).endings)
         return store
-    store, rank, size = next(rendezvous("env://"))
+    shared, rank, size = next(rendezvous("env://"))
+    # torchrun keeps its store when it starts the ranks anew; the addresses of those that have gone are still in it.
+    store = PrefixStore(f"distconv/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     watcher.joined(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size)
     return store

@@ -30,8 +30,7 @@ def test_torchrun_starts_anew_and_fewer_ranks_go_on(tmp_path):
     temporary.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     torchrun += ["--max-restarts", "2", "-m", "distconv", "run", "--show-ranks", "--partition", "sample=2,height=2"]
-    dies = str(tmp_path / "died")
-    with started([*torchrun, RESUMES, "--steps", "4", "--checkpoint", checkpoint, "--die", dies], temporary) as job:
+    with started([*torchrun, RESUMES, "--steps", "4", "--checkpoint", checkpoint, "--die"], temporary) as job:
         code, printed, errors = job.end()
     assert code == 0, errors
     assert "distconv: rank 1 of 4 was killed (signal 9)" in errors
