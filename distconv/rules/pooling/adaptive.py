@@ -163,10 +163,10 @@ def average(func: Any, x: DTensor, size: list[int]) -> DTensor:
     """The mean of each window [floor(o I / O), ceil((o + 1) I / O))."""
     plan, mesh = _planned(func, x, size)
     local, shape = x._local_tensor, _resized(x._local_tensor.shape, plan.local_size)
-    y = local
+    # Means of means are rounded once, at the end, as the mean is that one process takes at once.
+    y = local.to(precise(local.dtype)) if plan.bins else local
     if list(local.shape) != shape or not plan.bins:
-        y = func(local, plan.local_size) if local.numel() and 0 not in shape else local.new_zeros(shape)
-    y = y.to(precise(y.dtype))
+        y = func(y, plan.local_size) if local.numel() and 0 not in shape else y.new_zeros(shape)
     for side in plan.bins:
         y = _mean(side, y)
     return wrap(y.to(local.dtype), mesh, plan.placements, plan.out_shape)
@@ -187,14 +187,14 @@ def average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
     local, shape = local_as(grad, mesh, plan.placements), x._local_tensor.shape
     dtype = local.dtype
-    local = local.to(precise(dtype))
+    if plan.bins:
+        local = local.to(precise(dtype))
     for side in reversed(plan.bins):
         local = _spread(side, side.reaching(local))
-    local = local.to(dtype)
     if list(local.shape) != list(shape) or not plan.bins:
-        like = shaped_like(x._local_tensor, shape)
+        like = shaped_like(x._local_tensor, shape).to(local.dtype)
         local = func(local.contiguous(), like) if local.numel() else local.new_zeros(shape)
-    return wrap(local, mesh, x.placements, x.shape)
+    return wrap(local.to(dtype), mesh, x.placements, x.shape)
 
 
 def _spread(side: Bins, grad: Tensor) -> Tensor:
