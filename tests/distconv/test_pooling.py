@@ -170,6 +170,17 @@ def modes() -> dict[str, Any]:
             for pool in (nn.MaxPool1d(3, 2), nn.AvgPool1d(2), nn.AdaptiveAvgPool1d(2), nn.AdaptiveMaxPool1d(2)):
                 same = torch.allclose(distconv.gather(pool(line)), pool(base[..., 0]))
                 result[f"{context.__name__} {pool}"] = same
+    # Sums of such numbers are exact in float32, and rounded to the 8 bits of bfloat16 once.
+    half = torch.randint(-100, 100, (4, 8, 12, 12)).bfloat16()
+    for size in (1, 2):
+        outputs, grads = [], []
+        for x in (half.clone().requires_grad_(), distconv.shard(half, mesh).detach().requires_grad_()):
+            y = nn.functional.adaptive_avg_pool2d(x, size)
+            (y * 3).sum().backward()
+            outputs.append(y)
+            grads.append(x.grad)
+        for name, (expected, found) in (("mean", outputs), ("gradient", grads)):
+            result[f"{name} in bfloat16, to {size}"] = torch.equal(distconv.gather(found), expected)
     integers = torch.randint(-9, 9, (1, 1, 9, 5))
     pool = nn.MaxPool2d(3, 2, 1)
     result["integers"] = torch.equal(distconv.gather(pool(distconv.shard(integers, mesh))), pool(integers))
