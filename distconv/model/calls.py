@@ -27,12 +27,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.agreement.ledger import ledger, note_state
-from distconv.beside import plain, watchers
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
 from distconv.model.images import refuse_images
 from distconv.model.shard_gather import to_shards
 from distconv.partition import is_ours
+from distconv.plain_tensors import plain, watchers
 from distconv.transfer.redistribution import relaid
 
 

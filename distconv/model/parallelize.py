@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv.agreement.ledger import before_step, finish, ledger, note_state
-from distconv.beside import plain
+from distconv.implicit_replication import mix_plain_tensors
 from distconv.mesh_options import batch_norm_statistics
-from distconv.mixing import mix_plain_tensors
 from distconv.model.assignment import Assignment, assignments, meshes
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
@@ -26,6 +25,7 @@ from distconv.model.parameters import known_optimizers, optimizers_known, shard_
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.partition import adopt, is_ours, whole_group
+from distconv.plain_tensors import plain
 from distconv.rules.registry import watch_plain_tensors
 
 M = TypeVar("M", bound=nn.Module)

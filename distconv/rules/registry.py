@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.beside import entering, plain
 from distconv.layouts import undoes_shard
 from distconv.partition import is_ours
+from distconv.plain_tensors import entering, plain
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.stock import leave, leave_to_torch
 
@@ -177,7 +177,7 @@ def _is_tensor(kind: Any) -> bool:
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
 
-    Ours and a program's own DTensors treat the plain one differently (see `distconv.mixing`).
+    Ours and a program's own DTensors treat the plain one differently (see `distconv.implicit_replication`).
     """
     left_alone = {handled._schema.name for handled in DTensor._op_dispatcher._custom_op_handlers}
 

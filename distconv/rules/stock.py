@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.mixing import as_the_program_set
+from distconv.implicit_replication import as_the_program_set
 from distconv.refusal import refuse
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from distconv.job.ending import _as_python_prints, _refusal
+from distconv.job.ending import as_python_prints, refusal_of
 from distconv.job.files.private import files_of_rank
 
 
@@ -162,10 +162,10 @@ def test_errors_are_those_of_python(folder):
 
     missing = error("missing.txt", "r")
     assert str(missing) == "[Errno 2] No such file or directory: 'missing.txt'"
-    assert "functions.py" not in _as_python_prints(missing) and "open(path, mode)" in _as_python_prints(missing)
+    assert "functions.py" not in as_python_prints(missing) and "open(path, mode)" in as_python_prints(missing)
     assert str(error("old.txt/x", "w")) == "[Errno 20] Not a directory: 'old.txt/x'"
     assert str(error("old.txt", "x")) == "[Errno 17] File exists: 'old.txt'"
-    assert _refusal(error("old.txt", "q")) is None
+    assert refusal_of(error("old.txt", "q")) is None
 
 
 def test_all_is_plain_again_afterwards(tmp_path):

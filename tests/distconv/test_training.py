@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from small_training import Result, batches, net
+from tagged import classes_of_a_subclass, subclasses
 from test_launch import TRAIN, launch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
@@ -20,50 +22,6 @@ import distconv
 from distconv.model.parallelize import distributed_script
 
 PARTITIONS = ["sample=2,height=2", "sample=2,channel=2"]
-
-
-class Tagged(Tensor):
-    """A tensor that carries what is known of it through every function, as MONAI's MetaTensor does."""
-
-    meta: dict[str, Any]
-
-    @staticmethod
-    def of(x: Tensor, **meta: Any) -> Tagged:
-        result = x.as_subclass(Tagged)
-        result.meta = meta
-        return result
-
-    def new_empty(self, size: tuple[int, ...], **kwargs: Any) -> Tensor:  # type: ignore[override]
-        """Like MetaTensor's, which takes no other forms of a size."""
-        assert isinstance(size, tuple)
-        return self.as_subclass(Tensor).new_empty(size, **kwargs)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, Tagged):
-            result.meta = next((arg.meta for arg in args if isinstance(arg, Tagged) and hasattr(arg, "meta")), {})
-        return result
-
-
-def net() -> nn.Module:
-    torch.manual_seed(3)
-    layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 3, padding=1)]
-    return nn.Sequential(*layers).double()
-
-
-def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(9)
-    return [
-        (
-            torch.randn(5, 2, 9, 8, generator=generator, dtype=torch.float64),
-            torch.randn(5, 4, 9, 8, generator=generator, dtype=torch.float64),
-        )
-        for _ in range(count)
-    ]
-
-
-Result = list[Any]
 
 
 def ema(first: str, **options: Any) -> Result:
@@ -191,38 +149,6 @@ def scaled(overflow: bool = False) -> Result:
     return [*found, *model.parameters()]
 
 
-def subclasses() -> Result:
-    """Inputs and targets of a subclass of Tensor, whose metadata the script reads from its own batch."""
-    model, found = net(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for index, (images, labels) in enumerate(batches()):
-        x, y = Tagged.of(images, name=f"image{index}"), Tagged.of(labels, name=f"label{index}")
-        optimizer.zero_grad()
-        result = model(x)
-        loss = nn.functional.mse_loss(result, y) + (result - y).abs().mean() + ((y > 0) * result).mean()
-        loss.backward()
-        optimizer.step()
-        assert type(x) is Tagged and x.meta == {"name": f"image{index}"}
-        assert type(y) is Tagged and y.meta == {"name": f"label{index}"} and (y + 1).meta == y.meta
-        found.append(loss.item())
-    return [*found, *model.parameters()]
-
-
-def classes_of_a_subclass() -> Result:
-    """Classes of voxels in a tensor of a subclass, which the rule for three spatial dims keeps for backward."""
-    torch.manual_seed(3)
-    model, found = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1)).double(), []
-    x, y = torch.randn(2, 2, 5, 6, 4, dtype=torch.float64), Tagged.of(torch.randint(4, (2, 5, 6, 4)), name="label")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return [*found, *model.parameters()]
-
-
 def evaluated_first() -> Result:
     """The first call of a model, and that of its average, under inference mode; both load a state and train on."""
     model, found = nn.Sequential(net(), nn.AvgPool2d(2), nn.Upsample(scale_factor=2.0, mode="bilinear")), []
@@ -341,52 +267,3 @@ def test_nothing_but_the_scripts_own_output_is_printed(partition: str) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 3
-
-
-def in_bfloat16(kind: str, seed: int) -> list[float]:
-    """The losses of three steps: under autocast, in float64, or with each batch in halves whose gradients add up."""
-    generator, found = torch.Generator().manual_seed(seed), []
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2))
-    dtype = torch.float64 if kind == "float64" else torch.float32
-    model = model.to(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        x = torch.randn(8, 2, 24, 24, generator=generator).to(dtype)
-        y = torch.randint(0, 4, (8,), generator=generator)
-        optimizer.zero_grad()
-        losses = []
-        for part in (slice(0, 4), slice(4, 8)) if kind == "halves" else (slice(0, 8),):
-            with torch.autocast("cpu", torch.bfloat16, enabled=kind != "float64"):
-                loss = nn.functional.cross_entropy(model(x[part]).mean((2, 3)), y[part])
-            loss = loss / (2 if kind == "halves" else 1)
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        found.append(sum(losses))
-    return found
-
-
-def bfloat16_errors(partition: str) -> dict[str, float]:
-    """{how: the largest distance from the losses in float64, over eight seeds}, and of the ranks from the plain run."""
-    mesh = distconv.init(partition, device_type="cpu")
-    errors = dict.fromkeys(("whole", "halves", "ranks", "ranks from whole", "halves from whole"), 0.0)
-    for seed in range(8):
-        exact, whole, halves = (in_bfloat16(kind, seed) for kind in ("float64", "whole", "halves"))
-        with distributed_script(mesh):
-            ranks = in_bfloat16("whole", seed)
-        for name, a, b in (
-            ("whole", whole, exact),
-            ("halves", halves, exact),
-            ("ranks", ranks, exact),
-            ("ranks from whole", ranks, whole),
-            ("halves from whole", halves, whole),
-        ):
-            errors[name] = max(errors[name], *(abs(one - other) for one, other in zip(a, b, strict=True)))
-    return errors
-
-
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_bfloat16_is_as_near_to_float64_as_one_process_is(ranks: Callable[[int], Ranks], partition: str) -> None:
-    for found in ranks(4).run(bfloat16_errors, partition):
-        assert found["ranks"] < 2 * max(found["whole"], found["halves"]), found
