@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -37,22 +41,51 @@ def whole_state(state: T) -> T:
 
 @contextlib.contextmanager
 def saving_whole() -> Iterator[None]:
-    """Within it, torch.save writes the whole of what is sharded, as one process would write it.
+    """Within it, torch.save and safetensors write the whole of what is sharded, as one process would write it.
 
-    Every rank must call it, as ranks that run one script do. ValueError for a module with sharded parameters itself.
+    Every rank must call them, as ranks that run one script do. ValueError for a module with sharded parameters itself.
     """
-    save = torch.save
+    with contextlib.ExitStack() as undo:
 
-    def save_whole(obj: object, *args: Any, **kwargs: Any) -> None:
+        def replace(module: ModuleType, name: str, around: Callable[[Any], Any]) -> None:
+            real = getattr(module, name)
+            setattr(module, name, around(real))
+            undo.callback(setattr, module, name, real)
+
+        replace(torch, "save", _of_whole_state)
+        if importlib.util.find_spec("safetensors") is not None:
+            safetensors = importlib.import_module("safetensors.torch")
+            for name in ("save", "save_file"):
+                replace(safetensors, name, _of_whole_state)
+            for name in ("save_model", "load_model"):
+                replace(safetensors, name, _of_model_with_whole_state)
+        yield
+
+
+def _of_whole_state(save: Callable[..., Any]) -> Callable[..., Any]:
+    name = f"{save.__module__.partition('.')[0]}.{save.__name__}"
+
+    @functools.wraps(save)
+    def save_whole(obj: Any, *args: Any, **kwargs: Any) -> Any:
         for module in (leaf for leaf in tree_leaves(obj) if isinstance(leaf, nn.Module)):
             if any(isinstance(p, DTensor) and is_ours(p.device_mesh) for p in module.parameters()):
                 raise ValueError(
-                    f"torch.save of a {type(module).__name__}, whose parameters are sharded; accepted: its state_dict()"
+                    f"{name} of a {type(module).__name__}, whose parameters are sharded; accepted: its state_dict()"
                 )
-        save(whole_state(obj), *args, **kwargs)
+        return save(whole_state(obj), *args, **kwargs)
 
-    torch.save = save_whole
-    try:
-        yield
-    finally:
-        torch.save = save
+    return save_whole
+
+
+def _of_model_with_whole_state(use: Callable[..., Any]) -> Callable[..., Any]:
+    """safetensors compares the addresses and sizes of what `state_dict()` gives: those of whole tensors."""
+
+    @functools.wraps(use)
+    def with_whole_state(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hook = model.register_state_dict_post_hook(lambda module, state, prefix, _: state.update(whole_state(state)))
+        try:
+            return use(model, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    return with_whole_state

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
+from safetensors import SafetensorError
 from test_parameters import MIXED, Net, adam, steps_with
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -106,3 +108,35 @@ def test_a_script_saves_whole_tensors(ranks: Callable[[int], Ranks], tmp_path: P
     for refusal, *found in ranks(2).run(save_in_a_script, str(tmp_path)):
         assert found == [True, True]
         assert refusal == "torch.save of a Net, whose parameters are sharded; accepted: its state_dict()"
+
+
+def by_safetensors(path: str) -> list[Any]:
+    """In a script: whether its files hold the whole, are read back, and whether what is no script is refused."""
+    rank, found = torch.distributed.get_rank(), []
+    with distconv.distributed_script(distconv.init("channel=2", device_type="cpu")):
+        torch.manual_seed(1)
+        model = Net().double()
+        steps_with(model, adam(model.parameters()))
+        safetensors.save_file(model.state_dict(), f"{path}/{rank}.state")
+        safetensors.save_model(model, f"{path}/{rank}.model")
+        whole = distconv.whole_state(model.state_dict())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        safetensors.load_model(model, f"{path}/{rank}.model")
+        again = distconv.whole_state(model.state_dict())
+        found.append(all(torch.equal(again[key], value) for key, value in whole.items()))
+    for kind in ("state", "model"):
+        state = safetensors.load_file(f"{path}/{rank}.{kind}")
+        found.append(state.keys() == whole.keys() and all(torch.equal(state[key], whole[key]) for key in whole))
+    try:
+        safetensors.save_file(model.state_dict(), f"{path}/{rank}.refused")
+    except SafetensorError as error:
+        found.append(str(error))
+    return found
+
+
+def test_safetensors_writes_the_whole_in_a_script(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    for read_back, state, model, refusal in ranks(2).run(by_safetensors, str(tmp_path)):
+        assert (read_back, state, model) == (True, True, True)
+        assert "invalid shape" in refusal  # outside a script a state is the program's to make whole

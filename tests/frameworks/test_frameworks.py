@@ -10,9 +10,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,17 +84,9 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def cases() -> Iterator[Any]:
-    """Every script on every partition."""
-    unsaved = "accelerate writes safetensors itself, which have no form for a parameter that is sharded over channels"
-    for script in CASES:
-        for partition in PARTITIONS:
-            fails = (script, partition) == ("accelerate_train", "sample=2,channel=2")
-            yield pytest.param(script, partition, marks=[pytest.mark.xfail(reason=unsaved, strict=True)] * fails)
-
-
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("script", "partition"), cases())
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("script", CASES)
 def test_numbers_and_files_are_those_of_one_process(
     script: str, partition: str, alone: Callable[[str], Ran], tmp_path: Path
 ) -> None:
