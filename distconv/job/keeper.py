@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO
 
 import torch.distributed as dist
@@ -102,16 +102,24 @@ def keep_rank(rank: int, size: int | None, mpi: bool, captures: bool) -> int | W
             print(f"distconv: {refused}", file=sys.stderr)
             return 2
         adopt_orphans()
-        code = Watch({rank: child}, size, meeting.notices, {rank: held} if held else {}, bound=True).run()
-        notices = meeting.notices()
-        if notices is not None and (mpi or meeting.held):
-            endings = _linger(notices, rank, meeting.held is not None, LINGER_SECONDS if code else math.inf)
-            if mpi:  # mpiexec takes the code of whichever ends first
-                code = code or next((shell_code(ended) for ended in endings.values() if ended), 0)
+        watch = Watch({rank: child}, size, meeting.notices, {rank: held} if held else {}, bound=True)
+        code = watch.run()
+        if (notices := meeting.notices()) is not None:
+            parting = _Parting(notices, rank, LINGER_SECONDS if code else math.inf)
+            if mpi:
+                code = parting.under_mpi(shell_code(watch.failed[1]) if watch.failed else code, folder)
+            elif meeting.held is not None:
+                parting.of_the_host()
+            else:
+                notices.leave(rank)
         return code
     finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
+
+
+def _remove(folder: str | None) -> None:
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _host(meeting: _Meeting, mpi: bool) -> str | None:
@@ -124,22 +132,38 @@ def _host(meeting: _Meeting, mpi: bool) -> str | None:
     return None
 
 
-def _linger(notices: Notices, rank: int, holds_store: bool, seconds: float) -> Mapping[int, int]:
-    """Waits until all ranks have ended, `seconds` at most; how they ended. The keeper that holds the store goes last.
+class _Parting:
+    """How keepers leave one another; none waits longer than `seconds`, nor after its parent has ended."""
 
-    mpiexec kills every rank as soon as it sees one end that failed, and with it the one that tells why.
-    """
-    deadline, parent = time.monotonic() + seconds, os.getppid()
-    endings: Mapping[int, int] = {}
-    while time.monotonic() < deadline and os.getppid() == parent:
-        if len(endings) < notices.size:
-            endings = notices.endings()
-        if len(endings) == notices.size:
-            notices.leave(rank)
-            if not holds_store or notices.all_left():
-                break
-        time.sleep(_POLL_SECONDS)
-    return endings
+    def __init__(self, notices: Notices, rank: int, seconds: float) -> None:
+        self._notices, self._rank = notices, rank
+        self._deadline, self._parent = time.monotonic() + seconds, os.getppid()
+
+    def of_the_host(self) -> None:
+        """Holds the store until all others need it no more."""
+        self._notices.leave(self._rank)
+        self._wait(self._notices.all_left)
+
+    def under_mpi(self, code: int, folder: str | None) -> int:
+        """Waits for all ranks to end; the exit code of the job, as mpiexec takes that of whichever ends first.
+
+        When mpiexec sees a process end that failed, it kills all others, also one that is to tell why. So all go at
+        the same time, after the first one has removed the job's folder.
+        """
+        self._wait(lambda: len(self._notices.endings()) == self._notices.size)
+        code = code or next((shell_code(ended) for ended in self._notices.endings().values() if ended), 0)
+        if self._rank == 0:
+            _remove(folder)
+            self._notices.sweep()
+            self.of_the_host()
+        else:
+            self._wait(self._notices.swept)
+            self._notices.leave(self._rank)
+        return code
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        while not condition() and time.monotonic() < self._deadline and os.getppid() == self._parent:
+            time.sleep(_POLL_SECONDS)
 
 
 def keep_launcher() -> int | None:

@@ -31,14 +31,15 @@ class Notices:
 
     def told(self) -> bool:
         """Whether somebody has told why the job ends, or need not tell: the user asked for it by a signal."""
-        return self._asked(lambda: bool(self._store.check([f"{self._at}/told"])) or self._is_signalled(), False)
+        return self._asked(lambda: bool(self._store.check([f"{self._at}/told"])) or self.is_signalled(), False)
 
     def signalled(self) -> None:
         """Notes that a signal from outside ends the job: that ranks lose one another is no news then."""
         self._asked(lambda: self._store.set(f"{self._at}/signalled", "1"), None)
 
-    def _is_signalled(self) -> bool:
-        return bool(self._store.check([f"{self._at}/signalled"]))
+    def is_signalled(self) -> bool:
+        """Whether a signal from outside ends the job."""
+        return self._asked(lambda: bool(self._store.check([f"{self._at}/signalled"])), False)
 
     def record(self, rank: int, code: int) -> None:
         """Notes how a rank ended."""
@@ -49,11 +50,20 @@ class Notices:
 
         self._asked(write, None)
 
+    def sweep(self) -> None:
+        """Notes that the job's folder has been removed."""
+        self._asked(lambda: self._store.set(f"{self._at}/swept", "1"), None)
+
+    def swept(self) -> bool:
+        """Whether the job's folder has been removed."""
+        return self._asked(lambda: bool(self._store.check([f"{self._at}/swept"])), True)
+
     def leave(self, rank: int) -> None:
         """Notes that the process that watches a rank needs the notices no more."""
         self._asked(lambda: self._store.set(f"{self._at}/left/{rank}", "1"), None)
 
     def all_left(self) -> bool:
+        """Whether all have noted so."""
         keys = [f"{self._at}/left/{rank}" for rank in range(self.size)]
         return self._asked(lambda: bool(self._store.check(keys)), True)
 

@@ -47,7 +47,7 @@ class Watch:
         self._processes, self._size, self._find_notices, self._written = processes, size, find_notices, written
         self._parent = os.getppid() if bound else None
         self._codes: dict[int, int] = {}
-        self._failed: tuple[int, int] | None = None  # the first rank to fail, and its code
+        self.failed: tuple[int, int] | None = None  # the first rank to fail, here or elsewhere, and its code
         self._signal: int | None = None  # what was asked from outside
         self._stop_at: float | None = None
         self._kill_at: float | None = None
@@ -106,12 +106,12 @@ class Watch:
                     self._kill_at = min(self._kill_at or now, now + STOP_SECONDS)
                 elif code < 0 and not self._killed:
                     self._blame(rank, code)
-            elif code and self._failed is None and self._stop_at is None:
-                self._failed = rank, code
+            elif code and self.failed is None and self._stop_at is None:
+                self.failed = rank, code
                 self._stop_at = now + ALIKE_SECONDS
-        if self._failed and self._failed[1] < 0 and self._stop_at and self._stop_at > now:
+        if self.failed and self.failed[1] < 0 and self._stop_at and self._stop_at > now:
             self._stop_at = now
-            self._blame(*self._failed)
+            self._blame(*self.failed)
 
     def _look_around(self, at_once: bool = False) -> None:
         """Notes whether a rank that another process watches has failed, or the process that started this one ended."""
@@ -122,9 +122,11 @@ class Watch:
         if self._parent is not None and os.getppid() != self._parent:
             self._stop_at = now
         notices = self._find_notices()
-        for rank, code in notices.endings().items() if notices and self._signal is None else ():
+        if notices is None or self._signal is not None or notices.is_signalled():
+            return
+        for rank, code in notices.endings().items():
             if code and rank not in self._processes:
-                self._failed = rank, code
+                self.failed = rank, code
                 self._stop_at = now + (ALIKE_SECONDS if code > 0 else 0.0)
 
     def _act(self) -> None:
@@ -134,8 +136,8 @@ class Watch:
             for process in self._running():
                 process.send_signal(signal.SIGKILL)
         elif self._stop_at is not None and now >= self._stop_at and self._kill_at is None:
-            if self._failed is not None:
-                self._blame(*self._failed)
+            if self.failed is not None:
+                self._blame(*self.failed)
             self._kill_at = now + STOP_SECONDS
             for process in self._running():
                 process.send_signal(signal.SIGTERM)
@@ -158,5 +160,5 @@ class Watch:
         if self._signal is not None:
             own = self._codes[min(self._codes)]  # the script's own where it has a handler that ends it
             return own if own >= 0 else 128 + self._signal
-        failed = [self._failed[1]] if self._failed and self._failed[0] in self._processes else []
+        failed = [self.failed[1]] if self.failed and self.failed[0] in self._processes else []
         return shell_code(next((code for code in (*failed, *self._codes.values()) if code), 0))
