@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -96,18 +98,28 @@ class Ending:
             self._shown.flush()
 
     def leave(self, mpi: bool) -> None:
-        """Closes what this rank holds. A rank that failed under MPI ends here."""
-        for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, Prefixed):
-                stream.finish()
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        """Closes what this rank holds. A rank that failed ends here."""
+        _flush()
         if self.notices is not None:
             self.notices.record(self._rank, self.code)
         if not self.code:
             dist.destroy_process_group()
-        elif mpi and self.notices is not None and self.notices.size > 1:
-            os._exit(self.code)  # without MPI_Finalize, which waits for messages that will not come
+        elif self.notices is not None and self.notices.size > 1:
+            if not mpi:
+                threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's threads, as Python does
+                atexit._run_exitfuncs()
+                _flush()
+            # Without MPI_Finalize, which waits for messages that will not come, and without torch's own threads, which
+            # abort the process where they end after the objects that they use.
+            os._exit(self.code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, Prefixed):
+            stream.finish()
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def lost_another(error: BaseException) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
 import signal
+import sys
 
 import pytest
-from jobs import SCRIPTS, WAYS, command, needs_mpi, started
+from jobs import ENVIRONMENT, SCRIPTS, WAYS, command, needs_mpi, started
 
 FAULTS, HANDLES = str(SCRIPTS / "faults.py"), str(SCRIPTS / "handles.py")
 TWO = ["alone", pytest.param("mpiexec", marks=needs_mpi)]
@@ -53,8 +56,10 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
 @pytest.mark.parametrize("options", [(), ("--all",)], ids=["one", "all"])
 def test_an_exception_is_shown_once_as_python_shows_it(way, options, tmp_path):
     with started(job(way, FAULTS, "fail", *options), tmp_path) as running:
-        code, _, errors = running.end()
+        code, printed, errors = running.end()
     assert code == 1
+    if way == "alone":  # MPI's own end would wait for the others
+        assert printed.endswith("left\n")
     lines = errors.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert re.fullmatch(rf'  File "{re.escape(FAULTS)}", line \d+, in <module>', lines[1])
@@ -128,3 +133,24 @@ def test_an_interrupt_ends_a_script_that_does_not_catch_it(tmp_path):
         os.killpg(running.process.pid, signal.SIGINT)
         code, _, errors = running.end()
     assert (code, errors) == (128 + signal.SIGINT, "distconv: ended by SIGINT\n")
+
+
+def test_a_terminal_stays_one_and_hears_an_interrupt(tmp_path):
+    script = tmp_path / "asks.py"
+    script.write_text(
+        "import sys, time\n"
+        "print('terminal', sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(sys.executable, job("alone", str(script)), ENVIRONMENT)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while some := os.read(terminal, 1000):
+            shown += some
+            if some.endswith(b"True\r\n"):
+                os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT
+    assert shown == b"terminal True True True\r\n^Cdistconv: ended by SIGINT\r\n"

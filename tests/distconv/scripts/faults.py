@@ -1,5 +1,6 @@
 """Adds up over all ranks until one of them, or all, end as the first argument says. Runs with --show-ranks."""
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -28,6 +29,7 @@ if __name__ == "__main__":
     how, *options = sys.argv[1:]
     if "--child" in options:  # as a DataLoader's worker is
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True).start()
+    atexit.register(print, "left", flush=True)
     total = torch.ones(2)
     dist.all_reduce(total)  # all ranks are here
     print("started", flush=True)
