@@ -149,7 +149,7 @@ def test_a_terminal_stays_one_and_hears_an_interrupt(tmp_path):
     with contextlib.suppress(OSError):  # the other end is closed
         while some := os.read(terminal, 1000):
             shown += some
-            if some.endswith(b"True\r\n"):
+            if shown.endswith(b"True\r\n"):
                 os.write(terminal, b"\x03")
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT
