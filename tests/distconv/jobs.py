@@ -83,7 +83,7 @@ class Job:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_hear_interrupts,
+            preexec_fn=hear_interrupts,
         )
 
     def await_line(self, line: str) -> None:
@@ -128,6 +128,6 @@ def started(command: list[str], temporary: Path, **environment: str) -> Iterator
                 os.kill(pid, signal.SIGKILL)
 
 
-def _hear_interrupts() -> None:
+def hear_interrupts() -> None:
     """A shell's background job, and all it starts, ignores interrupts."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
