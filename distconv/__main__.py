@@ -3,184 +3,60 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from typing import NoReturn
 
 from distconv import settings
-from distconv.channels import check_algorithm
-from distconv.job.keeper import keep_rank, started_by_launcher
-from distconv.job.launcher import BadInput, Job, start
-from distconv.job.place import Place, find_place
-from distconv.model.strategy import Strategy, read
-from distconv.partition import AXES, Partition
+from distconv.commands import run
+from distconv.job.launcher import BadInput
+from distconv.job.place import find_place
 
-DESCRIPTION = f"""\
-Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every
-activation; the losses are those of one process, to rounding.
-
-A partition names mesh axes and the ranks along each, for example sample=2,height=2 on 4 ranks. Axes: {", ".join(AXES)}.
-"""
-
-EXAMPLES = """\
-examples:
-  python -m distconv run --partition sample=2,height=2 train.py --lr 0.1      4 ranks of this machine
-  python -m distconv run --nproc 4 --backend mpi --partition depth=4 train.py
-  python -m distconv run --partition sample=4 --shard-data -m package.train   each rank reads a quarter
-  mpiexec -n 4 python -m distconv run --partition depth=4 train.py            one or more machines
-  torchrun --nproc-per-node 4 -m distconv run --partition height=2,width=2 train.py
-  python -m distconv run --partition sample=2,channel=2 train.py              wide layers, without more samples
-
-strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
-model.named_modules() gives; a pattern is as of the shell, stands for all within the layers it matches, and the first
-one decides. What moves between layers is redistributed. For example:
-  [layers]
-  "layer4.*" = "channel=4"
-  "*" = "sample=4"
-"""
-
-VARIABLES = """\
-  MUCUDNN_WORKSPACE_LIMIT     where set (or MUCUDNN_MEMORY_LIMIT, MUCUDNN_TOTAL_WORKSPACE_SIZE), mucudnn runs the
-                              local convolutions within it
-  OMP_NUM_THREADS             threads per rank; the cores shared out where not set
-"""
-
-EXIT_CODES = """\
-when a rank fails: one rank tells why, and the others end within ten seconds. Signals reach every rank; a script's own
-handlers run after the same optimizer step on all of them, and get 30 seconds.
-
-exit codes: the script's own; 1 for an exception, and for a rank that ended early while others waited for it; 2 for a
-job that cannot run as given; 128 + n where signal n ended a rank, or the job: 130 for Ctrl-C, 143 for SIGTERM.
-"""
-
-
-def _epilog() -> str:
-    defaults = [f"  {s.variable:<27} default of {settings.flag(name)}" for name, s in settings.SETTINGS.items()]
-    return "\n".join([EXAMPLES, "environment:", *defaults, VARIABLES, EXIT_CODES])
+COMMANDS = (run,)
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message} (see python -m distconv run --help)")
+        raise BadInput(f"{message} (see {self.prog} --help)")
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="python -m distconv", description=DESCRIPTION.split("\n\n")[0], allow_abbrev=False)
-    run = parser.add_subparsers(dest="command", required=True, metavar="run").add_parser(
-        "run",
-        help="run a script on many ranks",
-        description=DESCRIPTION,
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = _Parser(
+        prog="python -m distconv",
+        description="Runs single-device PyTorch scripts on many ranks, each of which holds a part of every activation.",
         allow_abbrev=False,
     )
-    for name, option in settings.SETTINGS.items():
-        flag, text = settings.flag(name), option.meaning.replace("%", "%%")
-        if option.metavar:
-            run.add_argument(flag, dest=name, metavar=option.metavar, help=text)
-        else:
-            run.add_argument(flag, dest=name, action="store_const", const="on", help=text)
-    run.add_argument(
-        "--strategy",
-        metavar="FILE",
-        help="a TOML file that says which layers run under another partition; see below",
-    )
-    run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
-    run.add_argument(
-        "--shard-data",
-        action="store_true",
-        help="a DataLoader reads only the samples of the rank's coordinate on the sample axis "
-        "(default: every rank reads the whole batch)",
-    )
-    run.add_argument(
-        "--batch-norm",
-        choices=["global", "local"],
-        default="global",
-        help="statistics over the whole batch, as one process has them (default), or over each rank's part",
-    )
-    run.add_argument("--print-all-ranks", action="store_true", help="show every rank's output, each line after [rank]")
-    run.add_argument(
-        "--report",
-        metavar="FILE",
-        help="write what mucudnn chose for rank 0's local convolutions to FILE at the end, as JSON "
-        "(python -m mucudnn report FILE shows it)",
-    )
-    run.add_argument(
-        "--show-ranks",
-        action="store_true",
-        help="let the script see RANK, WORLD_SIZE and torch.distributed as they are (default: it is told of one "
-        "process)",
-    )
-    run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
-    run.add_argument("script", metavar="SCRIPT", help="the script")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
+    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add(commands)
     return parser
 
 
-def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
-    partition: Partition | None = settings.value("partition")
-    strategy = None if options.strategy is None else read(options.strategy, partition.ranks if partition else None)
-    if partition is None and strategy is not None:
-        partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
-    if partition is None:
-        raise ValueError("no partition: give --partition AXIS=RANKS,... or set DISTCONV_PARTITION")
-    return partition, strategy
-
-
-def _job(options: argparse.Namespace, place: Place | None) -> Job:
-    try:
-        partition, strategy = _partitions(options)
-        check_algorithm(settings.value("channel_algorithm"), partition)
-        backend = settings.value("backend")
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    started = partition.ranks if place is None else place.size
-    if options.nproc is not None and started is not None and options.nproc != started:
-        if place is None:
-            raise BadInput(
-                f"partition {str(partition)!r} needs {partition.ranks} ranks, but --nproc is {options.nproc}"
-            )
-        raise BadInput(f"--nproc {options.nproc}, but {started} ranks were started already")
-    return Job(
-        partition=partition,
-        script=options.script,
-        arguments=tuple(options.arguments),
-        module=options.module,
-        backend=backend,
-        shard_data=options.shard_data,
-        batch_norm=options.batch_norm,
-        strategy=strategy,
-        print_all_ranks=options.print_all_ranks,
-        report=options.report,
-        show_ranks=options.show_ranks,
-    )
+def _parsed(first: bool) -> argparse.Namespace:
+    """The options; help is printed by the first rank alone."""
+    if first:
+        return _parser().parse_args()
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        return _parser().parse_args()
 
 
 def main() -> int:
-    place = find_place(os.environ)
-    if place is not None and place.rank:
-        quiet = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
-        sys.stdout, shown = quiet, sys.stdout
-    try:
-        options = _parser().parse_args()
-        with settings.options({name: getattr(options, name) for name in settings.SETTINGS}):
-            job = _job(options, place)
-            if place is None:
-                return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
-            if place.rank:
-                sys.stdout = shown
-            watcher = started_by_launcher() or keep_rank(
-                place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks
-            )
-            if isinstance(watcher, int):
-                os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
-            from distconv.job.script import run
+    """Runs one command.
 
-            return run(job, place, watcher)
+    Returns:
+        The exit code: what the command says, or 2 for bad input, which the first rank tells in one line.
+    """
+    place = find_place(os.environ)
+    first = place is None or place.rank == 0
+    try:
+        options = _parsed(first)
+        code: int = options.command(options)
     except (BadInput, settings.SettingError) as error:
-        if place is None or place.rank == 0:
+        if first:
             print(f"distconv: {error}", file=sys.stderr)
         return 2
+    return code
 
 
 if __name__ == "__main__":
