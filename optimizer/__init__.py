@@ -1,9 +1,11 @@
-"""The mathematics of dividing convolutions: numbers in, decisions out, no torch."""
+"""The mathematics of dividing convolutions and of choosing partitions: numbers in, decisions out, no torch."""
 
 if __name__ != "mucudnn.optimizer":
     # With a checkout on the path this folder is found under its bare name, which belongs to the user's programs.
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
 
+from mucudnn.optimizer.assign import assign, cost_of, longest_path_first
+from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
@@ -13,14 +15,20 @@ from mucudnn.optimizer.timeline import Timeline, common
 __all__ = [
     "POLICIES",
     "Division",
+    "DoesNotFit",
     "Option",
     "Sharing",
     "Timeline",
+    "Within",
+    "assign",
+    "assign_within",
     "best_division",
     "common",
+    "cost_of",
     "desirable_divisions",
     "desirable_set",
     "divide_workspace",
+    "longest_path_first",
     "micro_batch_sizes",
     "share",
 ]

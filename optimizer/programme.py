@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from mucudnn.optimizer.knapsack import Group, Solution, relaxed
 
@@ -22,6 +23,15 @@ def installed() -> list[str]:
         for name, packages in SOLVERS.items()
         if all(importlib.util.find_spec(package) is not None for package in packages.split())
     ]
+
+
+def command(solver: str, time_limit: float) -> Any:
+    """PuLP's command of one of `installed()`, which proves its optimum within `time_limit` seconds, or stops."""
+    import pulp
+
+    if solver == "HiGHS":
+        return pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=0.0)
+    return pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=0.0, gapAbs=0.0)
 
 
 def solve(groups: Sequence[Group], total: int, solver: str, time_limit: float) -> Solution:
@@ -76,11 +86,7 @@ def _solved(
     problem += pulp.LpAffineExpression([(variable, float(_SCALE * b / total)) for variable, _, b in terms]) <= _SCALE
     for members, items in zip(alike.values(), variables, strict=True):
         problem += pulp.lpSum(items) == len(members)
-    if solver == "HiGHS":
-        command = pulp.HiGHS(msg=False, timeLimit=time_limit, gapRel=0.0)
-    else:
-        command = pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit, gapRel=0.0, gapAbs=0.0)
-    problem.solve(command)
+    problem.solve(command(solver, time_limit))
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None, False
     items = [0] * len(groups)

@@ -1,0 +1,150 @@
+"""One candidate for every node of a graph, so that what nodes cost and what edges cost add up to the least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mucudnn.optimizer.elimination import Graph, least, width
+
+Node = TypeVar("Node", bound=Hashable)
+Numbers = npt.NDArray[np.float64]
+
+MOST_ENTRIES = 2**27
+"""Entries of the largest table that is worked through; a graph that needs a larger one goes to an integer programme."""
+
+
+def assign(costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike]) -> dict[Node, int]:
+    """The candidate of every node whose costs, with those of the moves between neighbours, add up to the least.
+
+    Exact. Nodes are eliminated one by one: of a node and its neighbours, the best candidate of the node is found for
+    all combinations of theirs, which makes one table among the neighbours (non-serial dynamic programming, Bertelè and
+    Brioschi 1972). On a chain of layers this is the shortest path of Dryden et al. (IPDPS 2019). Residual networks and
+    U-Nets need tables of two neighbours. A graph whose tables would be larger than `MOST_ENTRIES` is solved as an
+    integer programme. The result depends on the numbers and on the order of `costs` only; of candidates that are
+    equally good, the first of the node that is eliminated first counts.
+
+    Args:
+        costs: for every node, the seconds of each candidate; `math.inf` for one that cannot be taken.
+        moves: for pairs of nodes, a matrix: the seconds between a candidate of the first (row) and one of the second
+            (column). A pair may occur in both orders, and a node with itself, whose diagonal then counts.
+
+    Returns:
+        {node: index of its candidate}, in the order of `costs`.
+
+    Raises:
+        ValueError: one line, for a node without candidates, for a matrix that does not fit its nodes, for a number that
+            is not one, and where no choice is finite.
+        ModuleNotFoundError: where the graph needs an integer programme and PuLP is not installed.
+    """
+    nodes, graph = graph_of(costs, moves)
+    if width(graph) > MOST_ENTRIES:
+        from mucudnn.optimizer import assign_programme
+
+        chosen = assign_programme.solve(graph)
+    else:
+        chosen = least(graph)
+    if chosen is None:
+        raise ValueError("costs and moves: no choice of one candidate for each node is finite")
+    return dict(zip(nodes, chosen, strict=True))
+
+
+def cost_of(
+    costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike], chosen: Mapping[Node, int]
+) -> float:
+    """What a choice costs: seconds."""
+    nodes = (float(costs[node][chosen[node]]) for node in costs)
+    edges = (float(np.asarray(matrix)[chosen[a], chosen[b]]) for (a, b), matrix in moves.items())
+    return math.fsum((*nodes, *edges))
+
+
+def longest_path_first(
+    costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike]
+) -> dict[Node, int]:
+    """The choice by the heuristic of Dryden et al. (IPDPS 2019, section V-C), to compare `assign` with.
+
+    The path with the most nodes gets its best candidates, by a shortest path; then the longest path of what is left,
+    given those, and so on. Edges go from the first node of a pair to the second, and make no circle.
+
+    Raises:
+        ValueError: as `assign`; also for edges in a circle.
+    """
+    nodes, graph = graph_of(costs, moves)
+    edges = [tuple(nodes.index(node) for node in pair) for pair in moves]
+    unary = [cost.copy() for cost in graph.costs]
+    chosen: dict[int, int] = {}
+    while len(chosen) < len(nodes):
+        path = _longest_path(len(nodes), [(a, b) for a, b in edges if a not in chosen and b not in chosen], chosen)
+        within = {(path.index(a), path.index(b)): graph.moves[a, b] for a, b in graph.moves if a in path and b in path}
+        along = {(a, b): table for (a, b), table in within.items() if abs(a - b) == 1}
+        found = least(Graph([unary[node] for node in path], along))
+        if found is None:
+            raise ValueError("costs and moves: the longest path has no finite choice beside those made before")
+        chosen.update(zip(path, found, strict=True))
+        for (a, b), table in graph.moves.items():
+            if a in path and b not in chosen:
+                unary[b] += table[chosen[a]]
+            if b in path and a not in chosen:
+                unary[a] += table[:, chosen[b]]
+    return {node: chosen[index] for index, node in enumerate(nodes)}
+
+
+def _longest_path(count: int, edges: Sequence[tuple[int, ...]], taken: Mapping[int, int]) -> list[int]:
+    before: dict[int, list[int]] = {node: [] for node in range(count) if node not in taken}
+    for a, b in edges:
+        if a != b:
+            before[b].append(a)
+    length: dict[int, tuple[int, int | None]] = {}
+    waiting = list(before)
+    while waiting:
+        ready = [node for node in waiting if all(other in length for other in before[node])]
+        if not ready:
+            raise ValueError("moves: the edges make a circle, so there is no longest path")
+        for node in ready:
+            steps = [(length[other][0] + 1, -other) for other in before[node]]
+            longest, last = max(steps, default=(1, 1))
+            length[node] = (longest, None if last == 1 else -last)
+        waiting = [node for node in waiting if node not in length]
+    at: int | None = max(length, key=lambda node: (length[node][0], -node))
+    path = []
+    while at is not None:
+        path.append(at)
+        at = length[at][1]
+    return path[::-1]
+
+
+def graph_of(
+    costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike]
+) -> tuple[list[Node], Graph]:
+    """The nodes in order, and the checked numbers with nodes as positions in that order."""
+    nodes = list(costs)
+    at = {node: index for index, node in enumerate(nodes)}
+    unary = [np.array(costs[node], dtype=np.float64) for node in nodes]
+    for node, cost in zip(nodes, unary, strict=True):
+        if cost.ndim != 1 or not len(cost):
+            raise ValueError(f"costs[{node!r}]: shape {cost.shape}; accepted: one number for each of its candidates")
+        if np.isnan(cost).any() or (cost == -np.inf).any():
+            raise ValueError(f"costs[{node!r}]: accepted are seconds and infinity, not NaN")
+    tables: dict[tuple[int, int], Numbers] = {}
+    for (a, b), matrix in moves.items():
+        if a not in at or b not in at:
+            raise ValueError(f"moves[{a!r}, {b!r}]: costs has no node {(b if a in at else a)!r}")
+        table = np.array(matrix, dtype=np.float64)
+        i, j = at[a], at[b]
+        if table.shape != (len(unary[i]), len(unary[j])):
+            raise ValueError(
+                f"moves[{a!r}, {b!r}]: shape {table.shape}; accepted: {(len(unary[i]), len(unary[j]))}, the candidates"
+                " of both"
+            )
+        if np.isnan(table).any() or (table == -np.inf).any():
+            raise ValueError(f"moves[{a!r}, {b!r}]: accepted are seconds and infinity, not NaN")
+        if i == j:
+            unary[i] = unary[i] + np.diagonal(table)
+            continue
+        pair, table = ((i, j), table) if i < j else ((j, i), table.T)
+        tables[pair] = tables[pair] + table if pair in tables else table
+    return nodes, Graph(unary, tables)
