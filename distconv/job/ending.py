@@ -25,6 +25,7 @@ from distconv.refusal import UnsupportedOperation
 from mucudnn import program
 
 CAUSE_SECONDS = 6.0  # within which it becomes known why another rank does not answer any more
+ALIKE_SECONDS = 1.0  # within which the first rank fails, where it fails as another rank did
 FAILURE_SECONDS = 1.0  # within which a failure becomes known, where ranks are known that ended well
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
@@ -38,7 +39,8 @@ _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|B
 class Ending:
     """How this rank ends: with which code, and whether it is the one that tells why.
 
-    A failure is shown once: by the first rank that fails. A rank that fails only because another one has gone says
+    A failure is shown once: by the first rank that fails, or by rank 0 where that one fails alike, as most errors of a
+    script do. A rank that fails only because another one has gone says
     nothing about itself; it tells how the other one ended, where that one's watcher has not told yet.
     """
 
@@ -70,8 +72,24 @@ class Ending:
             self._show(f"distconv: {refusal}\n")
         else:
             self.code = 1
-            if not (lost_another(error) and self._cause_told()):
+            if lost_another(error):
+                told = self._cause_told()
+            else:
+                told = self._first_rank_tells("".join(traceback.format_exception_only(error)))
+            if not told:
                 self._show(as_python_prints(error), whose=True)
+
+    def _first_rank_tells(self, error: str) -> bool:
+        """Whether rank 0 fails with the same error, and so tells of it as of the script's, not of one rank's."""
+        if self.notices is None:
+            return False
+        self.notices.fail(self._rank, error)
+        begin = time.monotonic()
+        while self._rank and time.monotonic() - begin < ALIKE_SECONDS and not self.notices.told():
+            if (first := self.notices.error(0)) is not None:
+                return first == error
+            time.sleep(0.02)
+        return False
 
     def _cause_told(self) -> bool:
         """Whether it is known which rank has gone; if so, it has been told when this returns."""

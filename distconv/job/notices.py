@@ -29,6 +29,19 @@ class Notices:
         """Whether the caller is the first to ask, and so the one that tells why the job ends."""
         return self._asked(lambda: bool(self._store.add(f"{self._at}/told", 1) == 1), False)
 
+    def fail(self, rank: int, error: str) -> None:
+        """Notes the error that a rank's script ended with."""
+        self._asked(lambda: self._store.set(f"{self._at}/{rank}/error", error), None)
+
+    def error(self, rank: int) -> str | None:
+        """The error that a rank's script ended with, if it is known."""
+
+        def read() -> str | None:
+            key = f"{self._at}/{rank}/error"
+            return self._store.get(key).decode() if self._store.check([key]) else None
+
+        return self._asked(read, None)
+
     def told(self) -> bool:
         """Whether somebody has told why the job ends, or need not tell: the user asked for it by a signal."""
         return self._asked(lambda: bool(self._store.check([f"{self._at}/told"])) or self.is_signalled(), False)
