@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from distconv.job.files.layer import Layer, copy, is_there, make_folders
+from distconv.job.files.layer import Layer, copy, is_folder, is_there, make_folders
 from distconv.job.files.names import Names
 from distconv.job.files.own_layer import WRITING
 
@@ -93,7 +93,7 @@ class FirstRank:
 
     def rename(self, source: str, target: str) -> None:
         self.note(source, tree=True)
-        if _is_folder(source):
+        if is_folder(source):
             self._before.hide(source)
         self._note_empty(target)
         posix.rename(source, target)
@@ -139,7 +139,7 @@ class FirstRank:
     def _note_empty(self, path: str) -> None:
         """Notes a path that is about to go; what `before` has of an empty folder is then all that was in it."""
         self.note(path)
-        if _is_folder(path) and not posix.listdir(path):
+        if is_folder(path) and not posix.listdir(path):
             self._before.hide(path)
 
     def _keep(self, path: str, status: os.stat_result) -> None:
@@ -172,11 +172,6 @@ def _status(path: str) -> os.stat_result | None:
         return posix.lstat(path)
     except OSError:
         return None
-
-
-def _is_folder(path: str) -> bool:
-    status = _status(path)
-    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def _real_link(path: str) -> str | None:

@@ -95,6 +95,14 @@ class Layer:
         return _reaches(self.there + folder) or _reaches(self.gone + folder)
 
 
+def is_folder(path: str) -> bool:
+    """Whether a path of the file system is a folder, and no link to one."""
+    try:
+        return stat.S_ISDIR(posix.lstat(path).st_mode)
+    except OSError:
+        return False
+
+
 def is_there(path: str) -> bool:
     """Whether there is anything at a real path, be it a link to nowhere."""
     try:

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from distconv.job.files.layer import Layer, entries, is_there
+from distconv.job.files.layer import Layer, entries, is_folder, is_there
 from distconv.job.files.names import Names
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class View:
             return path if is_there(self.shared.gone + path) else None
         if self._before.has(path):
             kept = self._before.at(path)
-            return path if _is_folder(kept) and _is_folder(path) else kept
+            return path if is_folder(kept) and is_folder(path) else kept
         if self._before.hides(path):
             return path if is_there(self.shared.gone + path) else None
         return path
@@ -130,10 +130,6 @@ class View:
         number = errno.ENOENT if stat.S_ISDIR(status.st_mode) else errno.ENOTDIR
         return OSError(number, os.strerror(number), path)
 
-    def is_folder(self, path: str) -> bool:
-        status = self.status(path)
-        return status is not None and stat.S_ISDIR(status.st_mode)
-
     def list(self, folder: str) -> list[str]:
         """The names in a folder: in the file system's order, or sorted where the script has changed something there.
 
@@ -178,13 +174,6 @@ class View:
             return False
         self._untouched[folder] = changes
         return True
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return stat.S_ISDIR(posix.lstat(path).st_mode)
-    except OSError:
-        return False
 
 
 def _is_same(one: str, other: str) -> bool:
