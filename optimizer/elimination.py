@@ -86,7 +86,7 @@ def least(graph: Graph) -> list[int] | None:
 
 
 def _minimum(tables: Sequence[Numbers], shape: tuple[int, ...]) -> Numbers:
-    """The least sum of the tables over their first dim: candidate by candidate, as that stays in a processor's cache."""
+    """The least sum of the tables over their first dim: candidate by candidate, which stays in a processor's cache."""
     result = np.full(shape[1:], np.inf)
     part = np.empty(shape[1:])
     for candidate in range(shape[0]):
