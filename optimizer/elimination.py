@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -80,9 +80,15 @@ def least(graph: Graph) -> list[int] | None:
     chosen = [0] * len(graph.costs)
     for step, mine in reversed(eliminated):
         at = [chosen[node] for node in step.scope]
-        rows = [t[(slice(None), *(i if n > 1 else 0 for i, n in zip(at, t.shape[1:], strict=True)))] for t in mine]
+        rows = [_column(table, at) for table in mine]
         chosen[step.node] = int(np.argmin(sum(rows[1:], start=rows[0])))
     return chosen
+
+
+def _column(table: Numbers, at: Sequence[int]) -> Numbers:
+    """What a table says of each candidate of its first dim, the other nodes' candidates given."""
+    index: tuple[Any, ...] = tuple(i if n > 1 else 0 for i, n in zip(at, table.shape[1:], strict=True))
+    return table[(slice(None), *index)]
 
 
 def _minimum(tables: Sequence[Numbers], shape: tuple[int, ...]) -> Numbers:
