@@ -65,6 +65,10 @@ class Trial:
         except Exception as error:
             found = {"result": "crash", "reason": f"{type(error).__name__}: {error}"[:2000], "line": user_line(error)}
             found["traceback"] = "".join(traceback.format_exception(error)[-12:])
+            try:
+                self._alone(self.inputs)
+            except Exception:  # not distconv's doing
+                found["result"] = "fails alone"
         found["seconds"] = time.perf_counter() - began
         if compare and found["result"] == "runs" and dist.get_rank() == 0:
             found |= self.compared(numbers)

@@ -100,7 +100,7 @@ def _timm() -> Iterator[tuple[str, Entry]]:
 def _smp() -> Iterator[tuple[str, Entry]]:
     def smp(name: str, encoder: str) -> tuple[str, Entry]:
         build = make("segmentation_models_pytorch", name, encoder_name=encoder, encoder_weights=None, classes=3)
-        return f"smp.{name}_{encoder}", Entry(build)
+        return f"smp.{name}_{encoder}", Entry(build, ((4, 3, 128, 128),) if name == "PAN" else ((4, 3, 64, 64),))
 
     for name in SMP.split():
         yield smp(name, "resnet18")

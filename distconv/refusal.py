@@ -1,14 +1,110 @@
-"""The error of an operator that cannot run on its shards."""
+"""The error of an operator that cannot run on its shards: one line that tells which, on what, where, and what to do."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+Operand = tuple[tuple[int, ...], Sequence[Placement], DeviceMesh]
+"""A distributed tensor as an error tells of it: the shape of the whole, and how it lies."""
 
 
 class UnsupportedOperation(NotImplementedError):
-    """An operator that cannot run on its shards; raised alike on every rank before any communication."""
+    """An operator that cannot run on its shards; raised alike on every rank before any communication.
+
+    ``operator`` is its name, ``why`` the reason, ``operands`` the shapes of its whole distributed tensors with their
+    layouts in words, ``line`` the line of the program that asked for it; empty where they are not known.
+    """
+
+    operator = ""
+    why = ""
+    operands: tuple[tuple[tuple[int, ...], str], ...] = ()
+    line = ""
 
 
 def refuse(func: Any, why: str) -> UnsupportedOperation:
     """The error to raise for an operator that cannot run on these shards."""
-    return UnsupportedOperation(f"{func}: {why}")
+    error = UnsupportedOperation(f"{func}: {why}")
+    error.operator, error.why = str(func), why
+    return error
+
+
+ADVICE = "accepted: whole tensors, as distconv.gather gives, or another partition for this layer"
+"""What to do where a refusal does not say it."""
+
+_SAYS_WHAT_TO_DO = re.compile(r"accepted|\b[uU]se ")
+
+
+def complete(
+    error: UnsupportedOperation, func: Any, operands: Sequence[Operand], line: Callable[[], str]
+) -> UnsupportedOperation:
+    """The same error, its message with operator, shapes, layouts, line and advice; once, by the innermost operator."""
+    if error.line:
+        return error
+    mesh = operands[0][2] if operands else None
+    why = error.why or str(error).removeprefix(f"{func}: ")
+    error.operator, error.why = str(func), why if mesh is None else placements_in_words(why, mesh)
+    error.operands = tuple((shape, in_words(placements, own)) for shape, placements, own in operands)
+    error.line = line()
+    told = "; ".join(dict.fromkeys(f"{shape} {words}" for shape, words in error.operands))
+    parts = [f"{error.operator}: {error.why}", f"operands: {told}" if told else "", error.line]
+    if not _SAYS_WHAT_TO_DO.search(error.why):
+        parts.append(ADVICE)
+    error.args = ("; ".join(part for part in parts if part).replace("\n", " "),)
+    return error
+
+
+def operands_of(values: Sequence[Any]) -> Iterator[Operand]:
+    """The distributed tensors among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield tuple(value.shape), value.placements, value.device_mesh
+        elif isinstance(value, list | tuple):
+            yield from operands_of(value)
+
+
+def in_words(placements: Sequence[Placement], mesh: DeviceMesh) -> str:
+    """A layout as people say it, such as ``[dim 2 by height over 2 ranks]``; ``[whole]`` where every rank has all."""
+    names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
+    words = [
+        _placed(placement, f"{name} over {mesh.size(axis)} ranks")
+        for axis, (name, placement) in enumerate(zip(names, placements, strict=False))
+        if mesh.size(axis) > 1 and not placement.is_replicate()
+    ]
+    return f"[{', '.join(words) or 'whole'}]"
+
+
+def _placed(placement: Any, axis: str) -> str:
+    return f"dim {placement.dim} by {axis}" if hasattr(placement, "dim") else f"a partial sum by {axis}"
+
+
+_ONE = r"_?(?:Strided)?(?:Shard|Replicate|Partial|MaskPartial)\([^()]*\)"
+_LAYOUT = re.compile(rf"[(\[]{_ONE}(?:, {_ONE})*,?[)\]]")
+_PLACEMENT = re.compile(_ONE)
+_DIM = re.compile(r"dim=(-?\d+)")
+
+
+def placements_in_words(text: str, mesh: DeviceMesh) -> str:
+    """A reason in which torch's names of placements stand as people say them."""
+
+    def said(match: re.Match[str]) -> str:
+        return in_words([_Named(each) for each in _PLACEMENT.findall(match[0])], mesh)  # type: ignore[misc]
+
+    return _LAYOUT.sub(said, text)
+
+
+class _Named:
+    """A placement of which only its name is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        found = _DIM.search(name)
+        if found:
+            self.dim = int(found[1])
+
+    def is_replicate(self) -> bool:
+        return self.name.startswith("Replicate")

@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
@@ -33,6 +34,8 @@ from distconv.model.images import refuse_images
 from distconv.model.shard_gather import to_shards
 from distconv.partition import is_ours
 from distconv.plain_tensors import plain, watchers
+from distconv.refusal import UnsupportedOperation
+from distconv.rules.registry import checks
 from distconv.transfer.redistribution import relaid
 
 
@@ -136,13 +139,23 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if mesh is None:
         return _call(module, *args, **kwargs)
     args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
-    if assignment is None or not assignment.fixed:
-        with _running(module, _Run({}, mesh)):
-            return _call(module, *args, **kwargs)
-    run = _Run(known, mesh)
-    with _running(module, run), contextlib.nullcontext() if assignment.uniform else _Meeting(run):
-        result = _nested(module, assignment, run, args, kwargs)
-    return tree_map_only(DTensor, lambda y: _on(assignment.outer, y), result)
+    recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
+    if recording:
+        checks.append(user_lines.keep_line)
+    try:
+        if assignment is None or not assignment.fixed:
+            with _running(module, _Run({}, mesh)):
+                return _call(module, *args, **kwargs)
+        run = _Run(known, mesh)
+        with _running(module, run), contextlib.nullcontext() if assignment.uniform else _Meeting(run):
+            result = _nested(module, assignment, run, args, kwargs)
+        return tree_map_only(DTensor, lambda y: _on(assignment.outer, y), result)
+    except Exception as error:
+        user_lines.shorten(error, UnsupportedOperation)
+        raise
+    finally:
+        if recording:
+            checks.remove(user_lines.keep_line)
 
 
 def _is_elsewhere(x: Tensor) -> bool:

@@ -21,8 +21,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from distconv.layouts import undoes_shard
 from distconv.partition import is_ours
 from distconv.plain_tensors import entering, plain
-from distconv.refusal import UnsupportedOperation
+from distconv.refusal import UnsupportedOperation, complete, operands_of
 from distconv.rules.stock import leave, leave_to_torch
+from distconv.user_lines import asked_for
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -46,10 +47,14 @@ def rule(*operators: str) -> Callable[[H], H]:
                 mesh = _mesh(list(kwargs.values()))
             if mesh is None or not is_ours(mesh):
                 return leave_to_torch(func, args, kwargs)
-            args = entering(func, args, mesh)
-            for check in checks:
-                check(func, args, kwargs)
-            return handler(func, *args, **kwargs)
+            try:
+                args = entering(func, args, mesh)
+                for check in checks:
+                    check(func, args, kwargs)
+                return handler(func, *args, **kwargs)
+            except UnsupportedOperation as error:
+                complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
+                raise
 
         for operator in operators:
             torch.library.register_torch_dispatch(operator, DTensor, dispatch)
@@ -75,7 +80,11 @@ def above_autograd(operator: str) -> Callable[[H], H]:
             if not has_ours((*args, *kwargs.values())):
                 return stock_operator.decompose(*args, **kwargs)
             # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
-            return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+            try:
+                return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+            except UnsupportedOperation as error:
+                complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
+                raise
 
         for key in ("AutogradCPU", "AutogradCUDA"):
             _library.impl(operator.removeprefix("aten::"), kernel, key)
@@ -101,7 +110,11 @@ def method(name: str) -> Callable[[H], H]:
         def chosen(self: DTensor, *args: Any, **kwargs: Any) -> Any:
             if not is_ours(self.device_mesh):
                 return stock_method(self, *args, **kwargs)
-            return handler(stock_method, self, *args, **kwargs)
+            try:
+                return handler(stock_method, self, *args, **kwargs)
+            except UnsupportedOperation as error:
+                complete(error, f"DTensor.{name}", list(operands_of((self, *args, *kwargs.values()))), asked_for)
+                raise
 
         setattr(DTensor, name, chosen)
         return handler
@@ -204,11 +217,14 @@ def install_guard() -> None:
             pairs = zip(before.placements, after.placements, strict=True)
             target = [b if b.is_replicate() and a.is_partial("sum") else a for b, a in pairs]
             if undoes_shard(before.mesh, before.placements, target):
-                raise UnsupportedOperation(
+                error = UnsupportedOperation(
                     f"{suggested.op}: no rule runs it on a tensor {tuple(before.shape)} laid out as"
                     f" {before.placements}; DTensor would gather it to {after.placements}."
                     f" Use distconv.gather first where that is meant"
                 )
+                specs = (each for each in op_info.flat_args_schema if isinstance(each, DTensorSpec))
+                operands = [(tuple(each.shape), each.placements, each.mesh) for each in specs]
+                raise complete(error, suggested.op, operands, asked_for)
         redistribute(op_info, suggested, *rest)
 
     guarded.refuses_gathers = True  # type: ignore[attr-defined]

@@ -265,11 +265,11 @@ def test_refusals_are_the_same_on_every_rank(ranks: Callable[[int], Ranks]) -> N
     for message, words in zip(
         first,
         [
-            "aten.convolution.default: its weight is laid out as (Shard(dim=2),); accepted: replicated",
+            "aten.convolution.default: its weight is laid out as [dim 2 by height over 2 ranks]; accepted: replicated",
             "convolution of an input (2, 4, 8, 8) with a weight (4, 3, 3, 3), groups 1: ",
             "convolution of an input (2, 4, 8, 8) with a weight (4, 4, 9, 9), groups 1: ",
             "aten.sort",
-            "aten.cumsum.default: no rule runs it on a tensor (2, 4, 8, 8) laid out as (Shard(dim=2),)",
+            "aten.cumsum.default: no rule runs it on a tensor (2, 4, 8, 8) laid out as [dim 2 by height over 2 ranks]",
             "partition 'width=9' needs 9 ranks, but 2 are running",
             "partition axis height=2: 1-D data (N, C, 1 spatial dims) has no height; accepted: sample, channel, ",
         ],

@@ -169,7 +169,7 @@ def test_refusals_are_one_line_alike_and_before_communication(ranks: Callable[[i
         first,
         [
             "part (0, 1) of the 2 weights of each group; accepted: all of them",
-            "its weight is laid out as (Shard(dim=2),); accepted: replicated, or its first two dims",
+            "its weight is laid out as [dim 2 by channel over 2 ranks]; accepted: replicated, or its first two dims",
             "linear layer of an input (2, 4) with a weight (3, 5)",
             "channel algorithm 'w' on partition 'channel=2': accepted with axes channel and filter",
         ],
