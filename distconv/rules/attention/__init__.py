@@ -1,0 +1,150 @@
+"""Scaled dot product attention of sharded samples, heads and tokens, as one unit: no rank holds the scores of all.
+
+torch takes ``scaled_dot_product_attention`` apart above autograd, into an operator that depends on the device, the
+shapes and the program's choice of a backend. Here the unit is met before that. Its tensors are laid out as a plan says,
+and then each rank computes its own part: with torch's own attention, whichever backend that is, where the keys are at
+hand, and in blocks where other ranks own some.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
+
+from distconv.layouts import dim_axes, find_layout, local_box, owners, replicated
+from distconv.refusal import UnsupportedOperation
+from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
+from distconv.rules.attention.local import brought, wrapped
+from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
+from distconv.rules.attention.rotation import rotation
+from distconv.rules.registry import above_autograd, rule
+from distconv.transfer.redistribution import relaid
+
+
+@above_autograd("aten::scaled_dot_product_attention")
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(scale q k^T + mask) v of DTensors or plain tensors, laid out as q is. Differentiable."""
+    query, key, value = _same_dims(query, key, value, enable_gqa)
+    _check(query, key, value, attn_mask, is_causal)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if dropout_p > 0:
+        return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    mesh, _ = find_layout(query, key, value, attn_mask)
+    plan = make_attention_plan(
+        mesh, *(None if x is None else _operand(x, mesh) for x in (query, key, value, attn_mask))
+    )
+    tokens = Shard(query.dim() - 2)
+    of_query, of_key = plan.query, plan.key
+    shared = [axis for axis in range(mesh.ndim) if of_query[axis] == tokens and of_key[axis].is_replicate()]
+    q = brought(query, mesh, of_query, plan.combined)
+    k, v = brought(key, mesh, of_key, shared), brought(value, mesh, of_key, shared)
+    mask = None
+    if attn_mask is not None and plan.mask is not None:
+        distinct = [axis for axis, p in enumerate(plan.mask) if p.is_replicate() and isinstance(of_query[axis], Shard)]
+        mask = brought(attn_mask, mesh, plan.mask, [*distinct, *plan.combined])
+    if plan.travelled or plan.combined or (is_causal and shared):
+        work = _blockwise(mesh, plan, query, key, is_causal, scale)
+        result = BlockwiseAttention.apply(q, k, v, mask, work)
+    else:
+        result = functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    whole = wrapped(result, mesh, of_query, (*query.shape[:-1], value.shape[-1]))
+    return relaid(whole, mesh, plan.result)
+
+
+@rule("aten::scaled_dot_product_attention")
+def attention_alone(func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """In inference mode."""
+    return attention(*args, **kwargs)
+
+
+def _operand(x: Tensor, mesh: DeviceMesh) -> Operand:
+    return Operand(tuple(x.shape), tuple(x.placements) if isinstance(x, DTensor) else replicated(mesh))
+
+
+def _blockwise(
+    mesh: DeviceMesh, plan: AttentionPlan, query: Tensor, key: Tensor, causal: bool, scale: float
+) -> Blockwise:
+    dim = query.dim() - 2
+    key_axes, query_axes = (dim_axes(mesh, placements, dim) for placements in (plan.key, plan.query))
+    owned = _intervals(mesh, key_axes, plan.travelled, key.shape[dim])
+    rows = _intervals(mesh, query_axes, plan.travelled, query.shape[dim])
+    ends = tuple(stop if causal else key.shape[dim] for _, stop in rows)
+    turns = rotation(mesh, plan.travelled, dim, owned, ends)
+    own = local_box(mesh, plan.query, query.shape)[dim]
+    return Blockwise(scale, causal, own, turns, mesh, plan.combined)
+
+
+def _intervals(
+    mesh: DeviceMesh, axes: tuple[int, ...], along: tuple[int, ...], extent: int
+) -> tuple[tuple[int, int], ...]:
+    """What each rank along some of the axes that shard a dim owns of it, at this rank's place on the others."""
+    sizes = [range(mesh.size(axis)) if axis in along else [mesh.get_local_rank(axis)] for axis in axes]
+    every = owners(mesh, axes, extent)
+    found = [0]
+    for axis, places in zip(axes, sizes, strict=True):
+        found = [at * mesh.size(axis) + place for at in found for place in places]
+    return tuple(every[at] for at in found)
+
+
+def _same_dims(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """With as many dims, and the same extents before the tokens, but for heads that are grouped."""
+    ndim = max(x.dim() for x in (query, key, value))
+    tensors = [x if x.dim() == ndim else x[(None,) * (ndim - x.dim())] for x in (query, key, value)]
+    lead = max(ndim - 3, 0) if grouped else max(ndim - 2, 0)
+    if any(x.shape[:lead] != tensors[0].shape[:lead] for x in tensors):
+        outer = torch.broadcast_shapes(*(x.shape[:lead] for x in tensors))
+        tensors = [x if x.shape[:lead] == outer else x.expand(*outer, *x.shape[lead:]) for x in tensors]
+    first, second, third = tensors
+    return first, second, third
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
+    shapes = f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)}"
+    if query.dim() < 2 or query.shape[-1] != key.shape[-1] or key.shape[:-1] != value.shape[:-1]:
+        raise RuntimeError(f"scaled_dot_product_attention of {shapes}")
+    if query.dim() > 2 and (query.shape[-3] % max(key.shape[-3], 1) or query.shape[:-3] != key.shape[:-3]):
+        raise RuntimeError(f"scaled_dot_product_attention of {shapes}: the heads do not divide into groups")
+    if mask is None:
+        return
+    if causal:
+        raise RuntimeError("scaled_dot_product_attention: a mask together with is_causal=True")
+    if mask.dim() > query.dim() or any(
+        extent not in (1, of)
+        for extent, of in zip(reversed(mask.shape), reversed((*query.shape[:-1], key.shape[-2])), strict=False)
+    ):
+        raise RuntimeError(f"scaled_dot_product_attention of {shapes} with a mask {tuple(mask.shape)}")
+
+
+def _with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float
+) -> Tensor:
+    """Written out, as dropout acts on the weights: each rank draws numbers of its own for its rows."""
+    if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
+        raise UnsupportedOperation(
+            f"scaled_dot_product_attention with dropout_p={p} and grouped heads, queries {tuple(query.shape)} and keys"
+            f" {tuple(key.shape)}; accepted: dropout_p=0, or as many heads of keys as of queries"
+        )
+    scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.matmul(functional.dropout(torch.softmax(scores, -1), p), value)

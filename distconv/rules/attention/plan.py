@@ -1,0 +1,131 @@
+"""How queries, keys, values and mask lie while an attention is computed: one decision per mesh axis, from layouts and
+shapes alone.
+
+A rank computes whole samples and heads where an axis shards those, and otherwise its own queries. Where an axis shards
+queries and keys, the keys and values travel, a block at a time. Where it shards keys but not queries, which are few
+then, every rank attends to its own keys and the results are combined. Features are never sharded meanwhile: an axis
+that shards them goes to the heads if it divides them, else to the tokens, and the result goes back.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+Shape = tuple[int, ...]
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The shape of a tensor, and how it lies."""
+
+    shape: Shape
+    placements: Placements
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How each tensor lies during the attention, and the axes along which keys and values are not at hand."""
+
+    query: Placements
+    key: Placements
+    """Of the keys and of the values."""
+    mask: Placements | None
+    result: Placements
+    """Of the result, once it has gone where the queries came from."""
+    travelled: tuple[int, ...]
+    """The axes along which the ranks have different queries and different keys."""
+    combined: tuple[int, ...]
+    """The axes along which they have the same queries and different keys."""
+
+
+BATCH, TOKENS, FEATURES, WHOLE = "batch", "tokens", "features", "whole"
+
+
+def _role(placement: Placement, ndim: int) -> str:
+    if not isinstance(placement, Shard):
+        return WHOLE
+    return {ndim - 2: TOKENS, ndim - 1: FEATURES}.get(placement.dim, BATCH)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_attention_plan(
+    mesh: DeviceMesh, query: Operand, key: Operand, value: Operand, mask: Operand | None
+) -> AttentionPlan:
+    """Of queries (..., heads, L, E), keys (..., groups of heads, S, E) and values (..., groups of heads, S, Ev); a mask
+    broadcasts to (..., heads, L, S).
+    """
+    ndim = len(query.shape)
+    tokens, heads = Shard(ndim - 2), Shard(ndim - 3)
+    queries: list[Placement] = []
+    keys: list[Placement] = []
+    masks: list[Placement] = []
+    result: list[Placement] = []
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) == 1:
+            for of in (queries, keys, masks, result):
+                of.append(Replicate())
+            continue
+        q, k, v = query.placements[axis], key.placements[axis], value.placements[axis]
+        k = k if isinstance(k, Shard) else v
+        m = Replicate() if mask is None else _towards(mask, mask.placements[axis], ndim)
+        how = _role(q, ndim), _role(k, ndim), _role(m, ndim)
+        few: Placement = tokens if query.shape[-2] >= mesh.size(axis) else Replicate()
+        q, k = _placed(how, q, k, m, tokens, heads if ndim > 2 else few)
+        if q == k and isinstance(q, Shard) and q != tokens:
+            ranks = mesh.size(axis) * math.prod(mesh.size(a) for a, p in enumerate(query.placements[:axis]) if p == q)
+            grouped = query.shape[q.dim] != key.shape[q.dim]
+            if (grouped or how[0] == FEATURES) and key.shape[q.dim] % ranks:
+                q, k = few if how[0] == FEATURES else tokens, tokens
+        queries.append(q)
+        keys.append(k)
+        masks.append(Replicate() if mask is None else _beside(mask, q, ndim))
+        came = query.placements[axis]
+        result.append(came if how[0] == FEATURES else q)
+    distributed = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1 and keys[axis] == tokens]
+    return AttentionPlan(
+        tuple(queries),
+        tuple(keys),
+        None if mask is None else tuple(masks),
+        tuple(result),
+        tuple(axis for axis in distributed if queries[axis] == tokens),
+        tuple(axis for axis in distributed if queries[axis] != tokens),
+    )
+
+
+def _placed(
+    how: tuple[str, str, str], q: Placement, k: Placement, m: Placement, tokens: Shard, spread: Placement
+) -> tuple[Placement, Placement]:
+    """Of the queries, and of the keys, along one axis. ``spread``: where queries go whose features are sharded."""
+    of_queries, of_keys, of_mask = how
+    if of_queries == BATCH:
+        return q, q
+    if of_queries == TOKENS:
+        return q, Replicate() if of_keys == WHOLE else tokens
+    if of_queries == FEATURES:
+        return spread, spread if isinstance(spread, Shard) else tokens
+    if of_keys == BATCH:
+        return k, k
+    if of_keys != WHOLE:
+        return Replicate(), tokens
+    if of_mask == BATCH:
+        return m, m
+    return (tokens, Replicate()) if of_mask == TOKENS else (Replicate(), Replicate())
+
+
+def _towards(mask: Operand, placement: Placement, ndim: int) -> Placement:
+    """A placement of the mask, as one of the scores that it broadcasts to."""
+    if not isinstance(placement, Shard) or mask.shape[placement.dim] == 1:
+        return Replicate()
+    return Shard(placement.dim + ndim - len(mask.shape))
+
+
+def _beside(mask: Operand, placement: Placement, ndim: int) -> Placement:
+    """How the mask lies along an axis where the queries lie as ``placement``: its columns are whole."""
+    dim = placement.dim - (ndim - len(mask.shape)) if isinstance(placement, Shard) else -1
+    return Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()

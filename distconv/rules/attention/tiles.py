@@ -1,0 +1,163 @@
+"""Attention of some queries to some keys, a tile of scores at a time, and the running softmax that joins the results.
+
+The result of some keys is kept with the logarithm of the sum of its exponentials, from which results of different keys
+are combined exactly (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867; Rabe and
+Staats, "Self-attention does not need O(n^2) memory", arXiv 2112.05682). Backward recomputes the weights of a tile from
+that logarithm.
+
+Shapes: queries (..., heads, L, E), keys (..., groups, S, E), values (..., groups, S, Ev), a bias or a mask that
+broadcasts to the scores (..., heads, L, S). Plain tensors, no communication, no autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mucudnn.convolution.geometry import Interval
+
+TILE_ELEMENTS = 1 << 21
+"""The most scores that are computed at once, unless one row has more."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of queries and keys: scaled, masked, and causal by the positions in the whole tensors."""
+
+    scale: float
+    causal: bool
+    rows: Interval
+    """The queries, among all."""
+    mask: Tensor | None
+    """For these queries and all keys."""
+
+    def tile(self, q: Tensor, k: Tensor, own: Interval, columns: Interval) -> Tensor:
+        """The scores of queries ``own``, counted among these, and of the keys at ``columns`` of all."""
+        scores = torch.matmul(q, k.transpose(-2, -1)) * self.scale
+        mask = self.of_mask(own, columns)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+        if self.causal:
+            below = torch.arange(*columns, device=q.device) <= torch.arange(
+                self.rows[0] + own[0], self.rows[0] + own[1], device=q.device
+            ).unsqueeze(-1)
+            scores = scores.masked_fill(~below, -math.inf)
+        return scores
+
+    def of_mask(self, own: Interval, columns: Interval) -> Tensor | None:
+        """The part of the mask for a tile."""
+        mask = self.mask
+        if mask is not None:
+            mask = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., slice(*own), :]
+            mask = mask if mask.shape[-1] == 1 else mask[..., slice(*columns)]
+        return mask
+
+
+@dataclass
+class Running:
+    """A result so far, in the precision of the sums, and the logarithm of the sum of the exponentials of its scores."""
+
+    result: Tensor
+    logarithm: Tensor
+
+    @classmethod
+    def start(cls, q: Tensor, features: int) -> Running:
+        """Of no keys."""
+        return cls(q.new_zeros(*q.shape[:-1], features), q.new_full(q.shape[:-1], -math.inf))
+
+    def add(self, result: Tensor, logarithm: Tensor, rows: Interval) -> None:
+        """Joins the result of other keys for some rows."""
+        ours, mine = self.result[..., slice(*rows), :], self.logarithm[..., slice(*rows)]
+        both = torch.logaddexp(mine, logarithm)
+        ours.mul_(_share(mine, both)).add_(result * _share(logarithm, both))
+        mine.copy_(both)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """exp(part - whole), a column; 0 where there is nothing."""
+    return torch.where(part == -math.inf, 0.0, (part - whole).exp()).unsqueeze(-1)
+
+
+def _chunks(q: Tensor, keys: int) -> Iterator[Interval]:
+    """Intervals of rows of which each makes a tile."""
+    rows = q.shape[-2]
+    each = max(1, TILE_ELEMENTS // max(1, math.prod(q.shape[:-2]) * keys))
+    for start in range(0, rows, each):
+        yield start, min(start + each, rows)
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """Keys or values of grouped heads, each for all heads of its group."""
+    return x if x.dim() < 3 or x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _summed(grad: Tensor, groups: int) -> Tensor:
+    """The gradient of keys or values of grouped heads."""
+    heads = grad.shape[-3] if grad.dim() > 2 else groups
+    return grad if heads == groups else grad.unflatten(-3, (groups, heads // groups)).sum(-3)
+
+
+def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, columns: Interval) -> None:
+    """Adds to a running result the attention to the keys at ``columns`` of all."""
+    heads = q.shape[-3] if q.dim() > 2 else 1
+    k, v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
+    for own in _chunks(q, k.shape[-2]):
+        tile = scores.tile(q[..., slice(*own), :], k, own, columns)
+        peak = tile.amax(-1, keepdim=True)
+        peak = peak.masked_fill(peak == -math.inf, 0.0)
+        weights = tile.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        result = torch.matmul(weights, v) / total.masked_fill(total == 0, 1.0)
+        running.add(result, (total.log() + peak).squeeze(-1), own)
+
+
+@dataclass
+class Gradients:
+    """Of queries, so far, and of the mask; of this rank's rows."""
+
+    query: Tensor
+    mask: Tensor | None
+
+
+def attend_backward(
+    into: Gradients,
+    grad: Tensor,
+    delta: Tensor,
+    logarithm: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scores: Scores,
+    columns: Interval,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of keys and values at ``columns`` of all; adds to those of queries and mask.
+
+    ``delta``: the sum over features of the result times its gradient ``grad``, a column. With P the weights:
+    dS = P (dP - delta), dq = scale dS k, dk = scale dS^T q, dv = P^T dy.
+    """
+    groups, heads = (k.shape[-3], q.shape[-3]) if q.dim() > 2 else (1, 1)
+    wide_k, wide_v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
+    dk, dv = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    for own in _chunks(q, k.shape[-2]):
+        rows = slice(*own)
+        own_q, own_grad = q[..., rows, :], grad[..., rows, :]
+        tile = scores.tile(own_q, wide_k, own, columns)
+        sums = logarithm[..., rows].unsqueeze(-1)
+        weights = tile.sub_(sums.masked_fill(sums == -math.inf, 0.0)).exp_()
+        dv += torch.matmul(weights.transpose(-2, -1), own_grad)
+        slopes = torch.matmul(own_grad, wide_v.transpose(-2, -1)).sub_(delta[..., rows, :]).mul_(weights)
+        if into.mask is not None:
+            part = Scores(1.0, False, scores.rows, into.mask).of_mask(own, columns)
+            assert part is not None
+            part += slopes.sum_to_size(_lengthened(part.shape, slopes.dim())).view(part.shape)
+        into.query[..., rows, :] += torch.matmul(slopes, wide_k) * scores.scale
+        dk += torch.matmul(slopes.transpose(-2, -1), own_q) * scores.scale
+    return _summed(dk, groups).to(k.dtype), _summed(dv, groups).to(v.dtype)
+
+
+def _lengthened(shape: Sequence[int], ndim: int) -> list[int]:
+    return [1] * (ndim - len(shape)) + list(shape)
