@@ -20,17 +20,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
+from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
 from distconv.model.images import refuse_images
+from distconv.model.meeting import Meeting, brought
 from distconv.model.shard_gather import to_shards
 from distconv.partition import is_ours
 from distconv.plain_tensors import plain, watchers
@@ -90,17 +92,24 @@ _inside = _Thread()
 
 _call = nn.Module.__call__
 
+_call_uncompiled = nn.Module._call_impl
+
+
+def _meshes(model: nn.Module, run: _Run) -> dict[Tensor, DeviceMesh]:
+    """The mesh of each parameter of a model, that of the module that holds it."""
+    meshes: dict[Tensor, DeviceMesh] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not _is_elsewhere(parameter):
+                meshes.setdefault(parameter, run.mesh_of(module))
+    return meshes
+
 
 @contextlib.contextmanager
 def _running(model: nn.Module, run: _Run) -> Iterator[None]:
     everything = list(model.modules())
     modules = [(module, module._parameters) for module in everything if module._parameters]
-    meshes: dict[Tensor, DeviceMesh] = {}
-    for module, own in modules:
-        for parameter in own.values():
-            if parameter is not None and not _is_elsewhere(parameter):
-                meshes.setdefault(parameter, run.mesh_of(module))
-    use = uses(model, meshes)
+    use = uses(model, _meshes(model, run))
     for module, own in modules:
         module.__dict__["_parameters"] = _Reading(own, use)
     _inside.run = run
@@ -118,44 +127,77 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     An average of a model is a wrapper that only calls the model in it, whose layers have the names that strategies say.
     """
+    if torch.compiler.is_dynamo_compiling():
+        if compiled.is_tracing_model or next(module.parameters(), None) is None:
+            return _call(module, *args, **kwargs)
+        return _beyond_graphs(module, *args, **kwargs)
+    return _called(module, *args, **kwargs)
+
+
+def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    wrapper, module = module, compiled.original(module)
+    made = compiled.maker(wrapper)
     run = _inside.run
     if run is not None:
+        if made is not None:
+            compiled.leave(module, compiled.PART)
         assignment = run.assignments.get(module)
-        return _call(module, *args, **kwargs) if assignment is None else _nested(module, assignment, run, args, kwargs)
+        if assignment is None:
+            return _call_uncompiled(module, *args, **kwargs)
+        return _nested(module, assignment, run, args, kwargs)
     first = next(module.parameters(), None)
     if first is None or isinstance(module, AveragedModel):
-        return _call(module, *args, **kwargs)
+        return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     theirs = next(
         (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None
     )
     if theirs is None and (_is_elsewhere(first) or any(leaf.is_meta or _is_elsewhere(leaf) for leaf in leaves)):
-        return _call(module, *args, **kwargs)
+        return _call_alone(wrapper, made, args, kwargs)
     known: Mapping[nn.Module, Assignment] = assigned
     if module not in assigned and scripts:
         known = scripts[-1].assignments(module)
     assignment = known.get(module)
     mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:
-        return _call(module, *args, **kwargs)
+        return _call_alone(wrapper, made, args, kwargs)
     args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
+    fixed = assignment if assignment is not None and assignment.fixed else None
+    if made is not None and fixed is not None and not (fixed.uniform and theirs in (None, mesh)):
+        compiled.leave(module, compiled.MESHES)
+    elif made is not None:
+        with contextlib.suppress(compiled.NotCompiled):
+            result = compiled.run(module, made, mesh, _meshes(module, _Run(known, mesh)), args, kwargs)
+            return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
         checks.append(user_lines.keep_line)
     try:
-        if assignment is None or not assignment.fixed:
+        if fixed is None:
             with _running(module, _Run({}, mesh)):
-                return _call(module, *args, **kwargs)
+                return _call_uncompiled(module, *args, **kwargs)
         run = _Run(known, mesh)
-        with _running(module, run), contextlib.nullcontext() if assignment.uniform else _Meeting(run):
-            result = _nested(module, assignment, run, args, kwargs)
-        return tree_map_only(DTensor, lambda y: _on(assignment.outer, y), result)
+        with _running(module, run), contextlib.nullcontext() if fixed.uniform else Meeting(lambda: run.mesh):
+            result = _nested(module, fixed, run, args, kwargs)
+        return tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     except Exception as error:
         user_lines.shorten(error, UnsupportedOperation)
         raise
     finally:
         if recording:
             checks.remove(user_lines.keep_line)
+
+
+def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a module that does not run distributed."""
+    if made is None:
+        return _call(module, *args, **kwargs)
+    with compiled.tracing():
+        return _call(module, *args, **kwargs)
+
+
+_beyond_graphs = _disable_dynamo(_called)
+"""What a compiled function of the program does where it calls a model: its graph ends there."""
 
 
 def _is_elsewhere(x: Tensor) -> bool:
@@ -194,28 +236,24 @@ def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
 watchers.append(_beside)
 
 
-def _on(mesh: DeviceMesh, x: DTensor) -> DTensor:
-    return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
-
-
 def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwargs: Any) -> Any:
     """Calls a module on its own mesh. Its inputs are brought there if all modules within it run there, too."""
     before = run.assignments, run.mesh
     run.mesh = assignment.mesh
     try:
         if not assignment.uniform:
-            return _call(module, *args, **kwargs)
+            return _call_uncompiled(module, *args, **kwargs)
         run.assignments = {}  # within it nothing more is to be brought
         came: list[tuple[DTensor, DTensor, int | None]] = []
 
         def bring(x: DTensor) -> DTensor:
-            here = _on(assignment.mesh, x)
+            here = brought(assignment.mesh, x)
             if here is not x:
                 came.append((x, here, _version(here)))
             return here
 
         args, kwargs = tree_map_only(DTensor, bring, (args, kwargs))
-        result = _call(module, *args, **kwargs)
+        result = _call_uncompiled(module, *args, **kwargs)
         for x, here, version in came:
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input
                 x.copy_(relaid(here, x.device_mesh, x.placements))
@@ -226,40 +264,3 @@ def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwa
 
 def _version(x: Tensor) -> int | None:
     return None if x.is_inference() else x._version
-
-
-IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
-
-
-class _Meeting(TorchFunctionMode):
-    """Brings tensors of several meshes that meet in one function to the mesh of the module that calls it; to that of
-    the first where the function changes it in place.
-    """
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        meshes = {x.device_mesh for x in _distributed((*args, *kwargs.values()))}
-        if len(meshes) < 2 or not all(map(is_ours, meshes)):
-            return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
-        changed = kwargs.get("out") if "out" in kwargs else args[0] if name in IN_PLACE or _is_in_place(name) else None
-        mesh = next((x.device_mesh for x in _distributed((changed,))), self.run.mesh)
-        args, kwargs = tree_map_only(DTensor, lambda x: _on(mesh, x), (args, kwargs))
-        return func(*args, **kwargs)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
-
-
-def _distributed(values: Any) -> Iterator[DTensor]:
-    """The DTensors among arguments, and in lists of them."""
-    for value in values:
-        if isinstance(value, DTensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _distributed(value)

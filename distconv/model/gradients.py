@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,19 +115,32 @@ class Bucket:
 
     def gradient(self, index: int) -> Tensor:
         """What the buffer has of one gradient, laid out as its parameter."""
+        return self.laid_out(index, self.slot(index))
+
+    def laid_out(self, index: int, slot: Tensor) -> Tensor:
+        """What this rank holds of a gradient, laid out as its parameter."""
         mesh, placements = self.homes[index].mesh, self.homes[index].placements
-        slot = self.slot(index)
-        return (
-            slot if all(p.is_replicate() for p in placements) else wrap(slot, mesh, placements, self.plan.wholes[index])
-        )
+        if all(placement.is_replicate() for placement in placements):
+            return slot
+        return wrap(slot, mesh, placements, self.plan.wholes[index])
 
     def put(self, index: int, grad: DTensor) -> Tensor:
         """Puts this rank's share of a gradient into the buffer. The shares of the group's ranks add up to the whole."""
         if self.flat is None:
             self.flat = grad._local_tensor.new_zeros(self.plan.offsets[-1])
+        grad = fitting(grad, self.homes[index].placements)
+        part = self.part(index, grad, self.slot(index))
+        if part is not None:
+            part.copy_(grad._local_tensor)
+        self.arrived.add(index)
+        if len(self.arrived) == len(self.plan.shapes):
+            self.start()
+        return self.gradient(index)
+
+    def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
+        """Where in the place of a gradient this rank's share belongs; None where another rank's counts for it."""
         placements = self.homes[index].placements
-        mesh, part, counted = self.homes[index].mesh, self.slot(index), True
-        grad = _fitting(grad, placements)
+        mesh, part, counted = self.homes[index].mesh, slot, True
         for axis, (placement, own) in enumerate(zip(grad.placements, placements, strict=True)):
             if own.is_shard():
                 continue
@@ -139,12 +152,7 @@ class Bucket:
                 counted = counted and coordinate == 0
             elif not placement.is_partial("sum"):
                 raise UnsupportedOperation(f"the gradient of a parameter is laid out as {grad.placements}")
-        if counted:
-            part.copy_(grad._local_tensor)
-        self.arrived.add(index)
-        if len(self.arrived) == len(self.plan.shapes):
-            self.start()
-        return self.gradient(index)
+        return part if counted else None
 
     def start(self) -> None:
         """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
@@ -165,7 +173,7 @@ class Bucket:
         return grads
 
 
-def _fitting(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def fitting(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     """The gradient, sharded as its parameter is. Rules usually leave it so; where one does not, it is redistributed."""
     dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
     fits = all(
@@ -209,6 +217,12 @@ def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """A DTensor that shares the memory of a sharded tensor, or of a plain one, equal on all ranks; no autograd."""
     placed = home(tensor, mesh)
     return wrap(held(tensor), placed.mesh, placed.placements, tensor.shape)
+
+
+def used(bucket: Bucket, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The DTensors of all parameters of a bucket, for one forward pass."""
+    for index, source in enumerate(_Finish.apply(bucket, *parameters)):
+        yield _Use.apply(source, bucket, index)
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[BucketPlan]]] = weakref.WeakKeyDictionary()

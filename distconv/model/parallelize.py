@@ -21,6 +21,7 @@ from distconv.mesh_options import batch_norm_statistics
 from distconv.model.assignment import Assignment, assignments, meshes
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
+from distconv.model.compiled import original
 from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
@@ -141,6 +142,7 @@ def parallelize(
         ValueError: one line, for a pattern that decides on no layer, and for a partition of another number of ranks.
     """
     enable(mesh, batch_norm)
+    whole, model = model, original(model)  # type: ignore[assignment]
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.parse(strategy, mesh.size())
     if strategy is not None:
@@ -151,7 +153,7 @@ def parallelize(
     _equalize(model, mesh)
     shard_parameters(meshes(found))
     assigned.update(found)
-    return model
+    return whole
 
 
 def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from distconv.partition import shards_channels
 from distconv.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval
 
 
@@ -49,7 +49,7 @@ class Split:
         return self.is_local and self.channels.is_identity
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """How x lies on the mesh once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
     names = mesh.mesh_dim_names or ()
@@ -89,7 +89,7 @@ def held_as(weight: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
     return tuple(weight.placements) if isinstance(weight, DTensor) else replicated(mesh)
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def make_split(
     func: Any,
     mesh: DeviceMesh,

@@ -11,7 +11,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -21,6 +20,7 @@ from distconv.partition import whole_group
 from distconv.rules.reduction import lowest, reduced_axes, reduced_layout, reduced_shape, settled
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import exchange
+from distconv.transfer.gathering import all_gathered
 from distconv.transfer.needs import window
 
 
@@ -35,9 +35,7 @@ def _first_best(values: Tensor, places: Tensor, largest: bool) -> tuple[Tensor, 
 
 def _gathered(local: Tensor, group: Any, ranks: int) -> Tensor:
     """(ranks, ...) of every rank's tensor."""
-    parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return torch.stack(parts)
+    return all_gathered(local.reshape(-1), ranks, group).view(ranks, *local.shape)
 
 
 def _located(func: Any, x: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:

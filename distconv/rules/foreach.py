@@ -19,8 +19,9 @@ from distconv.layouts import refuse_partial, replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.plain_updates import whole_beside
-from distconv.rules.reduction import MAX, SUM, all_reduce
+from distconv.rules.reduction import all_reduce
 from distconv.rules.registry import rule
+from distconv.transfer.all_reduce import MAX, SUM
 from distconv.transfer.partial_sums import added
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max", "pow")

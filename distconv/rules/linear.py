@@ -8,7 +8,6 @@ is gathered if it is sharded.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
     return LinearPlan(mesh, placements, after, parts, *_spread(mesh, parts.axes, inner, weight.shape[0]))
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def _spread(mesh: DeviceMesh, axes: tuple[int, ...], inner: tuple[int, ...], filters: int) -> tuple[Exchange, Interval]:
     outer = [axis for axis in axes if axis not in inner]
     start, stop = owners(mesh, outer, filters)[coordinate(mesh, outer)]

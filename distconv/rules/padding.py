@@ -5,7 +5,6 @@ Each mode is an index map: which element of the input, or fill, each output posi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from distconv.refusal import UnsupportedOperation
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, make_exchange_plan
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval
 
 
@@ -49,7 +49,7 @@ def restricted(need: Need, interval: Interval) -> Need:
     return tuple(result)
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def padding_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], mode: str, pad: tuple[int, ...]
 ) -> tuple[tuple[Exchange, ...], tuple[int, ...], tuple[int, ...]]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -22,6 +21,7 @@ from distconv.layouts import Layout, layout
 from distconv.partition import sharded_dims, whole_group
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
+from distconv.transfer.all_reduce import MAX, MIN, SUM, all_reduced
 from distconv.transfer.partial_sums import added
 
 PARAMETER_USE = "_UseBackward"
@@ -32,18 +32,16 @@ VIEWS = {
 }
 """The autograd nodes that may lie between a parameter and its use."""
 
-SUM, MAX, MIN = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN
-
 
 def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = SUM) -> Tensor:
     """The reduction of ``local`` over mesh axes: one collective where the axes are one or all. A new tensor."""
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
     if math.prod(mesh.size(axis) for axis in axes) == mesh.size() and axes:
-        dist.all_reduce(result, op, group=whole_group(mesh))
+        result = all_reduced(result, whole_group(mesh), op)
     else:
         for axis in axes:
-            dist.all_reduce(result, op, group=mesh.get_group(axis))
+            result = all_reduced(result, mesh.get_group(axis), op)
     return result.to(local.dtype)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,9 +14,10 @@ from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Piece, window
+from distconv.transfer.tracing import planned
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def shuffle_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], out: tuple[int, ...], factor: int
 ) -> tuple[tuple[int, Exchange, int, int], ...]:
@@ -60,7 +60,7 @@ def pixel_shuffle(func: Any, x: DTensor, factor: int) -> DTensor:
     return wrap(y, mesh, placements, shape)
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def _channel_exchange(mesh: DeviceMesh, axes: tuple[int, ...], channels: int, groups: int) -> Exchange:
     """Result channel c is channel (c mod groups) * (channels / groups) + c // groups of the input."""
     owned, size = owners(mesh, axes, channels), channels // groups

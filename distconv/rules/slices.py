@@ -6,7 +6,6 @@ canonical again, so a change of them in place is refused.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from distconv.rules.registry import method, rule
 from distconv.rules.stock import stock
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, window
+from distconv.transfer.tracing import planned
 
 
 def _sharding_axes(x: DTensor, dim: int) -> tuple[int, ...]:
@@ -33,7 +33,7 @@ def _sharding_axes(x: DTensor, dim: int) -> tuple[int, ...]:
     return dim_axes(*layout(x), dim)
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def _slice_plan(
     mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, start: int, stop: int, step: int
 ) -> Exchange:
@@ -160,7 +160,7 @@ def concatenate(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
     return wrap(torch.cat(locals, dim), mesh, placements, shape)
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def _part_of(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, whole: int, offset: int, extent: int) -> Exchange:
     """The elements of one tensor that each rank needs of a concatenation."""
     intervals = [(max(a - offset, 0), min(b - offset, extent)) for a, b in owners(mesh, axes, whole)]

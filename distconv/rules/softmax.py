@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import layout
-from distconv.rules.reduction import MAX, all_reduce, lowest, precise, reduced_axes, settled
+from distconv.rules.reduction import all_reduce, lowest, precise, reduced_axes, settled
 from distconv.rules.registry import rule
+from distconv.transfer.all_reduce import MAX
 
 
 @rule("aten::_softmax", "aten::_log_softmax")

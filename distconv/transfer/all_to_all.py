@@ -8,6 +8,8 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.transfer.tracing import collectives, is_traced
+
 AWAKE_SECONDS = 5e-4
 """How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""
 
@@ -24,12 +26,17 @@ class AllToAll:
     def __init__(
         self, output: Tensor, input: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup | None
     ) -> None:
-        self._output, self._input = output, input
+        self._output, self._input, self._work = output, input, None
+        if is_traced(input):
+            assert group is not None  # in a graph it has a name
+            self._output = collectives.all_to_all_single(input, received, sent, group.group_name)
+            return
         self._work = dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """``output``, filled."""
-        assert self._work is not None  # every caller is a member of the group
+        """``output``, filled, or a new tensor where a graph is traced."""
+        if self._work is None:
+            return collectives.wait_tensor(self._output)
         if self._output.device.type == "cpu":
             # A halo on its way arrives sooner than a sleeping thread wakes up.
             patience = time.perf_counter() + AWAKE_SECONDS

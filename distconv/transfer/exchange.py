@@ -12,7 +12,6 @@ plans from the same shapes, so all agree, without a message, on what moves and o
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +26,7 @@ from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
 from distconv.transfer.route import Route, part, unpacked
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
 
 
@@ -178,7 +178,7 @@ class Exchange:
             sums[segment.block].narrow(dim, start, extent).add_(piece)
 
 
-@functools.lru_cache(maxsize=16384)
+@planned(16384)
 def exchange(
     mesh: DeviceMesh, axes: int | tuple[int, ...], dim: int, owned: tuple[Interval, ...], needs: tuple[Need, ...]
 ) -> Exchange:

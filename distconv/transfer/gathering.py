@@ -7,9 +7,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.transfer.tracing import collectives, is_traced
+
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 
 
 def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
     """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
     return getattr(dist, _NAME)(output, own, group=group, async_op=async_op)
+
+
+def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Flat ``own`` of every member in turn, in one flat tensor. Collective over the group of ``ranks`` members."""
+    if is_traced(own):
+        assert group is not None  # in a graph it has a name
+        return collectives.wait_tensor(collectives.all_gather_into_tensor(own, ranks, group.group_name))
+    output = own.new_empty(ranks * own.numel())
+    all_gather(output, own, group)
+    return output

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.partition import whole_group
+from distconv.transfer.tracing import planned
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of this rank and of those whose coordinates differ from its own along these axes only.
 
@@ -24,7 +24,7 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
     return dist.new_group(_members(mesh, axes), use_local_synchronization=True)
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def joint_order(mesh: DeviceMesh, axes: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
     """For each member of the joint group its coordinate, counted with the last axis running fastest; this rank's place
     among the members.

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
 from distconv.dtensors import wrap
 from distconv.layouts import added_up
+from distconv.transfer.all_reduce import MAX, MIN, PRODUCT, SUM, all_reduced
 from distconv.transfer.group import joint_group
 
 OPERATIONS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "product": dist.ReduceOp.PRODUCT,
+    "sum": SUM,
+    "avg": SUM,
+    "max": MAX,
+    "min": MIN,
+    "product": PRODUCT,
 }
 
 
@@ -35,7 +35,7 @@ def added(x: DTensor) -> DTensor:
     local = x._local_tensor
     result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
     if axes:
-        dist.all_reduce(result, OPERATIONS[kind], group=joint_group(mesh, axes))
+        result = all_reduced(result, joint_group(mesh, axes), OPERATIONS[kind])
     if kind == "avg":
         result = result / math.prod(mesh.size(axis) for axis in axes)
     return wrap(result.to(local.dtype), mesh, placements, x.shape)

@@ -27,6 +27,7 @@ from distconv.partition import Partition, is_ours, mesh_like, placements, whole_
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, unpacked
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, intersect, length
 
 Box = tuple[Interval, ...]
@@ -148,7 +149,7 @@ def _inside(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def redistribution(
     mesh: DeviceMesh,
     before: tuple[Placement, ...],

@@ -6,7 +6,6 @@ layouts, so no rank needs to be told.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.distributed.tensor import Placement
 from distconv.layouts import local_box
 from distconv.partition import sharded_dims, whole_group
 from distconv.transfer.route import Route
+from distconv.transfer.tracing import planned
 
 Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
 
@@ -47,7 +47,7 @@ def _moved(local: Tensor, sending: Tensor, route: Route, placing: Tensor) -> Ten
     return result
 
 
-@functools.lru_cache(maxsize=32)
+@planned(32)
 def make_reshuffle(mesh: DeviceMesh, before: Layouts, after: Layouts) -> Reshuffle:
     """From (placements, shape) to (placements, shape). The same mesh axes shard both."""
     order = {rank: index for index, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}

@@ -21,6 +21,7 @@ from distconv.rules.channel_split import Split, make_split
 from distconv.rules.convolution.edges import Edges, around, edges
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Transposed, Window, intersect, length
 
 LEAST_BYTES = 2**20
@@ -112,7 +113,7 @@ def plan_along(plan: ConvolutionPlan, dim: int, own: int, padding: int, margins:
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def make_convolution_plan(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],

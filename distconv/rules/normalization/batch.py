@@ -81,6 +81,33 @@ def batch_norm(
     return wrap(y, mesh, placements, x.shape), wrap(saved[0], mesh, of, shape), wrap(saved[1], mesh, of, shape)
 
 
+# torch.compile knows batch norm by three names, for what it changes is told by the operator's schema.
+rule("aten::_native_batch_norm_legit")(batch_norm)
+
+
+@rule("aten::_native_batch_norm_legit.no_stats")
+def batch_norm_without_running(
+    func: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[DTensor, DTensor, DTensor]:
+    """The same without running statistics."""
+    return batch_norm(func, x, weight, bias, None, None, training, momentum, eps)
+
+
+@rule("aten::_native_batch_norm_legit_no_training")
+def batch_norm_in_evaluation(
+    func: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[DTensor, DTensor, DTensor]:
+    """The same by the running statistics."""
+    return batch_norm(func, x, weight, bias, running_mean, running_var, False, momentum, eps)
+
+
 def _batch_share(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> Share | None:
     return share(mesh, placements, tuple(shape), (0, *range(2, len(shape))))
 

@@ -6,13 +6,11 @@ straddles ranks, they exchange a table of all groups, of which each fills in its
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -37,7 +35,9 @@ from distconv.rules.normalization.statistics import (
     vector_layout,
 )
 from distconv.rules.registry import above_autograd, rule
+from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group
+from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ class Groups:
     """How a table (samples, groups) of the statistics lies."""
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], groups: int) -> Groups:
     """Of a tensor of global ``shape`` whose channels divide into so many groups."""
     size = shape[1] // groups
@@ -216,7 +216,7 @@ def instance_norm(
             sums = torch.stack([mean._local_tensor.sum(0), unbiased.sum(0)])
             over = share(*layout(mean), tuple(mean.shape), (0,))
             if over is not None:
-                dist.all_reduce(sums, group=over.group)
+                sums = all_reduced(sums, over.group)
             update_running((running_mean, running_var), (sums / samples).unbind(), *layout(mean), channels, momentum)
     return y
 

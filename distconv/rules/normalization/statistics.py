@@ -6,7 +6,6 @@ sample variances", 1979, equation 2.1.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,10 +21,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from distconv.dtensors import wrap
 from distconv.layouts import box_at, dim_axes, owners
 from distconv.partition import sharded_dims
+from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.exchange import exchange
-from distconv.transfer.gathering import all_gather
+from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
 
@@ -63,7 +64,7 @@ def boxes_along(
     return found
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def share(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dims: tuple[int, ...]
 ) -> Share | None:
@@ -103,8 +104,7 @@ def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Te
     if not mean.numel():
         return mean, deviations
     own = torch.stack([mean, deviations])
-    flat = own.new_empty(len(share.counts) * own.numel())
-    all_gather(flat, own.flatten(), share.group)
+    flat = all_gathered(own.flatten(), len(share.counts), share.group)
     means, squares = flat.view(len(share.counts), *own.shape).unbind(1)
     weights = torch.tensor(share.counts, dtype=own.dtype, device=own.device) / share.total
     weights = weights.view(len(share.counts), *[1] * (mean.dim() - 1), -1).expand_as(means)
@@ -159,7 +159,7 @@ def normalize_backward(
     if pool is not None:
         sums = sums.new_zeros(2, pool.size).index_add_(1, pool.index, sums)
     if share is not None:
-        dist.all_reduce(sums, group=share.group)
+        sums = all_reduced(sums, share.group)
     if rows.numel():
         sums = (sums if pool is None else sums[:, pool.index]) * torch.rsqrt(square) / -total
         dx += normalize(rows, mean, square, sums[1], sums[0])

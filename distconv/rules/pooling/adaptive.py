@@ -7,7 +7,6 @@ every rank gets it, ready for a linear layer or a gate.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from distconv.rules.reduction import lowest, precise
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Piece, window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
 
 
@@ -91,7 +91,7 @@ class AdaptivePlan:
     """Of every spatial dim, the inputs that this rank owns."""
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def make_adaptive_plan(
     func: Any,
     mesh: DeviceMesh,

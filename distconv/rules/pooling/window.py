@@ -7,7 +7,6 @@ less.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from distconv.rules.reduction import lowest
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
 
 
@@ -73,7 +73,7 @@ class WindowPlan:
         return grad
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def make_window_plan(
     func: Any,
     mesh: DeviceMesh,

@@ -8,14 +8,12 @@ resize, go to one call of the stock operator.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -29,9 +27,11 @@ from distconv.refusal import refuse
 from distconv.rules.reduction import precise
 from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, linear_taps, nearest_taps
+from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.group import joint_group
 from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ class ResizePlan:
     """Whether the stock operator has work even where it keeps the shape."""
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def make_resize_plan(
     name: str,
     mesh: DeviceMesh,
@@ -231,7 +231,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
                 local = local.new_zeros([*local.shape[:dim], 1, *local.shape[dim + 1 :]])
     if axes:
         local = local.contiguous()
-        dist.all_reduce(local, group=joint_group(mesh, tuple(sorted(axes))))
+        local = all_reduced(local, joint_group(mesh, tuple(sorted(axes))))
     return wrap(local, mesh, after, shape)
 
 

@@ -1,0 +1,293 @@
+"""torch.compile of a distributed model: one graph each way of local operators, exchanges and allreduces.
+
+The outermost call stays what it is without a compiler: it brings the inputs to the mesh. What torch.compile is given
+to trace is the forward pass of the plain model, with inputs that are DTensors and parameters that are plain. In the
+graph that it finds, each parameter first goes through the functions that also take it through an eager pass (see
+distconv.model.gradients); then the graph is handed to the backend. There the rules run with tensors that have no
+values, and what is left in the graph is what they do to local tensors.
+
+A model that torch.compile cannot take into one graph runs without it, after one warning: where a graph ends in the
+middle of a model, parameters would be read outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, fitting, home, used
+from distconv.partition import whole_group
+from distconv.transfer.all_reduce import AllReduce
+
+
+class NotCompiled(Exception):
+    """Nothing has run yet: the model is to run without a compiler."""
+
+
+class _Thread(threading.local):
+    meshes: Mapping[Tensor, DeviceMesh] | None = None
+    """Where the parameters lie of the compiled model that runs."""
+
+
+_thread = _Thread()
+
+_FORMS = "_distconv_forms"
+
+is_tracing_model = False
+"""Whether a compiled model runs, or is traced before that; only what is traced reads it."""
+
+
+def original(module: nn.Module) -> nn.Module:
+    """The module itself, or the one in it where it is what ``torch.compile(module)`` returned."""
+    held = module.__dict__
+    inner: nn.Module = held["_modules"]["_orig_mod"] if "dynamo_ctx" in held else module
+    return inner
+
+
+def maker(module: nn.Module) -> Any:
+    """What ``torch.compile(module)`` or ``module.compile()`` made for the program; None for any other module."""
+    return module.__dict__.get("dynamo_ctx") or module._compiled_call_impl
+
+
+def run(
+    module: nn.Module,
+    made: Any,
+    mesh: DeviceMesh,
+    meshes: Mapping[Tensor, DeviceMesh],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a module with the inputs of an outermost call, compiled. NotCompiled where it is to run without a compiler.
+
+    Args:
+        made: what ``maker`` told.
+        mesh: that of the inputs.
+        meshes: where each of its parameters lies.
+    """
+    forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
+    if module not in forms:
+        forms[module] = _Form(module, made)
+    with tracing(meshes):
+        return forms[module](mesh, args, kwargs)
+
+
+@contextlib.contextmanager
+def tracing(meshes: Mapping[Tensor, DeviceMesh] | None = None) -> Iterator[None]:
+    """Within it, what torch.compile traces is all of a model: the modules in it are called as they are."""
+    global is_tracing_model
+    outer = _thread.meshes, is_tracing_model
+    _thread.meshes, is_tracing_model = meshes, True
+    try:
+        yield
+    finally:
+        _thread.meshes, is_tracing_model = outer
+
+
+def _warn(module: nn.Module, reason: str) -> None:
+    warnings.warn(f"torch.compile: {type(module).__name__} runs without it: {reason}", stacklevel=5)
+
+
+_left: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Compiled modules that were left without a compiler."""
+
+PART = "it is a part of a distributed model; accepted: the model as a whole"
+MESHES = "it runs on several meshes; accepted: one partition, and inputs on its mesh"
+
+
+def leave(module: nn.Module, reason: str) -> None:
+    """A compiled module runs without a compiler, and why; told once."""
+    if module not in _left:
+        _left.add(module)
+        _warn(module, reason)
+
+
+class _Question:
+    """Whether all ranks could compile a model. Each asks once, when it knows of itself."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.asked = mesh, False
+
+    def all(self, here: bool) -> bool:
+        """Collective over the mesh the first time; afterwards the ranks' graphs are made alike."""
+        if self.asked or self.mesh.size() == 1:
+            return here
+        self.asked = True
+        flag = torch.tensor(int(here), device=self.mesh.device_type)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=whole_group(self.mesh))
+        return bool(flag.item())
+
+
+class _Form:
+    """A module as torch.compile is to compile it: its forward pass in one graph, for a backend of ours."""
+
+    def __init__(self, module: nn.Module, made: Any) -> None:
+        context = made if hasattr(made, "callback") else inspect.getclosurevars(made).nonlocals["self"]
+        self._module = module
+        self._fullgraph = bool(context.fullgraph)
+        self._backend = _Backend(torch._dynamo.eval_frame.innermost_backend(context.callback))
+        self._forward = torch.compile(_forward_of(module), backend=self._backend, fullgraph=True, dynamic=False)
+        self._given_up = False
+        self._everywhere: _Question | None = None
+
+    def __call__(self, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._given_up:
+            raise NotCompiled
+        if self._everywhere is None:
+            self._everywhere = self._backend.everywhere = _Question(mesh)
+        try:
+            return self._forward(*args, **kwargs)
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:  # as torch.compile does beyond its limit
+            if self._fullgraph:
+                raise
+            reason: Exception = error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self._everywhere.all(False)
+            if self._fullgraph or _lacks_compiler(error):
+                raise
+            self._given_up, reason = True, error
+        _warn(self._module, str(reason).strip().partition("\n")[0])
+        raise NotCompiled
+
+
+def _lacks_compiler(error: BaseException | None) -> bool:
+    """Whether a backend failed for want of a C++ compiler, which torch tells in one line."""
+    while error is not None:
+        if type(error).__name__ == "InvalidCxxCompiler" or "InvalidCxxCompiler" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    call = nn.Module._call_impl
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():  # as under torch.compiler.set_stance("force_eager")
+            raise NotCompiled
+        return call(module, *args, **kwargs)
+
+    # What torch.compile keeps, and the most that it keeps, is of a code object: each module has its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"forward of {type(module).__name__}")
+    return forward
+
+
+class _Backend:
+    """The program's backend, given graphs in which parameters are distributed before they are read."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.everywhere: _Question | None = None
+        if hasattr(self._backend, "backend_ctx_ctor"):
+            self.backend_ctx_ctor = self._backend.backend_ctx_ctor
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        meshes = _thread.meshes
+        if meshes is not None:
+            _enter_parameters(graph, inputs, meshes)
+        result = self._backend(graph, inputs)
+        if self.everywhere is not None and not self.everywhere.all(True):
+            raise RuntimeError("another rank could not compile it")
+        return result
+
+
+def _enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mapping[Tensor, DeviceMesh]) -> None:
+    nodes = graph.graph.find_nodes(op="placeholder")
+    found = [
+        (node, value)
+        for node, value in zip(nodes, inputs, strict=True)
+        if isinstance(value, Tensor) and value in meshes
+    ]
+    if not found:
+        return
+    enter = _Enter([value for _, value in found], meshes)
+    with graph.graph.inserting_after(nodes[-1]):
+        entering = graph.graph.call_function(enter, tuple(node for node, _ in found))
+    last = entering
+    for index, (node, _) in enumerate(found):
+        with graph.graph.inserting_after(last):
+            last = graph.graph.call_function(operator.getitem, (entering, index))
+        node.replace_all_uses_with(last, delete_user_cb=lambda user: user is not entering)
+    graph.recompile()
+
+
+class _Enter:
+    """What the parameters of a graph go through before anything reads them."""
+
+    __name__ = "enter_parameters"
+
+    def __init__(self, parameters: Sequence[Tensor], meshes: Mapping[Tensor, DeviceMesh]) -> None:
+        places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._meshes = [meshes[parameter] for parameter in parameters]
+        trained = [p for p in parameters if p.requires_grad and torch.is_grad_enabled()]
+        homes = {parameter: home(parameter, meshes[parameter]) for parameter in trained}
+        groups = {place: place.group() for place in dict.fromkeys(homes.values())}
+        self._buckets = []
+        for members in buckets({parameter: groups[place] for parameter, place in homes.items()}):
+            plan = BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
+            self._buckets.append((plan, [places[member] for member in members]))
+
+    def __call__(self, *parameters: Tensor) -> tuple[Tensor, ...]:
+        result: list[Tensor] = [distributed(p, mesh) for p, mesh in zip(parameters, self._meshes, strict=True)]
+        for plan, places in self._buckets:
+            members = used(_TracedBucket(plan), [parameters[place] for place in places])
+            for place, member in zip(places, members, strict=True):
+                result[place] = member
+        return tuple(result)
+
+
+class _TracedBucket(Bucket):
+    """A bucket within a graph: its gradients are put together once all are there."""
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._shares: dict[int, Tensor] = {}
+
+    def put(self, index: int, grad: DTensor) -> Tensor:
+        grad = fitting(grad, self.homes[index].placements)
+        local = grad._local_tensor
+        share = local.new_zeros(self.plan.shapes[index])
+        part = self.part(index, grad, share)
+        if part is not None and part.shape == share.shape:
+            share = local
+        elif part is not None:
+            part.copy_(local)
+        self._shares[index] = share
+        self.arrived.add(index)
+        if len(self.arrived) == len(self.plan.shapes):
+            self.start()
+        return self.laid_out(index, share)
+
+    def start(self) -> None:
+        like = next(iter(self._shares.values()))
+        shares = [self._shares.get(index) for index in range(len(self.plan.shapes))]
+        self.flat = torch.cat(
+            [
+                like.new_zeros(shape.numel()) if share is None else share.reshape(-1)
+                for share, shape in zip(shares, self.plan.shapes, strict=True)
+            ]
+        )
+        if self.plan.group is not None:
+            self.work = AllReduce(self.flat, self.plan.group)
+
+    def finish(self) -> dict[int, Tensor]:
+        if not self.arrived:
+            return {}
+        if self.flat is None:
+            self.start()
+        if self.work is not None:
+            self.flat = self.work.wait()
+        grads = {index: self.gradient(index) for index in self.arrived}
+        self._reset()
+        return grads

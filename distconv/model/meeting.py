@@ -1,0 +1,56 @@
+"""Tensors of several meshes in one model: where they meet, they are brought to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from distconv.partition import is_ours
+from distconv.transfer.redistribution import relaid
+
+
+def brought(mesh: DeviceMesh, x: DTensor) -> DTensor:
+    """A tensor on a mesh; one of the program's own, on another mesh than ours, stays."""
+    return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
+
+
+IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
+
+
+class Meeting(TorchFunctionMode):
+    """Brings tensors of several meshes that meet in one function to the mesh of the module that calls it; to that of
+    the first where the function changes it in place.
+    """
+
+    def __init__(self, mesh: Callable[[], DeviceMesh]) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        meshes = {x.device_mesh for x in _distributed((*args, *kwargs.values()))}
+        if len(meshes) < 2 or not all(map(is_ours, meshes)):
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        changed = kwargs.get("out") if "out" in kwargs else args[0] if name in IN_PLACE or _is_in_place(name) else None
+        mesh = next((x.device_mesh for x in _distributed((changed,))), self.mesh())
+        args, kwargs = tree_map_only(DTensor, lambda x: brought(mesh, x), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _distributed(values: Any) -> Iterator[DTensor]:
+    """The DTensors among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, DTensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _distributed(value)

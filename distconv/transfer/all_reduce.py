@@ -1,0 +1,44 @@
+"""The allreduce: every rank of a group gets the sum, or another reduction, of what all of them have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from distconv.transfer.tracing import collectives, is_traced
+
+SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
+
+_NAMES = {SUM: "sum", MAX: "max", MIN: "min", PRODUCT: "product"}
+
+
+class AllReduce:
+    """One allreduce, which starts when the object is made. Collective over the group.
+
+    Until :meth:`wait` returns, ``x`` must not be read nor written to.
+    """
+
+    def __init__(self, x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> None:
+        self._x, self._work = x, None
+        if is_traced(x):
+            assert group is not None  # in a graph it has a name
+            self._x = collectives.all_reduce(x, _NAMES[op], group.group_name)
+        else:
+            self._work = dist.all_reduce(x, op, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
+        if self._work is None:
+            return collectives.wait_tensor(self._x)
+        self._work.wait()
+        return self._x
+
+
+def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Tensor:
+    """The reduction of ``x``, which may be overwritten with it. Collective over the group."""
+    if is_traced(x):
+        return AllReduce(x, group, op).wait()
+    dist.all_reduce(x, op, group=group)
+    return x

@@ -1,0 +1,42 @@
+"""Whether torch.compile traces what runs: then collectives are its functional ones, which a graph can hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+T = TypeVar("T")
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether a tensor stands for one of a graph that is being made, and so has no values."""
+    return type(x) is not Tensor and isinstance(x, FakeTensor | FunctionalTensor)
+
+
+collectives = torch.ops._c10d_functional
+"""The collectives of a graph. They start here, and ``wait_tensor`` waits: torch's functions for them wait at once."""
+
+
+def planned(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """As ``functools.lru_cache``, for what shapes decide.
+
+    While a graph is made, too, the tensors of a plan are real ones, and making it leaves no operators in the graph.
+    """
+
+    def decorate(function: Callable[..., T]) -> Callable[..., T]:
+        @functools.lru_cache(maxsize=maxsize)
+        @functools.wraps(function)
+        def decide(*args: Any, **kwargs: Any) -> T:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+
+        return decide
+
+    return decorate

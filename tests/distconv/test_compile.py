@@ -1,0 +1,179 @@
+"""torch.compile of distributed models: one graph, and the losses, gradients and statistics of one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import distconv
+
+
+class Net(nn.Module):
+    """A residual block, whose shortcut has a stride, between a transposed convolution and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.wide = nn.Conv2d(4, 8, 3, stride=2, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.narrow = nn.Conv2d(8, 8, 3, padding=1)
+        self.shortcut = nn.Conv2d(4, 8, 1, stride=2)
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.classifier = nn.Linear(8, 4)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.up(x), self.up(x)], 1)[:, 2:6]
+        y = self.narrow(nn.functional.relu(self.norm(self.wide(x)), inplace=True)) + self.shortcut(x)
+        return self.classifier(self.pool(self.frozen(y)).relu().mean((2, 3)))
+
+
+class Broken(Net):
+    """A graph ends where a number of it is printed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        torch._dynamo.graph_break()
+        return y * self.unused.sum()
+
+
+def steps(model: Any, plain: nn.Module, train: int = 3) -> dict[str, Tensor]:
+    """What some steps of training give, and one evaluation after them."""
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
+    found: dict[str, Tensor] = {}
+    for step in range(train):
+        generator = torch.Generator().manual_seed(step)
+        x, targets = torch.randn(5, 4, 9, 8, generator=generator).double(), torch.arange(5) % 4
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), targets)
+        loss.backward()
+        found[f"loss {step}"] = torch.tensor(loss.item())
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                found[f"gradient {step} of {name}"] = distconv.whole_state(parameter.grad).clone()
+        optimizer.step()
+    for name, buffer in plain.named_buffers():
+        found[f"buffer {name}"] = distconv.whole_state(buffer).clone()
+    plain.eval()
+    with torch.no_grad():
+        found["evaluation"] = distconv.gather(model(x)).clone()
+    return found
+
+
+def made(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return kind().double()
+
+
+@contextmanager
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """The relative errors that are not below 1e-10; one of all where names differ."""
+    if found.keys() != expected.keys():
+        return {str(found.keys() ^ expected.keys()): float("inf")}
+    errors = {
+        name: float((found[name] - right).abs().max() / right.abs().max().clamp(min=1e-3))
+        for name, right in expected.items()
+    }
+    return {name: error for name, error in errors.items() if not error <= 1e-10}
+
+
+def trained(partition: str, way: str, backend: str = "aot_eager") -> tuple[dict[str, float], dict[str, int], int]:
+    """(errors, what Dynamo counted after training, graphs after evaluation)."""
+    expected = steps(reference := made(Net), reference)
+    mesh = distconv.init(partition, device_type="cpu")
+    options: dict[str, Any] = {"backend": backend, "fullgraph": True}
+    with fresh():
+        plain = made(Net)
+        if way == "before":
+            model = distconv.parallelize(torch.compile(plain, **options), mesh)
+        elif way == "after":
+            model = torch.compile(distconv.parallelize(plain, mesh), **options)
+        else:
+            plain.compile(**options)
+            model = distconv.parallelize(plain, mesh)
+        found = steps(model, plain)
+        return worst(found, expected), dict(counters["stats"]), sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(
+    "partition, way",
+    [("sample=2", "before"), ("height=2", "after"), ("channel=2", "method")],
+)
+def test_compiled_training_equals_one_process(ranks: Callable[[int], Ranks], partition: str, way: str) -> None:
+    pool = ranks(2)
+    if pool.backend == "mpi" and partition != "height=2":
+        pytest.skip("over Gloo")
+    for errors, counted, breaks in pool.run(trained, partition, way):
+        assert not errors
+        assert counted["unique_graphs"] == 2  # of training and of evaluation
+        assert breaks == 0
+
+
+def left(partition: str) -> tuple[dict[str, float], list[str], str]:
+    """(errors, warnings, what is raised with fullgraph) of a model that is no single graph."""
+    expected = steps(reference := made(Broken), reference)
+    mesh = distconv.init(partition, device_type="cpu")
+    with fresh(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plain = distconv.parallelize(made(Broken), mesh)
+        found = steps(torch.compile(plain, backend="aot_eager"), plain)
+        told = [str(warning.message) for warning in caught if "runs without it" in str(warning.message)]
+        try:
+            torch.compile(plain, backend="aot_eager", fullgraph=True)(torch.ones(5, 4, 9, 8).double())
+        except torch._dynamo.exc.Unsupported as error:
+            return worst(found, expected), told, str(error)
+    return worst(found, expected), told, ""
+
+
+def test_a_model_that_is_no_single_graph_runs_without_a_compiler(ranks: Callable[[int], Ranks]) -> None:
+    for errors, told, error in ranks(2).run(left, "height=2"):
+        assert not errors
+        assert len(told) == 1 and "Broken" in told[0]
+        assert "graph_break" in error
+
+
+def elsewhere(partition: str) -> dict[str, float]:
+    """Compiled: a function of the program that calls a model, a part of a model, a plain model, a loss."""
+    mesh = distconv.init(partition, device_type="cpu")
+    expected = steps(reference := made(Net), reference, 1)
+    with fresh(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = distconv.parallelize(made(Net), mesh)
+        function = torch.compile(lambda x: plain(x) * 1.0, backend="eager")
+        errors = worst(steps(function, plain, 1), expected)
+        plain = distconv.parallelize(made(Net), mesh)
+        plain.narrow = torch.compile(plain.narrow, backend="eager")
+        found = {name.replace("_orig_mod.", ""): value for name, value in steps(plain, plain, 1).items()}
+        errors |= worst(found, expected)
+        alone = made(Net)
+        errors |= worst(steps(torch.compile(alone, backend="eager", fullgraph=True), alone, 1), expected)
+        copied = copy.deepcopy(alone)
+        with torch.compiler.set_stance("force_eager"):
+            model = torch.compile(distconv.parallelize(copied, mesh), backend="eager", fullgraph=True)
+            x = torch.ones(5, 4, 9, 8).double()
+            errors |= worst({"stance": distconv.gather(model(x))}, {"stance": alone(x)})
+    return errors
+
+
+def test_what_is_compiled_around_or_within_a_model_changes_nothing(ranks: Callable[[int], Ranks]) -> None:
+    for errors in ranks(2).run(elsewhere, "sample=2"):
+        assert not errors
