@@ -33,6 +33,7 @@ from distconv.model.parameters import partition_of
 from distconv.model.shard_gather import gather
 from distconv.partition import Partition, adopt, make_mesh
 from distconv.refusal import UnsupportedOperation
+from distconv.rules import decompositions
 from distconv.rules.registry import discover, install_guard
 from distconv.transfer.redistribution import redistribute
 from mucudnn.version import VERSION as __version__
@@ -52,6 +53,7 @@ __all__ = [
 
 discover()
 install_guard()
+decompositions.install()
 
 
 def init(

@@ -210,12 +210,12 @@ def parameter_placements(module: nn.Module, algorithm: str, partition: Partition
 
     A convolution's and a linear layer's weight by the algorithm, one of ALGORITHMS; their biases, and the parameters
     of batch, group and instance norms and of PReLU, as channels of y are owned. All other parameters are replicated, as
-    are all of them along axes other than ``channel`` and ``filter``.
+    are all of them along axes other than ``channel`` and ``filter``, and along axes of one rank.
     """
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     whole = (Replicate(),) * len(partition.axes)
-    axes = {name: size for name, size in partition.axes if shards_channels(name)}
-    vector = tuple(Shard(0) if shards_channels(name) else Replicate() for name in partition.names)
+    axes = {name: size for name, size in partition.axes if shards_channels(name) and size > 1}
+    vector = tuple(Shard(0) if name in axes else Replicate() for name in partition.names)
     layer = layer_of(module)
     if layer is not None:
         dims = dict(zip(axes, weight_dims(layer, algorithm, axes), strict=True))

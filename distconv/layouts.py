@@ -25,19 +25,16 @@ def find_layout(*tensors: Any) -> Layout:
     return next(layout(tensor) for tensor in tensors if isinstance(tensor, DTensor))
 
 
-def shard_axes(mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> dict[int, int]:
-    """{tensor dim: mesh axis} of the shards of the dims from ``first`` on.
+def shard_axes(mesh: DeviceMesh, placements: Sequence[Placement], first: int = 0) -> dict[int, tuple[int, ...]]:
+    """{tensor dim: mesh axes} of the shards of dims from ``first`` on. A later axis divides the shards of an earlier.
 
-    ``UnsupportedOperation`` where two axes shard one of them.
+    ``UnsupportedOperation`` for a placement that is sharded, but no plain shard.
     """
-    axes: dict[int, int] = {}
+    axes: dict[int, tuple[int, ...]] = {}
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            if placement.dim < first:
-                continue
-            if placement.dim in axes:
-                raise UnsupportedOperation(f"dim {placement.dim} is sharded by two mesh axes: {tuple(placements)}")
-            axes[placement.dim] = axis
+            if placement.dim >= first:
+                axes[placement.dim] = (*axes.get(placement.dim, ()), axis)
         elif placement.is_shard():
             raise UnsupportedOperation(f"placement {placement} is no plain shard")
     return axes

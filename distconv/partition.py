@@ -212,7 +212,8 @@ def placements(mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     """How a tensor (N, C, spatial...) of ``ndim`` dims lies on the mesh.
 
     Tensors without spatial dims (fewer than 3 dims) are replicated along the spatial axes, those without channels along
-    the channel axes too, scalars along all.
+    the channel axes too, scalars along all. Along an axis of one rank every tensor is replicated, so that no rule meets
+    a shard that is none.
     ValueError for a spatial axis of more than one rank that 3-dim or larger tensors of this size do not have.
     """
     return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim)
@@ -228,7 +229,7 @@ def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int) -> tu
                 f"partition axis {name}={size}: {ndim - 2}-D data (N, C, {ndim - 2} spatial dims) has no {name};"
                 f" accepted: {', '.join(axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None)}"
             )
-        result.append(Replicate() if dim is None else Shard(dim))
+        result.append(Replicate() if dim is None or size == 1 else Shard(dim))
     return tuple(result)
 
 

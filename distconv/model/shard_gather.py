@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import settle
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import added_up, replicated
 from distconv.partition import placements
+from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
 
@@ -27,8 +28,8 @@ class _ToShards(torch.autograd.Function):
         return wrap(local, mesh, layout, x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
-        return whole(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return whole(grad) if isinstance(grad, DTensor) else grad, None  # autograd's own zeros are plain
 
 
 class _Gather(torch.autograd.Function):

@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import Layout, has_partial, layout, refuse_partial, replicated
-from distconv.rules.losses import aligned, common_layout
+from distconv.rules.broadcasting import aligned
+from distconv.rules.decompositions import has_strategy
+from distconv.rules.losses import common_layout
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
+from distconv.transfer.local_part import local_as
+from distconv.transfer.partial_sums import added
+
+POLYNOMIALS = (
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+)
 
 OPERATORS = (
     *(f"{name}.Tensor" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),
@@ -28,9 +37,17 @@ OPERATORS = (
     # For these torch 2.11's DTensor would gather such a dim of a tensor alone, too.
     *("leaky_relu", "elu", "celu", "hardsigmoid", "hardtanh", "threshold"),
     *("mish", "softplus", "softshrink", "hardshrink"),
-    *("hardshrink_backward", "softshrink_backward", "logit_backward"),
+    *("hardshrink_backward", "softshrink_backward", "logit_backward", "log_sigmoid_forward"),
+    *("fmin", "fmax", "hypot", "nextafter", "gcd", "lcm", "igamma", "igammac", "logaddexp", "logaddexp2", "heaviside"),
+    *("logical_xor", "complex", "polar", "floor_divide", "rsub.Tensor", "ldexp.Tensor", "div.Tensor_mode"),
+    *(f"{name}.Tensor" for name in ("copysign", "fmod", "remainder", "xlogy", "clamp", "clamp_min", "clamp_max")),
+    *(f"{name}.Tensor" for name in ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")),
+    *("special_zeta", "special_xlog1py", *(f"special_{name}" for name in POLYNOMIALS)),
 )
 """Those that may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis."""
+
+MAYBE_EMPTY = ("aten::log_sigmoid_backward", "aten::rrelu_with_noise_backward")
+"""Their last tensor may be a stand-in without elements, which broadcasts to nothing."""
 
 
 @rule(*(f"aten::{name}" for name in OPERATORS))
@@ -39,7 +56,9 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if any(has_partial(tensor.placements) for tensor in distributed):
-        return stock(func, args, kwargs)
+        if has_strategy(func):
+            return stock(func, args, kwargs)
+        return elementwise(func, *(added(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
     mesh, placements = layout(distributed[0])
     shape = distributed[0].shape
     if len(distributed) == len(tensors) and all(
@@ -47,17 +66,24 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     ):
         locals = [_plain(arg) for arg in args]
     else:
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors if tensor.numel() or tensor.dim() > 1))
-        mesh, placements = _sharding(tensors, shape)
+        absent = [t for t in tensors[1:] if tuple(t.shape) == (0,)] if func._schema.name in MAYBE_EMPTY else ()
+        present = [tensor for tensor in tensors if not any(tensor is other for other in absent)]
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in present))
+        mesh, placements = _sharding(present, shape)
         locals = [
             aligned(arg, mesh, placements, shape)
-            if isinstance(arg, Tensor) and (arg.numel() or arg.dim() > 1)
+            if isinstance(arg, Tensor) and not any(arg is other for other in absent)
             else _plain(arg)
             for arg in args
         ]
     result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
     if isinstance(result, tuple):
-        return tuple(wrap(part, mesh, placements, shape) for part in result)
+        return tuple(
+            wrap(part, mesh, placements, shape)
+            if part.shape == result[0].shape
+            else wrap(part, mesh, replicated(mesh), part.shape)
+            for part in result
+        )
     return wrap(result, mesh, placements, shape)
 
 
@@ -92,6 +118,12 @@ def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequen
     *(f"aten::{name}_" for name in ("leaky_relu", "elu", "celu", "silu", "mish", "threshold")),
     *("aten::lerp_.Scalar", "aten::lerp_.Tensor", "aten::hardsigmoid_", "aten::hardtanh_", "aten::hardswish_"),
     *("aten::clamp_min_", "aten::clamp_min_.Tensor", "aten::clamp_max_", "aten::clamp_max_.Tensor"),
+    *(f"aten::{name}_" for name in ("hypot", "nextafter", "gcd", "lcm", "igamma", "igammac", "heaviside", "atan2")),
+    *("aten::ldexp_", "aten::logical_and_", "aten::logical_or_", "aten::logical_xor_", "aten::div_.Tensor_mode"),
+    *(f"aten::{name}_.Tensor" for name in ("copysign", "fmod", "remainder", "xlogy", "clamp", "pow", "floor_divide")),
+    *(f"aten::bitwise_{name}_.Tensor" for name in ("and", "or", "xor", "left_shift", "right_shift")),
+    *("aten::__ilshift__.Tensor", "aten::__irshift__.Tensor", "aten::eq_.Tensor", "aten::ne_.Tensor"),
+    *(f"aten::{name}_.Tensor" for name in ("lt", "le", "gt", "ge")),
 )
 def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Local, on the layout of x; a plain x gets what the whole tensors give."""
@@ -102,21 +134,30 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         stock(func, (x, *args), kwargs)
         return x
     mesh, placements = layout(x)
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.shape != x.shape and torch.broadcast_shapes(arg.shape, x.shape) != x.shape:
+            raise RuntimeError(f"{func}: a tensor {tuple(arg.shape)} does not broadcast to {tuple(x.shape)}")
     locals = [aligned(arg, mesh, placements, x.shape) if isinstance(arg, Tensor) else arg for arg in args]
     func(x._local_tensor, *locals, **kwargs)
     return x
 
 
 def _sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
-    """How the result of tensors that broadcast to a shape lies: each mesh axis shards what it shards of one of them."""
+    """How the result of tensors that broadcast to a shape lies: each mesh axis shards what it shards of one of them.
+
+    That is one which has all elements of the dim, where there is one.
+    """
     mesh, _ = common_layout(*tensors)
     result: list[Placement] = [Replicate()] * mesh.ndim
+    whole = [False] * mesh.ndim
     for tensor in tensors:
         missing = len(shape) - tensor.dim()
         here = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
         for axis, placement in enumerate(tensor.placements if here else ()):  # type: ignore[attr-defined]
-            if isinstance(placement, Shard) and not isinstance(result[axis], Shard):
-                result[axis] = Shard(placement.dim + missing)
+            if isinstance(placement, Shard) and not whole[axis]:
+                fits = tensor.shape[placement.dim] == shape[placement.dim + missing]
+                if fits or not isinstance(result[axis], Shard):
+                    result[axis], whole[axis] = Shard(placement.dim + missing), fits
     return mesh, tuple(result)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import refuse_partial, replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
@@ -22,6 +22,7 @@ from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import all_reduce
 from distconv.rules.registry import rule
 from distconv.transfer.all_reduce import MAX, SUM
+from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "clamp_min", "clamp_max", "pow")

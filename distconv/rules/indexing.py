@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import layout, replicated
 from distconv.refusal import refuse
 from distconv.rules.losses import common_layout
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
+from distconv.transfer.local_part import local_as
 
 
 @rule("aten::index_add", "aten::index_add_")

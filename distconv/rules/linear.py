@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.channels import ChannelMap
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import coordinate, dim_axes, find_layout, owners, replicated
 from distconv.partition import shards_channels, splits_channels
 from distconv.rules.channel_split import Split, layer_input, split
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved
 from distconv.transfer.tracing import planned

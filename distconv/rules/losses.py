@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import Layout, added_up, dim_axes, find_layout, layout, local_box, local_shape, replicated
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
+from distconv.rules.broadcasting import aligned
 from distconv.rules.reduction import all_reduce
 from distconv.rules.registry import above_autograd, rule
+from distconv.transfer.local_part import local_as
 
 NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
 
@@ -32,16 +34,6 @@ def common_layout(*tensors: Any) -> Layout:
             return mesh, added_up(placements)
     mesh, placements = find_layout(*tensors)
     return mesh, replicated(mesh)
-
-
-def aligned(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
-    """This rank's part of a tensor that broadcasts to ``shape``."""
-    missing = len(shape) - tensor.dim()
-    target: list[Placement] = []
-    for placement in placements:
-        dim = placement.dim - missing if isinstance(placement, Shard) else -1
-        target.append(Shard(dim) if dim >= 0 and tensor.shape[dim] == shape[dim + missing] else Replicate())
-    return local_as(tensor, mesh, target)
 
 
 def _axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import added_up, find_layout
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.reduction import all_reduce, towards_parameter
 from distconv.rules.registry import rule
+from distconv.transfer.local_part import local_as
 
 
 def _placements_of(x: Tensor, mesh: DeviceMesh) -> list[Placement]:

@@ -9,14 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import settle
-from distconv.dtensors import wrap
-from distconv.layouts import has_partial
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.elementwise import in_place
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import settled
 from distconv.rules.registry import method, rule
-from distconv.rules.stock import stock
 
 
 @rule("aten::_local_scalar_dense")
@@ -63,12 +60,3 @@ def add_in_place(func: Any, x: Tensor, other: Any, *, alpha: float = 1) -> Tenso
     if isinstance(x, DTensor):
         return in_place(func, x, other, alpha=alpha)
     return func(x, whole_beside(func, other), alpha=alpha)
-
-
-@rule("aten::expand")
-def expand(func: Any, x: DTensor, size: list[int], *, implicit: bool = False) -> DTensor:
-    """A partial sum is added up before it grows."""
-    if has_partial(x.placements):
-        local, (mesh, placements) = settled(func, x)
-        x = wrap(local, mesh, placements, x.shape)
-    return stock(func, (x, size))

@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, find_layout, layout, owners
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import Need, Piece, make_exchange_plan
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval

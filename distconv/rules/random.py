@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import Layout, layout, refuse_partial
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
+from distconv.transfer.local_part import local_as
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap, wrap_strided
 from distconv.layouts import dim_axes, layout, local_shape, owners
 from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.copies import copy_of
@@ -24,6 +24,7 @@ from distconv.rules.padding import restricted
 from distconv.rules.registry import method, rule
 from distconv.rules.stock import stock
 from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import Need, Piece, window
 from distconv.transfer.tracing import planned
 
@@ -137,7 +138,12 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
     if sum(sizes) != extent:
         raise RuntimeError(f"split_with_sizes: sizes {list(sizes)} do not sum to {extent}, the extent of dim {dim}")
     bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    return [slice_of(func, x, dim, a, b) if b - a < extent else x for a, b in itertools.pairwise(bounds)]
+    return [slice_of(func, x, dim, a, b) if b - a < extent else _alias(x) for a, b in itertools.pairwise(bounds)]
+
+
+def _alias(x: DTensor) -> DTensor:
+    """The same tensor as a view of itself, which autograd wants to be another object."""
+    return wrap_strided(torch.ops.aten.alias.default(x._local_tensor), *layout(x), x.shape, x.stride())
 
 
 @rule("aten::cat")

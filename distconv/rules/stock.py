@@ -15,11 +15,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.implicit_replication import as_the_program_set
 from distconv.refusal import refuse
+from distconv.rules.decompositions import has_strategy, without_strategy
 
 
 def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
     """DTensor's own behaviour of an operator that has a rule here; what would gather a shard is refused."""
     dispatcher = DTensor._op_dispatcher
+    if not has_strategy(func):
+        return without_strategy(func, args, kwargs or {})
     info = dispatcher.unwrap_to_op_info(func, tuple(args), kwargs or {})
     dispatcher.sharding_propagator.propagate(info)
     assert info.output_sharding is not None

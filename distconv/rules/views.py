@@ -5,7 +5,8 @@ A view splits into groups of dims that merge into, or divide from, one another. 
 one dim before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the
 other: flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes
 its partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations
-(``height`` to the last but one), else to the first dim of the group.
+(``height`` to the last but one), else to the first dim of the group. A sharded dim of extent 1 that becomes no dim at
+all is replicated afterwards: every rank gets its element.
 
 The backward of a view divides what its forward merged, and must lay the gradient out as the forward's input lay. That
 layout is kept on the autograd node that computed the input, where the backward finds it as its next node.
@@ -24,11 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import box_at, layout, local_shape, refuse_partial
+from distconv.layouts import box_at, layout, local_shape, refuse_partial, replicated
 from distconv.partition import AXES, Kind, sharded_dims
-from distconv.refusal import UnsupportedOperation
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
+from distconv.transfer.local_part import everywhere
 from distconv.transfer.reshuffle import is_run, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,7 +41,11 @@ _VIEWED = "distconv.viewed"
 def whole_size(size: Sequence[int], elements: int) -> tuple[int, ...]:
     """The size of a view, -1 filled in. RuntimeError where the elements do not fit."""
     known = math.prod(extent for extent in size if extent != -1)
-    result = tuple((elements // known if known else 0) if extent == -1 else extent for extent in size)
+    if not known and -1 in size:
+        raise RuntimeError(
+            f"cannot reshape tensor of {elements} elements into shape {list(size)}: -1 may be any extent"
+        )
+    result = tuple(elements // known if extent == -1 else extent for extent in size)
     if math.prod(result) != elements or sum(extent == -1 for extent in size) > 1:
         raise RuntimeError(f"shape '{list(size)}' is invalid for input of size {elements}")
     return result
@@ -87,8 +92,6 @@ def view_layout(
         sharded = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins]
         if not sharded:
             continue
-        if not outs:
-            raise UnsupportedOperation(f"view of {before} as {after}: dim {ins[0]} is sharded and would vanish")
         for axis in sharded:
             there = None if wanted is None else wanted[axis]
             if isinstance(there, Shard) and there.dim in outs:
@@ -164,26 +167,31 @@ def stays(
 @rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
 def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     """x with another shape of as many elements."""
-    mesh, placements = layout(x)
     before, after = tuple(x.shape), whole_size(size, x.numel())
     if not math.prod(before):
-        result = tuple(placements) if before == after else _unsharded(mesh, placements, before, after)
-    else:
-        result = view_layout(mesh, placements, before, after, _remembered(mesh, after))
-        if _merges(mesh, placements, before, after):
-            _remember(x, before)
+        return _empty_view(x, before, after)
+    given, x = x, everywhere(x, _vanishing(before, after))
+    mesh, placements = layout(x)
+    result = view_layout(mesh, placements, before, after, _remembered(mesh, after))
+    if _merges(mesh, placements, before, after):
+        _remember(x, before)
     local = x._local_tensor
     moves = not stays(mesh, tuple(placements), before, result, after)
     if moves:
         refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
         local = make_reshuffle(mesh, (tuple(placements), before), (result, after)).fetch(local)
     y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
-    return copy_of(y, x) if moves and "unsafe" not in func._schema.name else y
+    return copy_of(y, given) if (moves or x is not given) and "unsafe" not in func._schema.name else y
 
 
-def _unsharded(
-    mesh: DeviceMesh, placements: Sequence[Placement], before: Sequence[int], after: Sequence[int]
-) -> tuple[Placement, ...]:
-    if any(True for _ in sharded_dims(mesh, placements)):
-        raise UnsupportedOperation(f"view of an empty sharded tensor {tuple(before)} as {tuple(after)}")
-    return tuple(placements)
+@functools.lru_cache(maxsize=4096)
+def _vanishing(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims, of extent 1, that become none."""
+    return tuple(dim for ins, outs in dim_groups(before, after) if not outs for dim in ins)
+
+
+def _empty_view(x: DTensor, before: tuple[int, ...], after: tuple[int, ...]) -> DTensor:
+    """Without elements nothing moves, so any layout will do."""
+    mesh, placements = layout(x)
+    result = tuple(placements) if before == after else replicated(mesh)
+    return wrap(x._local_tensor.new_empty(local_shape(mesh, result, after)), mesh, result, after)

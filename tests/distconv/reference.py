@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,6 +78,39 @@ def errors(
     return found
 
 
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def differing(table: Mapping[str, Callable[[Tensor], Any]], partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """{name: what differs from one process} of functions of a tensor: results, one or several, and gradients."""
+    mesh = distconv.init(partition, device_type="cpu")
+    wrong: dict[str, Any] = {}
+    for name, function in table.items():
+        alone = random(*shape, seed=5).requires_grad_()
+        here = alone.detach().clone().requires_grad_()
+        expected, found = _several(function(alone)), _several(function(distconv.shard(here, mesh)))
+        kinds = [[(tuple(y.shape), y.dtype) for y in results] for results in (expected, found)]
+        if kinds[0] != kinds[1]:
+            wrong[name] = f"{kinds[1]} instead of {kinds[0]}"
+            continue
+        whole = [distconv.gather(y) for y in found]
+        errors = [_error(a, b) for a, b in zip(whole, expected, strict=True)]
+        if any(y.requires_grad for y in expected):
+            for results in (expected, whole):
+                losses = [(y * random(*y.shape, seed=6)).sum() for y in results if y.requires_grad]
+                torch.stack(losses).sum().backward()
+            errors.append(_error(here.grad, alone.grad))
+        single = any(y.dtype == torch.float32 for y in expected)
+        if not max(errors, default=0.0) < (1e-5 if single else 1e-11):
+            wrong[name] = errors
+    return wrong
+
+
+def _several(results: Any) -> list[Tensor]:
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
 def _error(found: Tensor | None, expected: Tensor | None) -> float:
     if found is None or expected is None:
         return 0.0 if found is expected else float("inf")
@@ -85,4 +118,5 @@ def _error(found: Tensor | None, expected: Tensor | None) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    return float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-3))
+    scale = expected.detach().double().abs().max().clamp(min=1e-3)
+    return float((found.double() - expected.double()).detach().abs().max() / scale)

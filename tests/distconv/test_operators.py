@@ -9,15 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
+from reference import differing, random
 from torch import Tensor
 
-import distconv
-
 Operator = Callable[[Tensor], Tensor]
-
-
-def random(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def like(x: Tensor) -> Tensor:
@@ -194,36 +189,8 @@ ACTIVATIONS: dict[str, Operator] = {
 
 def compare(names: list[str], partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """{operator: what differs from one process}."""
-    mesh = distconv.init(partition, device_type="cpu")
     table = REDUCTIONS | LOSSES | SHAPES | ACTIVATIONS
-    wrong: dict[str, Any] = {}
-    for name in names:
-        alone = random(*shape, seed=5).requires_grad_()
-        here = alone.detach().clone().requires_grad_()
-        expected, found = table[name](alone), table[name](distconv.shard(here, mesh))
-        if (found.shape, found.dtype) != (expected.shape, expected.dtype):
-            wrong[name] = (
-                f"{tuple(found.shape)} of {found.dtype} instead of {tuple(expected.shape)} of {expected.dtype}"
-            )
-            continue
-        whole = distconv.gather(found)
-        errors = [_error(whole, expected)]
-        if expected.requires_grad:
-            cotangent = random(*expected.shape, seed=6)
-            (expected * cotangent).sum().backward()
-            (whole * cotangent).sum().backward()
-            assert here.grad is not None and alone.grad is not None
-            errors.append(_error(here.grad, alone.grad))
-        if not max(errors) < (1e-5 if expected.dtype == torch.float32 else 1e-11):
-            wrong[name] = errors
-    return wrong
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    if not expected.numel():
-        return 0.0
-    scale = expected.double().abs().max().clamp(min=1e-3)
-    return float((found.double() - expected.double()).abs().max() / scale)
+    return differing({name: table[name] for name in names}, partition, shape)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distconv
 from distconv.channels import ChannelMap, parameter_placements, weight_dims
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.partition import Partition
+from distconv.transfer.local_part import local_as
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolution": (lambda: nn.Conv2d(6, 4, 3, padding=1), (2, 6, 5, 4)),

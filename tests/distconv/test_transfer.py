@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import distconv
-from distconv.dtensors import local_as
 from distconv.layouts import local_shape, owners
 from distconv.transfer.exchange import exchange
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import redistribution
 from distconv.transfer.reshuffle import make_reshuffle

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.mesh_options import channel_algorithm
 from distconv.rules.channel_split import held_as, layer_input
 from distconv.rules.convolution import overlap
@@ -31,6 +31,7 @@ from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange
+from distconv.transfer.local_part import local_as
 from mucudnn.convolution.geometry import Interval, length
 
 

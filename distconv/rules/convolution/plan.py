@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.channels import ChannelMap
-from distconv.layouts import box_at, local_shape, shard_axes
-from distconv.partition import ownership
+from distconv.layouts import box_at, coordinate, local_shape, owners, shard_axes
 from distconv.rules.channel_split import Split, make_split
 from distconv.rules.convolution.edges import Edges, around, edges
 from distconv.transfer.exchange import Exchange, exchange
@@ -158,18 +157,18 @@ def make_convolution_plan(
     sides = []
     overlap: Overlap | None = None
     may_overlap = not transposed and overlap_pays(mesh, placements, shape, dtypes[0])
-    for dim, axis in axes.items():
+    for dim, along in axes.items():
         at = dim - 2
         kernel = Window(weight[dim], arguments[0][at], arguments[1][at], arguments[2][at])
-        ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
-        inputs, outputs = ownership(shape[dim], ranks), ownership(out_shape[dim], ranks)
+        rank = coordinate(mesh, along)
+        inputs, outputs = owners(mesh, along, shape[dim]), owners(mesh, along, out_shape[dim])
         # The side of the wide stride: x of a convolution, y of a transposed one.
         fine, coarse = (outputs, inputs) if transposed else (inputs, outputs)
         wide = tuple(window(kernel.inputs(interval), fine[-1][1]) for interval in coarse)
         calls = [kernel.transposed(interval) for interval in fine]
         spans = tuple(_span(call, coarse[-1][1]) for call in calls)
-        read_fine = exchange(mesh, axis, dim, fine, wide)
-        read_coarse = exchange(mesh, axis, dim, coarse, spans)
+        read_fine = exchange(mesh, along, dim, fine, wide)
+        read_coarse = exchange(mesh, along, dim, coarse, spans)
         call, own = calls[rank], length(fine[rank])
         made = (length(call.span) - 1) * kernel.stride + kernel.reach - 2 * call.padding
         if transposed:
@@ -188,7 +187,7 @@ def make_convolution_plan(
             found = edges(kernel, (inputs, outputs), (reads, readers))
             if found is not None and not (read_fine.plan.silent and read_coarse.plan.silent):
                 brought, returned = (
-                    exchange(mesh, axis, dim, owned, tuple(map(around, owned, needs)))
+                    exchange(mesh, along, dim, owned, tuple(map(around, owned, needs)))
                     for owned, needs in ((inputs, reads), (outputs, readers))
                 )
                 overlap = Overlap(dim, found[rank], brought, returned)

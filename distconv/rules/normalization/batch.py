@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import layout, replicated
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.channel_split import layer_input
@@ -29,6 +29,7 @@ from distconv.rules.normalization.statistics import (
     vector_layout,
 )
 from distconv.rules.registry import rule
+from distconv.transfer.local_part import local_as
 
 aten = torch.ops.aten
 

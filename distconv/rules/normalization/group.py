@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, layout, local_box, owners
 from distconv.rules.channel_split import layer_input
 from distconv.rules.normalization.statistics import (
@@ -38,6 +38,7 @@ from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group
 from distconv.transfer.tracing import planned
+from distconv.transfer.local_part import local_as
 
 aten = torch.ops.aten
 

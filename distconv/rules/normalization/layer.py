@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import input_layout
 from distconv.rules.normalization.statistics import (
     Share,
@@ -24,6 +24,7 @@ from distconv.rules.normalization.statistics import (
     share,
 )
 from distconv.rules.registry import rule
+from distconv.transfer.local_part import local_as
 
 
 def _layer_placements(

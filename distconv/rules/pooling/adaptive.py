@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from distconv.dtensors import local_as, wrap
-from distconv.layouts import input_layout, local_box, shard_axes
-from distconv.partition import ownership
+from distconv.dtensors import wrap
+from distconv.layouts import coordinate, input_layout, local_box, owners, shard_axes
 from distconv.rules.pooling.operator import forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved, placed
 from distconv.rules.reduction import lowest, precise
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import Piece, window
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
@@ -111,7 +111,7 @@ def make_adaptive_plan(
             continue
         side = _bins(mesh, axes[dim], dim, shape[dim], size[at])
         if size[at] == 1:
-            after[axes[dim]] = Replicate()
+            after = [Replicate() if axis in axes[dim] else of for axis, of in enumerate(after)]
         local_size[at] = length(side.own)
         bins.append(side)
     return AdaptivePlan(
@@ -119,10 +119,11 @@ def make_adaptive_plan(
     )
 
 
-def _bins(mesh: DeviceMesh, axis: int, dim: int, extent: int, outputs: int) -> Bins:
-    ranks, rank = mesh.size(axis), mesh.get_local_rank(axis)
+def _bins(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, outputs: int) -> Bins:
+    rank = coordinate(mesh, axes)
     windows = [(o * extent // outputs, -(-(o + 1) * extent // outputs)) for o in range(outputs)]
-    inputs, owned = ownership(extent, ranks), ownership(outputs, ranks)
+    inputs, owned = owners(mesh, axes, extent), owners(mesh, axes, outputs)
+    ranks = len(inputs)
     held = ((0, 1),) * ranks if outputs == 1 else owned
     touched = []
     for interval in inputs:
@@ -143,9 +144,9 @@ def _bins(mesh: DeviceMesh, axis: int, dim: int, extent: int, outputs: int) -> B
         tuple((max(windows[o][0], own[0]) - own[0], min(windows[o][1], own[1]) - own[0]) for o in mine),
         tuple(length(windows[o]) for o in mine),
         held[rank],
-        exchange(mesh, axis, dim, tuple(itertools.pairwise(offsets)), needs),
+        exchange(mesh, axes, dim, tuple(itertools.pairwise(offsets)), needs),
         tuple((run[0] - start, run[1] - start) for _, run in wanted[rank] if run != EMPTY),
-        None if outputs == 1 else exchange(mesh, axis, dim, owned, tuple(window(span, outputs) for span in touched)),
+        None if outputs == 1 else exchange(mesh, axes, dim, owned, tuple(window(span, outputs) for span in touched)),
     )
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.dtensors import local_as, wrap
-from distconv.layouts import Layout, input_layout, local_shape, shard_axes
-from distconv.partition import ownership
+from distconv.dtensors import wrap
+from distconv.layouts import Layout, coordinate, input_layout, local_shape, owners, shard_axes
 from distconv.rules.pooling.adaptive import average as adaptive_average
 from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
 from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
@@ -29,6 +28,7 @@ from distconv.rules.pooling.positions import moved
 from distconv.rules.reduction import lowest
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Window, length
@@ -42,6 +42,8 @@ class WindowPlan:
     """One per sharded spatial dim."""
     wide: tuple[int, ...]
     """Local shape of the input after the exchanges."""
+    kernel: list[int]
+    stride: list[int]
     padding: list[int]
     """What is left to the local call."""
     starts: tuple[int, ...]
@@ -96,6 +98,8 @@ def make_window_plan(
     spatial = spatial_dims(func)
     kernel, padding, dilation = (_expanded(values, spatial) for values in (kernel, padding, dilation))
     stride = _expanded(stride, spatial) or kernel
+    given, extents = kernel, (shape[-spatial:], padding, dilation, out_shape[-spatial:])
+    kernel = tuple(map(_reaching, kernel, *extents))
     axes = shard_axes(mesh, placements, first=len(shape) - spatial)
     local_padding, starts = list(padding), [0] * spatial
     wide, filled, exchanges, counts = list(local_shape(mesh, placements, shape)), False, [], []
@@ -104,18 +108,20 @@ def make_window_plan(
         geometry, extent = Window(kernel[at], stride[at], padding[at], dilation[at]), shape[dim]
         outputs = (0, out_shape[dim])
         if dim in axes:
-            ranks, rank = mesh.size(axes[dim]), mesh.get_local_rank(axes[dim])
-            owned = ownership(out_shape[dim], ranks)
+            rank, owned = coordinate(mesh, axes[dim]), owners(mesh, axes[dim], out_shape[dim])
             outputs, spans = owned[rank], [geometry.inputs(interval) for interval in owned]
             needs = tuple(window(span, extent) for span in spans)
-            exchanges.append(exchange(mesh, axes[dim], dim, ownership(extent, ranks), needs))
+            exchanges.append(exchange(mesh, axes[dim], dim, owners(mesh, axes[dim], extent), needs))
             wide[dim], starts[at], local_padding[at] = length(spans[rank]), spans[rank][0], 0
             filled = filled or spans[rank][0] < 0 or spans[rank][1] > extent
-        counts.append(tuple(_count(geometry, output, extent, count_include_pad) for output in range(*outputs)))
+        wanted = Window(given[at], stride[at], padding[at], dilation[at])
+        counts.append(tuple(_count(wanted, output, extent, count_include_pad) for output in range(*outputs)))
     whole = divisor is None and kernel == shape[-spatial:] and not any(padding) and set(dilation) == {1}
     return WindowPlan(
         tuple(exchanges),
         tuple(wide),
+        list(kernel),
+        list(stride),
         local_padding,
         tuple(starts),
         filled,
@@ -124,6 +130,11 @@ def make_window_plan(
         bool(exchanges) and whole,
         tuple(counts),
     )
+
+
+def _reaching(kernel: int, extent: int, padding: int, dilation: int, outputs: int) -> int:
+    """Of a kernel, what lies within the padded input, if all windows are one: ceil_mode lets it be far larger."""
+    return min(kernel, (extent + 2 * padding - 1) // dilation + 1) if outputs == 1 else kernel
 
 
 def _expanded(values: Sequence[int], spatial: int) -> tuple[int, ...]:
@@ -172,7 +183,7 @@ def maximum(
     if plan.empty:
         y, index = local.new_empty(plan.out_local), local.new_empty(plan.out_local, dtype=torch.int64)
     else:
-        y, index = func(local, kernel, stride, plan.padding, dilation, ceil_mode)
+        y, index = func(local, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode)
         index = moved(index, plan.wide[-spatial:], plan.starts, x.shape[-spatial:], clamp=plan.filled)
     return wrap(y, mesh, placements, plan.out_shape), wrap(index, mesh, placements, plan.out_shape)
 
@@ -200,7 +211,7 @@ def maximum_backward(
     else:
         index = moved(index, x.shape[-spatial:], [-start for start in plan.starts], plan.wide[-spatial:])
         like = shaped_like(x._local_tensor, plan.wide)
-        dx = func(local, like, kernel, stride, plan.padding, dilation, ceil_mode, index)
+        dx = func(local, like, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode, index)
     return wrap(plan.adjoint(dx), mesh, placements, x.shape)
 
 
@@ -237,7 +248,7 @@ def average(
     if plan.empty:
         return wrap(local.new_empty(plan.out_local), mesh, placements, plan.out_shape)
     divisor, remaining = _divisor(plan, divisor_override, local)
-    y = func(local, kernel, stride, plan.padding, ceil_mode, True, divisor)
+    y = func(local, plan.kernel, plan.stride, plan.padding, ceil_mode, True, divisor)
     return wrap(y if remaining is None else y.div_(remaining), mesh, placements, plan.out_shape)
 
 
@@ -265,5 +276,5 @@ def average_backward(
         divisor, remaining = _divisor(plan, divisor_override, local)
         local = local if remaining is None else local / remaining
         like = shaped_like(x._local_tensor, plan.wide)
-        dx = func(local, like, kernel, stride, plan.padding, ceil_mode, True, divisor)
+        dx = func(local, like, plan.kernel, plan.stride, plan.padding, ceil_mode, True, divisor)
     return wrap(plan.adjoint(dx), mesh, placements, x.shape)

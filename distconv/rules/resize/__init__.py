@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
-from distconv.layouts import added_up, input_layout, layout, local_shape, shard_axes
+from distconv.dtensors import wrap
+from distconv.layouts import added_up, coordinate, input_layout, layout, local_shape, owners, shard_axes
 from distconv.memory_format import memory_format
-from distconv.partition import is_ours, ownership
+from distconv.partition import is_ours
 from distconv.partition import placements as partition_placements
 from distconv.refusal import refuse
 from distconv.rules.reduction import precise
@@ -30,6 +30,7 @@ from distconv.rules.resize.taps import Taps, linear_taps, nearest_taps
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.group import joint_group
+from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
@@ -113,11 +114,11 @@ def make_resize_plan(
             raise refuse(operator, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[Side], list[Side]] = ([], [])
-    for dim, axis in sorted(axes.items()):
+    for dim, along_dim in sorted(axes.items()):
         along = _Along(name, dim - 2, any(align), like)
-        inputs, outputs = ownership(shape[dim], mesh.size(axis)), ownership(out_shape[dim], mesh.size(axis))
+        inputs, outputs = owners(mesh, along_dim, shape[dim]), owners(mesh, along_dim, out_shape[dim])
         for backward, elements, results in ((False, inputs, outputs), (True, outputs, inputs)):
-            sides[backward].append(_side(mesh, axis, along, elements, results, scales[along.at], backward))
+            sides[backward].append(_side(mesh, along_dim, along, elements, results, scales[along.at], backward))
         scales[along.at] = None
     in_local, out_local = local_shape(mesh, placements, shape), local_shape(mesh, placements, out_shape)
     stock = not axes or any(scale not in (None, 1) for scale in scales)
@@ -151,7 +152,7 @@ class _Along:
 
 def _side(
     mesh: DeviceMesh,
-    axis: int,
+    axes: tuple[int, ...],
     along: _Along,
     elements: tuple[Interval, ...],
     results: tuple[Interval, ...],
@@ -159,10 +160,10 @@ def _side(
     backward: bool,
 ) -> Side:
     """``elements`` and ``results``: what each rank owns of both."""
-    dim, rank, count = along.at + 2, mesh.get_local_rank(axis), elements[-1][1]
+    dim, rank, count = along.at + 2, coordinate(mesh, axes), elements[-1][1]
     whole = along.taps(count, results[-1][1], scale, backward)
     spans = [whole.span(interval) for interval in results]
-    which = exchange(mesh, axis, dim, elements, tuple(window(span, count) for span in spans))
+    which = exchange(mesh, axes, dim, elements, tuple(window(span, count) for span in spans))
     part = whole.part(results[rank], spans[rank][0])
     read, own = length(spans[rank]), length(results[rank])
     stock = along.name in NEAREST and read > 0 and own > 0 and part.equals(along.taps(read, own, None, backward))
@@ -222,11 +223,10 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
     elif local is start:
         local = local.clone()
     after, axes = list(placements), []
-    for dim, axis in shard_axes(mesh, placements, first=2).items():
+    for dim, along in shard_axes(mesh, placements, first=2).items():
         if shape[dim] == 1:
-            after[axis] = Replicate()
-            if mesh.size(axis) > 1:
-                axes.append(axis)
+            after = [Replicate() if axis in along else of for axis, of in enumerate(after)]
+            axes += [axis for axis in along if mesh.size(axis) > 1]
             if not local.shape[dim]:
                 local = local.new_zeros([*local.shape[:dim], 1, *local.shape[dim + 1 :]])
     if axes:

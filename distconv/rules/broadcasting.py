@@ -1,0 +1,26 @@
+"""Tensors that broadcast to a shape, each laid out beside the others.
+
+Of a dim of extent 1 that an axis shards, the first rank of the axis owns the element and the others nothing. Beside a
+longer dim each of them needs it: one exchange brings it. The gradient of what was broadcast is a sum over the dim,
+which is replicated (``reduction``); so it reaches the owner, and the two are each other's adjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from distconv.transfer.local_part import local_as
+
+
+def aligned(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
+    """This rank's part of a tensor that broadcasts to ``shape``, of which it has the part that ``placements`` say."""
+    missing = len(shape) - tensor.dim()
+    target: list[Placement] = []
+    for placement in placements:
+        dim = placement.dim - missing if isinstance(placement, Shard) else -1
+        target.append(Shard(dim) if dim >= 0 and tensor.shape[dim] == shape[dim + missing] else Replicate())
+    return local_as(tensor, mesh, target)

@@ -1,0 +1,90 @@
+"""Operators for which there is neither a rule here nor a strategy of DTensor: taken apart, or refused at once.
+
+DTensor would search among the layouts of all operands for one under which the parts of such an operator move nothing.
+Their number grows with the product over operands and axes, and an answer took minutes. Here the operator's parts, as
+torch's decompositions name them, run one after the other, each by its own rule; a part that is refused refuses the
+operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distconv.dtensors import wrap
+from distconv.layouts import replicated
+from distconv.partition import is_ours
+from distconv.refusal import UnsupportedOperation, refuse
+
+_TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+"""Where DTensor keeps what it knows of operators; releases differ."""
+
+
+def has_strategy(func: Any) -> bool:
+    """Whether DTensor knows how the result of an operator lies, without a search."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return any(func in getattr(propagator, table, ()) for table in _TABLES)
+
+
+def without_strategy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator without rule and strategy gives on tensors of our meshes.
+
+    UnsupportedOperation, which names it, its shapes and layouts, where it cannot be taken apart into parts with rules.
+    """
+    parts = func.decompose(*args, **kwargs)
+    if parts is not NotImplemented:
+        return parts
+    distributed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
+        raise refuse(func, f"no rule runs it on {_told(distributed)}")
+    if all(placement.is_replicate() for tensor in distributed for placement in tensor.placements):
+        return _on_whole(func, args, kwargs, distributed[0])
+    decomposed = decomposition_table.get(func)
+    if decomposed is None:
+        raise refuse(func, f"no rule runs it on {_told(distributed)}. Use distconv.gather first where that is meant")
+    try:
+        return decomposed(*args, **kwargs)
+    except UnsupportedOperation as error:
+        raise refuse(func, f"no rule runs it on {_told(distributed)}, and of its parts {error}") from error
+
+
+def _told(tensors: Sequence[DTensor]) -> str:
+    """Shapes and layouts."""
+    return " and ".join(f"a tensor {tuple(x.shape)} laid out as {x.placements}" for x in tensors)
+
+
+def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTensor) -> Any:
+    """The operator on tensors that every rank holds whole."""
+    mesh = like.device_mesh
+    locals, options = tree_map_only(DTensor, lambda x: x._local_tensor, (tuple(args), kwargs))
+    result = func(*locals, **options)
+    if func._schema.is_mutable:
+        changed = [
+            args[at] if at < len(args) else kwargs[argument.name]
+            for at, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        return None if result is None else changed[0] if isinstance(result, Tensor) else tuple(changed)
+    return tree_map_only(Tensor, lambda x: wrap(x, mesh, replicated(mesh), x.shape), result)
+
+
+def install() -> None:
+    """From now on, operators without rule and strategy on our meshes come here where DTensor would search."""
+    dispatcher = DTensor._op_dispatcher
+    search = dispatcher._propagate_op_sharding_dispatch_slow_path
+    if getattr(search, "never_searches", False):
+        return
+
+    def at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, try_cache: bool) -> Any:
+        if not is_ours(op_info.compute_mesh) or has_strategy(func):
+            return search(func, args, kwargs, op_info, try_cache)
+        return without_strategy(func, args, kwargs)
+
+    at_once.never_searches = True  # type: ignore[attr-defined]
+    dispatcher._propagate_op_sharding_dispatch_slow_path = at_once  # type: ignore[assignment,method-assign]

@@ -1,0 +1,88 @@
+"""Dims that come, go and trade places: squeeze, expand, and views that change their tensor in place.
+
+A dim of extent 1 that goes is replicated afterwards: where it was sharded, its one element comes to all ranks
+(``broadcasting``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from distconv.dtensors import wrap, wrap_strided
+from distconv.layouts import has_partial, layout, local_shape
+from distconv.rules.copies import copy_of
+from distconv.rules.reduction import settled
+from distconv.rules.registry import rule
+from distconv.transfer.local_part import everywhere
+
+aten = torch.ops.aten
+
+
+def _single(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:
+    """The dims of extent 1 among those named, all where none are. IndexError as one process raises it."""
+    if dims is None:
+        return [dim for dim, extent in enumerate(x.shape) if extent == 1]
+    found = set()
+    for dim in (dims,) if isinstance(dims, int) else dims:
+        if not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
+            limits = f"[{-max(x.dim(), 1)}, {max(x.dim(), 1) - 1}]"
+            raise IndexError(f"Dimension out of range (expected to be in range of {limits}, but got {dim})")
+        found.add(dim % max(x.dim(), 1))
+    return sorted(dim for dim in found if x.dim() and x.shape[dim] == 1)
+
+
+@rule("aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims")
+def squeeze(func: Any, x: DTensor, dims: int | Sequence[int] | None = None) -> DTensor:
+    """x without some of its dims of extent 1."""
+    gone = _single(x, dims)
+    here = everywhere(x, gone)
+    mesh, placements = layout(here)
+    after = [Shard(p.dim - sum(dim < p.dim for dim in gone)) if isinstance(p, Shard) else p for p in placements]
+    left = [dim for dim in range(x.dim()) if dim not in gone]
+    local = here._local_tensor
+    local = local.squeeze(gone) if gone else aten.alias.default(local)
+    strides = [x.stride(dim) for dim in left]
+    y = wrap_strided(local, mesh, after, [x.shape[dim] for dim in left], strides)
+    return y if here is x else copy_of(y, x)
+
+
+@rule("aten::expand")
+def expand(func: Any, x: DTensor, size: Sequence[int], *, implicit: bool = False) -> DTensor:
+    """x with dims of extent 1 repeated, and new ones before them. A partial sum is added up before it grows."""
+    if has_partial(x.placements):
+        local, (mesh, placements) = settled(func, x)
+        x = wrap(local, mesh, placements, x.shape)
+    shape, strides = _expanded(x, size)
+    new = len(shape) - x.dim()
+    here = everywhere(x, [dim for dim in range(x.dim()) if x.shape[dim] == 1 != shape[dim + new]])
+    mesh, placements = x.device_mesh, _shifted(x.placements, new)
+    y = wrap_strided(here._local_tensor.expand(local_shape(mesh, placements, shape)), mesh, placements, shape, strides)
+    return y if here is x else copy_of(y, x)
+
+
+def _expanded(x: Tensor, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the whole; RuntimeError as one process raises it."""
+    whole = torch.empty_strided(x.shape, x.stride(), device="meta").expand(size)
+    return tuple(whole.shape), whole.stride()
+
+
+def _shifted(placements: Sequence[Placement], by: int) -> tuple[Placement, ...]:
+    return tuple(Shard(p.dim + by) if isinstance(p, Shard) else p for p in placements)
+
+
+@rule(
+    *("aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims"),
+    *("aten::unsqueeze_", "aten::t_", "aten::transpose_"),
+)
+def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
+    """x itself becomes the view."""
+    packet = getattr(aten, func._schema.name[len("aten::") : -1])
+    y = packet(x, *args)
+    x._local_tensor, x._spec = y._local_tensor, y._spec
+    return return_and_correct_aliasing(func, (x, *args), {}, x)

@@ -1,0 +1,102 @@
+"""This rank's part of a tensor under another layout, as an operator needs it that reads several tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from distconv.dtensors import wrap
+from distconv.layouts import dim_axes, has_partial, owners, replicated, undoes_shard
+from distconv.partition import ownership, sharded_dims
+from distconv.refusal import UnsupportedOperation
+from distconv.transfer.exchange import exchange
+from distconv.transfer.needs import window
+from distconv.transfer.redistribution import moved
+
+
+def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
+    """This rank's part of ``tensor`` under ``placements``.
+
+    A plain tensor counts as replicated. Replicated to sharded is a local slice; a partial sum is reduced. The single
+    element of a sharded dim goes to all ranks that need it, and shards move to other dims, by one all-to-all, where
+    every rank keeps as small a part as it had. To gather is refused.
+    """
+    if not isinstance(tensor, DTensor):
+        local, current = tensor, replicated(mesh)
+    else:
+        local, current = tensor._local_tensor, tensor.placements
+        if tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
+            current = _elsewhere(tensor, mesh)
+    if tuple(current) == tuple(placements):
+        return local
+    if isinstance(tensor, DTensor) and _moves(current, placements):
+        tensor = everywhere(tensor, _single_dims(tensor, placements))
+        if _trades_shards(tensor, placements):
+            tensor = moved(tensor, mesh, placements)
+        local, current = tensor._local_tensor, tensor.placements
+    if undoes_shard(mesh, current, placements):
+        raise UnsupportedOperation(f"a tensor laid out as {tuple(current)} is needed as {tuple(placements)}")
+    if any(isinstance(placement, Partial) for placement in current):
+        assert isinstance(tensor, DTensor)
+        return tensor.redistribute(mesh, tuple(placements)).to_local()
+    if any(not isinstance(current[axis], Shard) for axis, _ in sharded_dims(mesh, placements)):
+        _refuse_nesting_in_a_shard(current, placements)
+    for axis, dim in sharded_dims(mesh, placements):
+        if not isinstance(current[axis], Shard):
+            start, stop = ownership(local.shape[dim], mesh.size(axis))[mesh.get_local_rank(axis)]
+            local = local.narrow(dim, start, stop - start)
+    return local
+
+
+def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The layout of a tensor from another mesh: replicated on the same ranks, as the norm of a gradient is."""
+    same = sorted(tensor.device_mesh.mesh.flatten().tolist()) == sorted(mesh.mesh.flatten().tolist())
+    if not same or not all(placement.is_replicate() for placement in tensor.placements):
+        raise UnsupportedOperation(
+            f"tensors on two meshes: {tensor.device_mesh} and {mesh}; distconv.redistribute brings one to the other"
+        )
+    return replicated(mesh)
+
+
+def _refuse_nesting_in_a_shard(current: Sequence[Placement], target: Sequence[Placement]) -> None:
+    for axis, (before, after) in enumerate(zip(current, target, strict=True)):
+        if before != after and any(after == other and other.is_shard() for other in current[axis + 1 :]):
+            raise UnsupportedOperation(f"a tensor laid out as {tuple(current)} is needed as {tuple(target)}")
+
+
+def everywhere(x: DTensor, dims: Sequence[int]) -> DTensor:
+    """``x`` with dims of extent 1 replicated along the axes that shard them, of which the first ranks own the element.
+
+    Collective over these axes. No autograd: the gradient of what was broadcast is a sum, which is replicated.
+    """
+    mesh, local, placements = x.device_mesh, x._local_tensor, x.placements
+    for dim in dims:
+        axes = dim_axes(mesh, placements, dim)
+        if axes:
+            owned = owners(mesh, axes, 1)
+            local = exchange(mesh, axes, dim, owned, (window((0, 1), 1),) * len(owned)).fetch(local)
+        placements = tuple(Replicate() if placement == Shard(dim) else placement for placement in placements)
+    return x if placements == x.placements else wrap(local, mesh, placements, x.shape)
+
+
+def _moves(current: Sequence[Placement], target: Sequence[Placement]) -> bool:
+    """Whether some axis no longer shards what it did."""
+    return any(before.is_shard() and before != after for before, after in zip(current, target, strict=True))
+
+
+def _single_dims(tensor: DTensor, target: Sequence[Placement]) -> list[int]:
+    """The dims of extent 1 whose shards the target does not keep."""
+    pairs = zip(tensor.placements, target, strict=True)
+    dims = {before.dim for before, after in pairs if isinstance(before, Shard) and before != after}
+    return sorted(dim for dim in dims if tensor.shape[dim] == 1)
+
+
+def _trades_shards(tensor: DTensor, target: Sequence[Placement]) -> bool:
+    """Whether every axis that shards the tensor shards it afterwards, some of them another dim."""
+    if has_partial(tensor.placements) or has_partial(target):
+        return False
+    pairs = [(before, after) for before, after in zip(tensor.placements, target, strict=True) if before.is_shard()]
+    return any(before != after for before, after in pairs) and all(after.is_shard() for _, after in pairs)

@@ -1,0 +1,131 @@
+"""Dims of extent 1 beside longer ones, and dims that come and go, where they are sharded: against one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Ranks
+from reference import differing, random
+from torch import Tensor
+
+import distconv
+
+Operator = Callable[[Tensor], Any]
+
+
+def excited(x: Tensor) -> Tensor:
+    """A squeeze-excite block on maps of one element."""
+    y = x[:, :, :1, :1]
+    inner = F.relu(F.conv2d(F.adaptive_avg_pool2d(y, 1), random(2, y.shape[1], 1, 1)))
+    return y * F.conv2d(inner, random(y.shape[1], 2, 1, 1)).sigmoid()
+
+
+BROADCAST: dict[str, Operator] = {
+    "gate of one channel": lambda x: x * F.conv2d(x, random(1, x.shape[1], 1, 1)).sigmoid(),
+    "gate of one element": lambda x: x * F.conv2d(x, random(x.shape[1], *x.shape[1:])).sigmoid(),
+    "single of every dim": lambda x: x[:1] * x[:, :1] + x[:, :, :1] * x[..., :1],
+    "in place": lambda x: (x * 1).add_(x[:, :, :1]).mul_(x[..., :1]),
+    "where": lambda x: torch.where(x[:, :, :1] > 0, x, x[:, :1]).clamp(x[:, :, :1] - 1, x[..., :1].abs()),
+    "binary": lambda x: torch.fmin(x, x[:, :, 1:2]) + torch.logaddexp(x, x[:, :1]) + torch.hypot(x[:1], x[..., :1]),
+    "integral": lambda x: torch.floor_divide(x.detach(), 0.5) + torch.remainder(x, x[:, :, :1].detach().abs() + 1),
+    "ternary": lambda x: torch.lerp(x[:, :, :1], x, x[..., :1]) + torch.addcmul(x[:1], x[:, :1], x),
+    "gaussian": lambda x: F.gaussian_nll_loss(x, random(*x.shape), x[:, :, :1].abs() + 0.1),
+    "log-sigmoid": lambda x: F.logsigmoid(x) + torch.rsub(x, x[:, :1]),
+    "other dims": lambda x: x.transpose(2, 3)[:, :, :2, :2] + x[:, :, :2, :2],
+    "expanded": lambda x: x[:, :, :1].expand(*x.shape) + x[:, :1].expand_as(x) + x[:1].broadcast_to(x.shape),
+    "expanded, a dim more": lambda x: x[..., :1].expand(3, -1, -1, -1, 2),
+    "cosine similarity": lambda x: F.cosine_similarity(x, x[:, :, :1], 1),
+    "squeeze and excite": excited,
+    "response norm of one channel": lambda x: F.local_response_norm(F.conv2d(x, random(1, x.shape[1], 1, 1)), 2),
+    "gated linear unit": lambda x: F.glu(torch.cat([x, x], 1), 1) + F.glu(torch.cat([x, x], 2), 2),
+}
+
+DIMS: dict[str, Operator] = {
+    "squeezed": lambda x: [x[:, :, :1].squeeze(), x[:, :, :1].squeeze(2), x[:, :1].squeeze((1, -1)), x.squeeze(0)],
+    "squeezed copies": lambda x: [torch.squeeze_copy(x[:, :, :1]), torch.squeeze_copy(x)],
+    "squeezed in place": lambda x: [(x[..., :1] * 1).squeeze_(-1) * 2, (x[:, :, :1] * 1).squeeze_()],
+    "views in place": lambda x: [(x * 1).unsqueeze_(0) * 2, (x * 1).transpose_(2, 3) * 2, (x[0, 0] * 1).t_() * 2],
+    "flattened": lambda x: [x[:, :, :1, :1].flatten(1), x[:, :1].flatten(1), x[:, :1, :1].reshape(x.shape[0], -1)],
+    "viewed": lambda x: x[:, :, :1, :1].reshape(x.shape[:2]) @ random(x.shape[1], 3),
+    "one piece": lambda x: [*x.chunk(1, 2), *x.split(x.shape[2], 2), *x.split([x.shape[3], 0], 3), *x.chunk(1, 1)],
+    "least and greatest": lambda x: [*torch.aminmax(x), *torch.aminmax(x[:, :, :1])],
+    "nothing": lambda x: [x[:, :, :0] * x[:, :, :1], x[:, :, :0].flatten(1) + 1, x.tile((0,))],
+    "a plain gradient": lambda x: torch._softmax_backward_data(x, random(*x.shape).softmax(2), 2, torch.float64),
+    "a kernel beyond the map": lambda x: [F.avg_pool2d(x, 30000, ceil_mode=True), F.max_pool2d(x, 9, ceil_mode=True)],
+    "padded beyond the map": lambda x: F.avg_pool2d(x, (9, 30000), padding=(2, 4), ceil_mode=True),
+}
+
+
+def flattened(x: Tensor) -> Tensor:
+    """Rows and columns as one dim, as tokens are."""
+    return x.flatten(2)
+
+
+TOGETHER: dict[str, Operator] = {
+    "convolution": lambda x: F.conv1d(flattened(x), random(3, x.shape[1], 5), random(3), padding=2),
+    "strided, dilated": lambda x: F.conv1d(flattened(x), random(3, x.shape[1], 3), stride=2, dilation=2),
+    "transposed": lambda x: F.conv_transpose1d(flattened(x), random(x.shape[1], 2, 4), stride=3, padding=1),
+    "pools": lambda x: F.avg_pool1d(flattened(x), 3, 2) + F.max_pool1d(flattened(x), 3, 2),
+    "adaptive pools": lambda x: F.adaptive_avg_pool1d(flattened(x), 3) + F.adaptive_max_pool1d(flattened(x), 1),
+    "resized": lambda x: F.interpolate(flattened(x), 9, mode="linear") + F.interpolate(flattened(x), 9),
+    "pointwise": lambda x: flattened(x) * flattened(x)[:, :1] + flattened(x)[..., :1],
+    "response norm": lambda x: F.local_response_norm(x, 2),
+    "one column": lambda x: F.conv2d(flattened(x).unsqueeze(-1), random(2, x.shape[1], 3, 1), padding=(1, 0)),
+}
+
+
+def compare(names: list[str], partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    table = BROADCAST | DIMS | TOGETHER
+    return differing({name: table[name] for name in names}, partition, shape)
+
+
+@pytest.mark.parametrize(
+    "size, partition, shape",
+    [
+        (1, "height=1,channel=1", (2, 3, 4, 3)),
+        (3, "height=3", (2, 3, 5, 4)),
+        (4, "channel=4", (2, 4, 3, 4)),
+        (4, "height=2,width=2", (1, 3, 5, 4)),
+        (4, "sample=2,channel=2", (3, 3, 4, 3)),
+    ],
+)
+@pytest.mark.parametrize("table", [BROADCAST, DIMS, TOGETHER], ids=["broadcast", "dims", "together"])
+def test_operators_equal_one_process(
+    ranks: Callable[[int], Ranks], size: int, partition: str, shape: tuple[int, ...], table: dict[str, Operator]
+) -> None:
+    for rank, wrong in enumerate(ranks(size).run(compare, list(table), partition, shape)):
+        assert not wrong, f"rank {rank}"
+
+
+def refusals() -> dict[str, tuple[str, float]]:
+    """{operator: its refusal, and how many seconds of this process it took}."""
+    mesh = distconv.init("height=2", device_type="cpu")
+    x = distconv.shard(torch.randn(2, 4, 6, 6), mesh)
+    found = {}
+    for name, attempt in {
+        "aten._ctc_loss": lambda: F.ctc_loss(x[:, :, :, 0].log_softmax(2), torch.ones(4, 1).int(), [2] * 4, [1] * 4),
+        "aten._linalg_svd": lambda: torch.linalg.svdvals(x),
+        "aten.take": lambda: torch.take(x, torch.tensor([0, 3])),
+        "aten.put": lambda: x.put(torch.tensor([0, 3]), torch.ones(2)),
+        "aten._cdist_forward": lambda: torch.cdist(x, x, 1.0),
+        "aten.addbmm": lambda: torch.addbmm(x[0, 0], x[0], x[0]),
+    }.items():
+        start = time.process_time()
+        try:
+            attempt()
+        except distconv.UnsupportedOperation as error:
+            found[name] = str(error), time.process_time() - start
+    return found
+
+
+def test_refusals_name_operator_and_shapes_at_once(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(refusals)
+    assert {name: text for name, (text, _) in first.items()} == {name: text for name, (text, _) in second.items()}
+    for name, (text, seconds) in first.items():
+        assert text.startswith(name) and "2" in text and seconds < 1, (name, text, seconds)
+    assert len(first) == 6
