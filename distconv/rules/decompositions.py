@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.partition import is_ours
-from distconv.refusal import UnsupportedOperation, refuse
+from distconv.refusal import UnsupportedOperation, complete, operands_of, refuse
+from distconv.user_lines import asked_for
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 """Where DTensor keeps what it knows of operators; releases differ."""
@@ -35,28 +36,23 @@ def has_strategy(func: Any) -> bool:
 def without_strategy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator without rule and strategy gives on tensors of our meshes.
 
-    UnsupportedOperation, which names it, its shapes and layouts, where it cannot be taken apart into parts with rules.
+    UnsupportedOperation where it cannot be taken apart into parts with rules.
     """
     parts = func.decompose(*args, **kwargs)
     if parts is not NotImplemented:
         return parts
-    distributed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     if torch.Tag.nondeterministic_seeded in func.tags or torch.Tag.inplace_view in func.tags:
-        raise refuse(func, f"no rule runs it on {_told(distributed)}")
+        raise refuse(func, "no rule runs it on distributed tensors")
+    distributed = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
     if all(placement.is_replicate() for tensor in distributed for placement in tensor.placements):
         return _on_whole(func, args, kwargs, distributed[0])
     decomposed = decomposition_table.get(func)
     if decomposed is None:
-        raise refuse(func, f"no rule runs it on {_told(distributed)}. Use distconv.gather first where that is meant")
+        raise refuse(func, "no rule runs it on shards")
     try:
         return decomposed(*args, **kwargs)
     except UnsupportedOperation as error:
-        raise refuse(func, f"no rule runs it on {_told(distributed)}, and of its parts {error}") from error
-
-
-def _told(tensors: Sequence[DTensor]) -> str:
-    """Shapes and layouts."""
-    return " and ".join(f"a tensor {tuple(x.shape)} laid out as {x.placements}" for x in tensors)
+        raise refuse(func, f"no rule runs it on shards, and its part {error.operator}: {error.why}") from error
 
 
 def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTensor) -> Any:
@@ -84,7 +80,11 @@ def install() -> None:
     def at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, try_cache: bool) -> Any:
         if not is_ours(op_info.compute_mesh) or has_strategy(func):
             return search(func, args, kwargs, op_info, try_cache)
-        return without_strategy(func, args, kwargs)
+        try:
+            return without_strategy(func, args, kwargs)
+        except UnsupportedOperation as error:
+            complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
+            raise
 
     at_once.never_searches = True  # type: ignore[attr-defined]
     dispatcher._propagate_op_sharding_dispatch_slow_path = at_once  # type: ignore[assignment,method-assign]

@@ -1,4 +1,4 @@
-"""Dims that come, go and trade places: squeeze, expand, and views that change their tensor in place.
+"""Dims that come, go and repeat: squeeze, expand, repeat, and views that change their tensor in place.
 
 A dim of extent 1 that goes is replicated afterwards: where it was sharded, its one element comes to all ranks
 (``broadcasting``).
@@ -6,20 +6,25 @@ A dim of extent 1 that goes is replicated afterwards: where it was sharded, its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from distconv.dtensors import wrap, wrap_strided
-from distconv.layouts import has_partial, layout, local_shape
+from distconv.layouts import dim_axes, has_partial, layout, local_shape, owners
 from distconv.rules.copies import copy_of
+from distconv.rules.padding import restricted
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
+from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import everywhere
+from distconv.transfer.needs import Piece
 
 aten = torch.ops.aten
 
@@ -74,6 +79,29 @@ def _expanded(x: Tensor, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[in
 
 def _shifted(placements: Sequence[Placement], by: int) -> tuple[Placement, ...]:
     return tuple(Shard(p.dim + by) if isinstance(p, Shard) else p for p in placements)
+
+
+@rule("aten::repeat")
+def repeat(func: Any, x: DTensor, repeats: Sequence[int]) -> DTensor:
+    """x several times along each dim, and along new ones before them; laid out as x is."""
+    shape = tuple(torch.empty(x.shape, device="meta").repeat(repeats).shape)
+    new = len(shape) - x.dim()
+    local, (mesh, placements) = settled(func, x)
+    own = list(repeats)
+    for dim in range(x.dim()):
+        axes = dim_axes(mesh, placements, dim)
+        if axes and repeats[new + dim] != 1:
+            local = _repetition(mesh, axes, dim, x.shape[dim], repeats[new + dim]).fetch(local)
+            own[new + dim] = 1
+    return wrap(local.repeat(own), mesh, _shifted(placements, new), shape)
+
+
+@functools.lru_cache(maxsize=1024)
+def _repetition(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, times: int) -> Exchange:
+    """Brings what a rank owns of a dim repeated so many times."""
+    whole = (Piece(times, 0, 0),) if extent == 1 else (Piece(extent, 0),) * times
+    needs = tuple(restricted(whole, interval) for interval in owners(mesh, axes, extent * times))
+    return exchange(mesh, axes, dim, owners(mesh, axes, extent), needs)
 
 
 @rule(

@@ -54,6 +54,7 @@ DIMS: dict[str, Operator] = {
     "viewed": lambda x: x[:, :, :1, :1].reshape(x.shape[:2]) @ random(x.shape[1], 3),
     "one piece": lambda x: [*x.chunk(1, 2), *x.split(x.shape[2], 2), *x.split([x.shape[3], 0], 3), *x.chunk(1, 1)],
     "least and greatest": lambda x: [*torch.aminmax(x), *torch.aminmax(x[:, :, :1])],
+    "repeated": lambda x: [x.repeat(2, 1, 3, 2), x[:, :1].repeat(1, 4, 1, 1), x[:, :, :1].tile((2, 1, 5, 1))],
     "nothing": lambda x: [x[:, :, :0] * x[:, :, :1], x[:, :, :0].flatten(1) + 1, x.tile((0,))],
     "a plain gradient": lambda x: torch._softmax_backward_data(x, random(*x.shape).softmax(2), 2, torch.float64),
     "a kernel beyond the map": lambda x: [F.avg_pool2d(x, 30000, ceil_mode=True), F.max_pool2d(x, 9, ceil_mode=True)],
