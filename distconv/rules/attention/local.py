@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.rules.reduction import towards_parameter
+from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
 from distconv.transfer.redistribution import moved, relaid
 
