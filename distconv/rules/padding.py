@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, find_layout, layout, owners
-from distconv.refusal import UnsupportedOperation
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
@@ -25,17 +24,17 @@ from mucudnn.convolution.geometry import Interval
 
 
 def index_map(mode: str, extent: int, before: int, after: int) -> Need:
-    """The padded dim, as pieces of the unpadded one. ``before`` and ``after`` may be negative for ``constant``."""
-    if mode == "constant":
-        start, stop = max(0, -before), extent - max(0, -after)
-        pieces = [Piece(max(0, before)), Piece(stop - start, start), Piece(max(0, after))]
-    elif mode == "reflect":
-        pieces = [Piece(before, before, -1), Piece(extent, 0), Piece(after, extent - 2, -1)]
-    elif mode == "replicate":
-        pieces = [Piece(before, 0, 0), Piece(extent, 0), Piece(after, extent - 1, 0)]
-    else:
-        pieces = [Piece(before, extent - before), Piece(extent, 0), Piece(after, 0)]
-    return tuple(piece for piece in pieces if piece.length)
+    """The padded dim, as pieces of the unpadded one. Where ``before`` or ``after`` is negative it is cropped."""
+    start, stop = max(0, -before), extent - max(0, -after)
+    before, after = max(0, before), max(0, after)
+    ends = {
+        "constant": (Piece(before), Piece(after)),
+        "reflect": (Piece(before, before, -1), Piece(after, extent - 2, -1)),
+        "replicate": (Piece(before, 0, 0), Piece(after, extent - 1, 0)),
+        "circular": (Piece(before, stop - before), Piece(after, start)),
+    }
+    first, last = ends[mode]
+    return tuple(piece for piece in (first, Piece(stop - start, start), last) if piece.length > 0)
 
 
 def restricted(need: Need, interval: Interval) -> Need:
@@ -71,8 +70,6 @@ def padding_plan(
 
 def _check(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) -> None:
     """Raise what one process raises for these arguments."""
-    if mode != "constant" and any(count < 0 for count in pad):
-        raise UnsupportedOperation(f"pad {tuple(pad)} of mode {mode}: accepted: 0 or more")
     torch.nn.functional.pad(
         torch.empty(tuple(shape), device="meta"), list(pad), mode, value if mode == "constant" else None
     )

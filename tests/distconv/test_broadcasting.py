@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
-from reference import differing, random
-from torch import Tensor
+from reference import differing, errors, random
+from torch import Tensor, nn
 
 import distconv
 
@@ -80,8 +80,36 @@ TOGETHER: dict[str, Operator] = {
 }
 
 
+def attended(x: Tensor) -> Tensor:
+    """Channels weighed by a convolution along them."""
+    gate = F.conv1d(x.mean((2, 3)).view(x.shape[0], 1, -1), random(1, 1, 3), padding=1)
+    return x * gate.view(x.shape[0], -1, 1, 1).sigmoid()
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Pooled maps beside maps of one element."""
+    both = torch.cat([x.mean((2, 3), keepdim=True), x[:, :, :1, :1]], 1)
+    return F.conv2d(both, random(2, both.shape[1], 1, 1)) + F.interpolate(x[:, :1, :1, :1], 3)[..., :1, :1]
+
+
+UNUSUAL: dict[str, Operator] = {
+    "channels as length": attended,
+    "pooled and single": mixed,
+    "one sample": lambda x: F.conv2d(x[0], random(3, x.shape[1], 3, 3), stride=2, padding=1),
+    "one sample, transposed": lambda x: F.conv_transpose2d(x[0], random(x.shape[1], 2, 3, 3), stride=2),
+    "one sample, pooled": lambda x: F.max_pool2d(x[0], 2) + F.avg_pool2d(x[0], 2),
+    "cropped and reflected": lambda x: F.pad(x, (-1, 1, 1, -1), mode="reflect"),
+    "cropped and repeated": lambda x: F.pad(x, (-1, 2, -1, 2), mode="replicate"),
+    "cropped and around": lambda x: F.pad(x, (2, -1, -1, 1), mode="circular"),
+    "cropped": lambda x: F.pad(x, (-1, 1, 2, -2)),
+    "smaller, antialiased": lambda x: F.interpolate(x, (3, 2), mode="bilinear", antialias=True),
+    "larger, antialiased": lambda x: F.interpolate(x, (9, 5), mode="bicubic", antialias=True, align_corners=True),
+    "by a factor, antialiased": lambda x: F.interpolate(x, scale_factor=0.7, mode="bilinear", antialias=True),
+}
+
+
 def compare(names: list[str], partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    table = BROADCAST | DIMS | TOGETHER
+    table = BROADCAST | DIMS | TOGETHER | UNUSUAL
     return differing({name: table[name] for name in names}, partition, shape)
 
 
@@ -95,12 +123,40 @@ def compare(names: list[str], partition: str, shape: tuple[int, ...]) -> dict[st
         (4, "sample=2,channel=2", (3, 3, 4, 3)),
     ],
 )
-@pytest.mark.parametrize("table", [BROADCAST, DIMS, TOGETHER], ids=["broadcast", "dims", "together"])
+@pytest.mark.parametrize(
+    "table", [BROADCAST, DIMS, TOGETHER, UNUSUAL], ids=["broadcast", "dims", "together", "unusual"]
+)
 def test_operators_equal_one_process(
     ranks: Callable[[int], Ranks], size: int, partition: str, shape: tuple[int, ...], table: dict[str, Operator]
 ) -> None:
     for rank, wrong in enumerate(ranks(size).run(compare, list(table), partition, shape)):
         assert not wrong, f"rank {rank}"
+
+
+class ChannelAttention(nn.Module):
+    """Efficient channel attention: its weight lies over the channel axis, and its input's length does."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.before = nn.Conv2d(channels, channels, 3, padding=1)
+        self.along = nn.Conv1d(1, 1, 3, padding=1)
+        self.after = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        gate = self.along(F.adaptive_avg_pool2d(y, 1).squeeze(-1).transpose(-1, -2)).transpose(-1, -2).unsqueeze(-1)
+        y = y * gate.sigmoid().expand_as(y)
+        return y * self.after(y).sigmoid()
+
+
+def attention_errors(partition: str) -> dict[str, float]:
+    return errors(lambda: ChannelAttention(4), [(2, 4, 5, 3)], partition)
+
+
+@pytest.mark.parametrize("size, partition", [(2, "channel=2,width=1"), (4, "channel=2,height=2"), (4, "channel=4")])
+def test_channel_attention(ranks: Callable[[int], Ranks], size: int, partition: str) -> None:
+    for rank, found in enumerate(ranks(size).run(attention_errors, partition)):
+        assert max(found.values()) < 1e-11, f"rank {rank}: {found}"
 
 
 def refusals() -> dict[str, tuple[str, float]]:

@@ -32,6 +32,7 @@ from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_pl
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange
 from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved
 from mucudnn.convolution.geometry import Interval, length
 
 
@@ -56,6 +57,18 @@ def _plan_of(
     )
 
 
+def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
+    """A weight or bias, whole along the axes that shard samples or space of x: there it cannot stay in parts.
+
+    So are those of a layer whose channels have become its length, as channel attention makes them.
+    """
+    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
+        return parameter
+    pairs = zip(parameter.placements, placements, strict=True)
+    kept = [Replicate() if of.is_shard() and p.is_shard() and p != Shard(1) else of for of, p in pairs]
+    return moved(parameter, mesh, kept) if kept != list(parameter.placements) else parameter
+
+
 def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Sequence[int]) -> tuple[Placement, ...]:
     """How the gradient of a parameter lies: sharded as the parameter is, a partial sum along the other shards of x."""
     return tuple(
@@ -68,6 +81,7 @@ def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Se
 def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> DTensor:
     """y (N, F, out...) from x (N, C, in...); y is sharded as x is."""
     mesh, placements = layer_input(func, x, weight, bias)
+    weight, bias = (_gathered(parameter, mesh, placements) for parameter in (weight, bias))
     plan = _plan_of(x, weight, bias, mesh, placements, rest)
     parts = plan.split
     own_x = local_as(x, mesh, placements)
@@ -101,6 +115,7 @@ def convolution_backward(
     """dL/dx sharded as x is; dL/dweight and dL/dbias as partial sums over the shards of samples and space."""
     *arguments, mask = rest
     mesh, placements = layer_input(func, x, grad, weight)
+    weight = _gathered(weight, mesh, placements)
     plan = _plan_of(x, weight, None, mesh, placements, arguments)
     parts = plan.split
     own_grad = local_as(grad, mesh, placements)

@@ -1,4 +1,4 @@
-"""Resizing by nearest, nearest-exact, linear, bilinear, trilinear and bicubic interpolation, samples and space sharded.
+"""Resizing by nearest, linear and cubic interpolation, antialiased or not, samples and space sharded.
 
 Along each dim an interpolation is a table of taps (``taps``): which inputs an output reads, and with which weights. Its
 transpose is the backward. Each rank fetches what its outputs (backward: its inputs) read, and applies the taps of a
@@ -26,7 +26,7 @@ from distconv.partition import placements as partition_placements
 from distconv.refusal import refuse
 from distconv.rules.reduction import precise
 from distconv.rules.registry import rule
-from distconv.rules.resize.taps import Taps, linear_taps, nearest_taps
+from distconv.rules.resize.taps import Taps, antialiased_taps, linear_taps, nearest_taps
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.group import joint_group
@@ -39,6 +39,7 @@ aten = torch.ops.aten
 
 NEAREST = tuple(f"{name}{dims}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3))
 LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
+ANTIALIASED = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ def make_resize_plan(
         raise refuse(operator, f"its input is of {dtype}; accepted: floating point")
     axes = shard_axes(mesh, placements, first=2)
     out_shape = tuple(operator(torch.empty(shape, dtype=dtype, device="meta"), size, *options).shape)
-    align, given = (options[:1], options[1:]) if name in LINEAR else ((), options)
+    align, given = (options[:1], options[1:]) if name not in NEAREST else ((), options)
     scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
     for dim in () if any(align) else _kept(name, shape, out_shape, scales):
         if mesh.device_type != "cpu" or ("cubic" in name and shape[2:] == out_shape[2:]):
@@ -114,7 +115,10 @@ def make_resize_plan(
             raise refuse(operator, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[Side], list[Side]] = ([], [])
-    for dim, along_dim in sorted(axes.items()):
+    # Of a shard one element wide torch's antialiased kernel repeats the first row, so here the taps do all dims.
+    own = range(2, len(shape)) if name in ANTIALIASED and axes else sorted(axes)
+    for dim in own:
+        along_dim = axes.get(dim, ())
         along = _Along(name, dim - 2, any(align), like)
         inputs, outputs = owners(mesh, along_dim, shape[dim]), owners(mesh, along_dim, out_shape[dim])
         for backward, elements, results in ((False, inputs, outputs), (True, outputs, inputs)):
@@ -145,6 +149,8 @@ class _Along:
         inputs, outputs = (results, elements) if backward else (elements, results)
         if self.name in NEAREST:
             taps = nearest_taps(self.name, self.at, inputs, outputs, scale, self.like, backward)
+        elif self.name in ANTIALIASED:
+            taps = antialiased_taps(self.name, self.at, inputs, outputs, scale, self.align_corners, self.like)
         else:
             taps = linear_taps(inputs, outputs, scale, self.align_corners, "cubic" in self.name, self.like.dtype)
         return taps.transposed(inputs) if backward else taps
@@ -185,7 +191,7 @@ def _single(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence
     )
 
 
-@rule(*(f"aten::{name}" for name in (*NEAREST, *LINEAR)))
+@rule(*(f"aten::{name}" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
 def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor:
     """y (N, C, size...) from x (N, C, spatial...), sharded as x is; a replicated dim of extent 1 becomes sharded."""
     mesh, placements = input_layout(func, x)
@@ -206,7 +212,7 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
     return wrap(local, mesh, placements, plan.out_shape)
 
 
-@rule(*(f"aten::{name}_backward" for name in (*NEAREST, *LINEAR)))
+@rule(*(f"aten::{name}_backward" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
 def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequence[int], *options: Any) -> DTensor:
     """The transposed interpolation; replicated along the axes of dims of extent 1, which may have been so."""
     mesh, placements = layout(grad)
@@ -235,21 +241,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
     return wrap(local, mesh, after, shape)
 
 
-@rule(*(f"aten::_upsample_{name}2d_aa{back}" for name in ("bilinear", "bicubic") for back in ("", "_backward")))
-def antialiased(func: Any, x: DTensor, size: Sequence[int], *rest: Any) -> DTensor:
-    """With whole images on every rank only."""
-    mesh, placements = layout(x)
-    if any(not placement.is_replicate() and placement != Shard(0) for placement in placements):
-        raise refuse(func, f"antialias of an input laid out as {placements}; accepted: whole images")
-    local, back = x._local_tensor, func._schema.name.endswith("_backward")
-    shape = list(rest[0] if back else (*x.shape[:2], *size))
-    shape_here = [local.shape[0], *shape[1:]]
-    rest = (shape_here, *rest[1:]) if back else rest
-    y = func(local, size, *rest) if local.numel() else local.new_zeros(shape_here)
-    return wrap(y, mesh, placements, shape)
-
-
-@rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")))
+@rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
 def from_factors(func: Any, x: DTensor, size: Sequence[int] | None, *rest: Any) -> Any:
     """What reaches a rule in inference mode: the operator before its output size is worked out."""
     *align, factors = rest

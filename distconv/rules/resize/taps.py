@@ -98,6 +98,35 @@ def _far(x: NDArray[Any]) -> NDArray[Any]:
     return result
 
 
+_COLUMNS = 1024
+"""Of how many inputs the weights are read off at once."""
+
+
+def antialiased_taps(
+    name: str, at: int, extent: int, outputs: int, scale: float | None, align_corners: bool, like: Tensor
+) -> Taps:
+    """Read off the stock operator: what each input alone, the others zero, gives every output.
+
+    name: of the forward operator. at: the spatial dim. like: of the dtype and device.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    # The other dim has two elements: of maps one element wide torch's kernel repeats the first row.
+    sizes, scales = [2, 2], [None, None]
+    sizes[at], scales[at] = outputs, scale  # type: ignore[call-overload]
+    columns = []
+    for start in range(0, extent, _COLUMNS):
+        count = min(_COLUMNS, extent - start)
+        units = torch.zeros(count, extent, 2, dtype=dtype, device=like.device)
+        units.diagonal(start).fill_(1)
+        units = units.movedim(1, 1 + at)[None].contiguous()
+        made = getattr(torch.ops.aten, name).default(units, sizes, align_corners, *scales)
+        columns.append(made.select(3 - at, 0).reshape(count, outputs).cpu().double())
+    weight = torch.cat(columns).numpy() if columns else np.zeros((0, outputs))
+    taps = max(1, int((weight != 0).sum(0).max(initial=0)))
+    index = np.argsort(weight == 0, axis=0, kind="stable")[:taps]
+    return Taps(index.astype(np.int64), np.take_along_axis(weight, index, 0))
+
+
 def nearest_taps(
     name: str, at: int, extent: int, outputs: int, scale: float | None, like: Tensor, backward: bool
 ) -> Taps:
