@@ -6,7 +6,6 @@ A dim of extent 1 that goes is replicated afterwards: where it was sharded, its 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import everywhere
 from distconv.transfer.needs import Piece
+from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
 
@@ -96,7 +96,7 @@ def repeat(func: Any, x: DTensor, repeats: Sequence[int]) -> DTensor:
     return wrap(local.repeat(own), mesh, _shifted(placements, new), shape)
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def _repetition(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, times: int) -> Exchange:
     """Brings what a rank owns of a dim repeated so many times."""
     whole = (Piece(times, 0, 0),) if extent == 1 else (Piece(extent, 0),) * times

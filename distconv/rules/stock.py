@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from distconv.implicit_replication import as_the_program_set
 from distconv.refusal import refuse
@@ -71,6 +72,8 @@ def _finished(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: An
     if func._schema.name.endswith("_"):
         if isinstance(args[0], DTensor) and isinstance(result, DTensor):
             args[0]._spec = result._spec
+        if torch.Tag.inplace_view in func.tags:
+            return return_and_correct_aliasing(func, tuple(args), kwargs, args[0])
         return args[0]
     outputs = [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
     for output, computed in zip(outputs, result if isinstance(result, tuple) else (result,), strict=False):

@@ -111,8 +111,9 @@ def antialiased_taps(
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     # The other dim has two elements: of maps one element wide torch's kernel repeats the first row.
-    sizes, scales = [2, 2], [None, None]
-    sizes[at], scales[at] = outputs, scale  # type: ignore[call-overload]
+    sizes: list[int] = [2, 2]
+    scales: list[float | None] = [None, None]
+    sizes[at], scales[at] = outputs, scale
     columns = []
     for start in range(0, extent, _COLUMNS):
         count = min(_COLUMNS, extent - start)
