@@ -37,8 +37,8 @@ from distconv.rules.normalization.statistics import (
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group
-from distconv.transfer.tracing import planned
 from distconv.transfer.local_part import local_as
+from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
 
