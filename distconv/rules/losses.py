@@ -125,12 +125,15 @@ IGNORED = -100
 """The class number of what another rank, or none, counts."""
 
 
-def _own_classes(func: Any, numbers: Tensor, ignore_index: int, own: tuple[int, int], classes: int) -> Tensor:
-    """Class numbers counted from the first of this rank's classes; ``IGNORED`` for those of others."""
+def _own_classes(numbers: Tensor, ignore_index: int, own: tuple[int, int], classes: int) -> Tensor:
+    """Class numbers counted from the first of this rank's classes; ``IGNORED`` for those of others.
+
+    One that is no class stays none on every rank, so that the local operator refuses it: nobody waits to look at it.
+    """
     used = numbers != ignore_index
-    if bool((used & ((numbers < 0) | (numbers >= classes))).any()):
-        raise IndexError(f"{func}: a class number is out of bounds; accepted: 0 to {classes - 1}, or {ignore_index}")
-    return torch.where(used & (numbers >= own[0]) & (numbers < own[1]), numbers - own[0], IGNORED)
+    counted = torch.where((numbers >= own[0]) & (numbers < own[1]), numbers - own[0], IGNORED)
+    counted = torch.where((numbers < 0) | (numbers >= classes), own[1] - own[0], counted)
+    return torch.where(used, counted, IGNORED)
 
 
 def _operands(
@@ -145,7 +148,7 @@ def _operands(
     weights = None if weight is None else local_as(weight, mesh, replicated(mesh))
     if dim_axes(mesh, placements, 1):
         own = local_box(mesh, placements, x.shape)[1]
-        numbers = _own_classes(func, numbers, ignore_index, own, x.shape[1])
+        numbers = _own_classes(numbers, ignore_index, own, x.shape[1])
         weights, ignore_index = None if weights is None else weights[slice(*own)], IGNORED
     return (mesh, placements), of_target, (_flat(scores, True), _flat(numbers, False), weights), ignore_index
 
