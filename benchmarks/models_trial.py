@@ -6,8 +6,6 @@ import copy
 import math
 import time
 import traceback
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import distconv
 from benchmarks.models_zoo import Entry
+from distconv.user_lines import line_of
 
 Numbers = dict[str, Tensor]
 
@@ -61,9 +60,9 @@ class Trial:
             if compare:
                 numbers = {name: distconv.gather(value) for name, value in numbers.items()}
         except distconv.UnsupportedOperation as error:
-            found = {"result": "refused", "reason": str(error), "line": user_line(error)}
+            found = {"result": "refused", "reason": str(error), "line": line_of(error)}
         except Exception as error:
-            found = {"result": "crash", "reason": f"{type(error).__name__}: {error}"[:2000], "line": user_line(error)}
+            found = {"result": "crash", "reason": f"{type(error).__name__}: {error}"[:2000], "line": line_of(error)}
             found["traceback"] = "".join(traceback.format_exception(error)[-12:])
             try:
                 self._alone(self.inputs)
@@ -126,17 +125,3 @@ def _error(value: Tensor, expected: Tensor, largest: float) -> float:
     off = torch.where(value.isnan() & expected.isnan() | (value == expected), 0.0, (value - expected).abs())
     error = float(off.max()) / max(_largest(expected.nan_to_num()), FLOOR * largest, 1e-30)
     return math.inf if math.isnan(error) else error
-
-
-def user_line(error: BaseException) -> str:
-    """The line of the model that an exception came from: the last that is neither torch's nor distconv's."""
-    line = ""
-    for frame in _frames(error):
-        path = Path(frame.filename).as_posix()
-        if "/torch/" not in path and "/distconv/" not in path and "/benchmarks/models_" not in path:
-            line = f"{'/'.join(Path(path).parts[-3:])}:{frame.lineno}"
-    return line
-
-
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    yield from traceback.extract_tb(error.__traceback__)

@@ -95,6 +95,17 @@ def _line(frame: types.FrameType | None) -> str:
     return found
 
 
+def line_of(error: BaseException) -> str:
+    """``FILE:LINE`` of the innermost line of the program, or of a package, that an exception came through."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((_TORCH, _DISTCONV, "<frozen")):
+            found = f"{_shown(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
 def _shown(file: str) -> str:
     """A file as people know it: from the packages' folder, or from where the program runs."""
     for folder in (*_PACKAGES, os.path.join(os.getcwd(), "")):

@@ -1,0 +1,82 @@
+"""Findings as tables for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distconv.check.findings import Findings, Layer
+from mucudnn.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+
+def parts(findings: Findings, most: int | None) -> list[RenderableType]:
+    """What is printed: the layers that send most (all where ``most`` is None), the refusals, and a summary."""
+    shown: list[RenderableType] = []
+    layers = sorted(findings.layers, key=lambda layer: -(layer.forward + layer.backward))
+    if layers:
+        shown.append(_layers(layers, most))
+    if findings.refusals:
+        shown.append(_refusals(findings))
+    return [*shown, summary(findings)]
+
+
+def summary(findings: Findings) -> str:
+    """The findings in a few sentences."""
+    sent = sum(layer.forward + layer.backward for layer in findings.layers)
+    told = [f"{findings.partition}, {findings.ranks} ranks: a rank sends {format_bytes(sent)} in this step."]
+    peak = f"Its tensors take at most {format_bytes(findings.peak)}"
+    if findings.peak_alone:
+        share = findings.peak / findings.peak_alone
+        peak += f", {share:.2f} of the {format_bytes(findings.peak_alone)} of one process"
+    told.append(f"{peak}.")
+    refused = sum(refusal.kind == "refused" for refusal in findings.refusals)
+    failed = len(findings.refusals) - refused
+    if findings.accepted:
+        told.append("Every operator runs.")
+    if refused:
+        told.append(f"{refused} calls of operators are refused.")
+    if failed:
+        told.append(f"{failed} fail, which is a fault of distconv.")
+    if findings.ended:
+        told.append(f"The step ended early: {findings.ended}")
+    return " ".join(told)
+
+
+def _layers(layers: list[Layer], most: int | None) -> Table:
+    from rich.table import Table
+
+    rest = layers[most:] if most is not None else []
+    table = Table(title="What a rank sends")
+    table.add_column("layer", overflow="fold")
+    table.add_column("kind")
+    table.add_column("forward", justify="right")
+    table.add_column("backward", justify="right")
+    for layer in layers[:most]:
+        table.add_row(layer.name, layer.kind, format_bytes(layer.forward), format_bytes(layer.backward))
+    if rest:
+        forward, backward = sum(layer.forward for layer in rest), sum(layer.backward for layer in rest)
+        table.add_row(f"{len(rest)} other layers", "", format_bytes(forward), format_bytes(backward))
+    return table
+
+
+def _refusals(findings: Findings) -> Table:
+    from rich.table import Table
+
+    table = Table(title="What does not run", show_lines=True)
+    for name in ("", "layer", "pass"):
+        table.add_column(name)
+    table.add_column("why", overflow="fold")
+    for refusal in findings.refusals:
+        table.add_row(
+            refusal.kind, refusal.layer, "backward" if refusal.backward else "forward", _plain(refusal.message)
+        )
+    return table
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

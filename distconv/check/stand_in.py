@@ -1,0 +1,66 @@
+"""What takes the place of a result that no rule computes, so that a check goes on behind a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.utils._pytree import tree_map_only
+
+from distconv.dtensors import wrap
+from distconv.layouts import local_shape
+from distconv.partition import is_ours
+
+
+def stand_in(func: Any, args: Sequence[Any], kwargs: dict[str, Any], of: DTensor) -> Any:
+    """Zeros of the shapes that the operator's results have in one process, laid out as ``of`` is where they can be.
+
+    Raises what the operator raises in one process: then it is no matter of ranks.
+    """
+    with unset_fake_temporarily(), torch.no_grad():
+        results = func(*tree_map_only(Tensor, _shape_of, args), **tree_map_only(Tensor, _shape_of, kwargs))
+    if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+        return args[0]
+    if not isinstance(results, Tensor | list | tuple):
+        raise TypeError(f"{func}: its result depends on the numbers of a tensor")
+    return tree_map_only(Tensor, lambda result: _zeros(result, of), results)
+
+
+def _shape_of(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _zeros(like: Tensor, of: DTensor) -> DTensor:
+    mesh, local = of.device_mesh, of._local_tensor
+    placements = nearest(mesh, of.placements, of.shape, like.shape)
+    zeros = torch.zeros(local_shape(mesh, placements, like.shape), dtype=like.dtype, device=local.device)
+    return wrap(zeros, mesh, placements, like.shape)
+
+
+def nearest(
+    mesh: DeviceMesh, placements: Sequence[Placement], before: Sequence[int], after: Sequence[int]
+) -> tuple[Placement, ...]:
+    """The layout of a result: sharded by the same dims where it has them in the same extent, else whole."""
+    return tuple(
+        placement
+        if isinstance(placement, Shard)
+        and placement.dim < min(len(before), len(after))
+        and before[placement.dim] == after[placement.dim]
+        else Replicate()
+        for placement in placements
+    )
+
+
+def first_of_ours(values: Sequence[Any]) -> DTensor | None:
+    """The first sharded tensor of our meshes among arguments and lists of them, else the first of any layout."""
+    found = [x for value in values for x in _flat(value) if isinstance(x, DTensor) and is_ours(x.device_mesh)]
+    return next((x for x in found if any(isinstance(p, Shard) for p in x.placements)), found[0] if found else None)
+
+
+def _flat(value: Any) -> list[Any]:
+    return [x for item in value for x in _flat(item)] if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,165 @@
+"""One step of a model or of a script, followed on rank 0 in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from distconv import settings
+from distconv.check.collectives import alone
+from distconv.check.findings import Findings
+from distconv.check.watch import Watch
+from distconv.model.parallelize import distributed_script, parallelize
+from distconv.model.strategy import Strategy
+from distconv.partition import Partition, make_mesh
+from distconv.user_lines import line_of
+
+Inputs = Sequence[tuple[int, ...]]
+
+
+class FailsAlone(Exception):
+    """There is no model, or it does not run on these inputs in one process either; the message is one line."""
+
+
+def model(
+    build: Callable[[], nn.Module],
+    inputs: Inputs,
+    partition: Partition,
+    *,
+    strategy: Strategy | Mapping[str, str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    backward: bool = True,
+) -> Findings:
+    """What becomes of a model's forward and backward; nothing is computed, shapes alone are followed.
+
+    Args:
+        build: makes the model.
+        inputs: the shapes of its whole inputs (N, C, spatial...).
+        partition: that of all layers which the strategy does not name.
+        strategy: {pattern of layer names: partition}.
+        dtype: of floating-point numbers.
+        backward: whether a loss, the sum of all outputs, goes backward; else it runs as for inference.
+
+    Raises:
+        FailsAlone: where the model cannot be made, or fails in one process.
+
+    A process follows steps of one number of ranks.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        whole = _made(build)
+        peak_alone = _peak_alone(whole, inputs, backward)
+        findings = Findings(str(partition), partition.ranks, peak_alone=peak_alone)
+        watch = Watch()
+        shapes_only = FakeTensorMode(allow_non_fake_inputs=True)
+        with _watched(watch, findings, partition) as mesh, shapes_only, watch:
+            watch.counting = False
+            distributed = parallelize(_without_numbers(whole, shapes_only, watch), mesh, strategy)
+            watch.counting = True
+            watch.memory.peak = watch.memory.now
+            _step(distributed, inputs, backward)
+        return findings
+    finally:
+        torch.set_default_dtype(before)
+
+
+def script(run: Callable[[], None], partition: Partition, *, strategy: Strategy | None = None) -> Findings:
+    """What becomes of a script up to the end of its first optimizer step, or to its own end.
+
+    It computes its part, with zeros for what other ranks would send: its numbers mean nothing.
+    """
+    findings = Findings(str(partition), partition.ranks)
+    watch = Watch()
+    with _watched(watch, findings, partition) as mesh:
+        hook = register_optimizer_step_post_hook(_end)
+        try:
+            with distributed_script(mesh, strategy), watch, contextlib.suppress(_Enough, SystemExit):
+                run()
+        finally:
+            hook.remove()
+    return findings
+
+
+class _Enough(BaseException):
+    """The first step of an optimizer has ended."""
+
+
+def _end(optimizer: Optimizer, *_: Any) -> None:
+    raise _Enough
+
+
+def _told(error: BaseException) -> str:
+    line = line_of(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{f' (at {line})' if line else ''}"
+
+
+def _made(build: Callable[[], nn.Module]) -> nn.Module:
+    """The model, for once with numbers: constructors may read them."""
+    try:
+        whole = build()
+    except Exception as error:
+        raise FailsAlone(f"the model cannot be made: {_told(error)}") from error
+    if not isinstance(whole, nn.Module):
+        raise FailsAlone(f"a {type(whole).__name__} was made; accepted: a torch.nn.Module")
+    return whole
+
+
+def _without_numbers(whole: nn.Module, shapes_only: FakeTensorMode, watch: Watch) -> nn.Module:
+    """A copy of a model whose parameters and buffers have shapes alone."""
+    tensors = (*whole.parameters(), *whole.buffers())
+    copies: dict[int, Any] = {id(x): shapes_only.from_tensor(x) for x in tensors}
+    watch.memory.count(list(copies.values()))
+    return copy.deepcopy(whole, copies)
+
+
+def _peak_alone(whole: nn.Module, inputs: Inputs, backward: bool) -> int:
+    watch, shapes_only = Watch(), FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with shapes_only, watch:
+            alone_here = _without_numbers(whole, shapes_only, watch)
+            watch.memory.peak = watch.memory.now
+            _step(alone_here, inputs, backward)
+    except Exception as error:
+        raise FailsAlone(f"the model fails in one process: {_told(error)}") from error
+    return watch.memory.peak
+
+
+def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
+    inputs = [torch.randn(shape) for shape in shapes]
+    if not backward:
+        with torch.inference_mode():
+            whole.eval()(*inputs)
+        return
+    outputs = [y for y in tree_leaves(whole(*inputs)) if isinstance(y, Tensor) and y.requires_grad]
+    if outputs:
+        sum(y.sum() for y in outputs).backward()  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator[Any]:
+    """Modules tell the watch when they are called; what it saw goes to the findings, also where the step breaks off."""
+    hooks = (
+        modules.register_module_forward_pre_hook(watch.entered),
+        modules.register_module_forward_hook(watch.left, always_call=True),
+    )
+    try:
+        with settings.options({"check": "off"}), alone(partition.ranks, watch.sent):
+            yield make_mesh(partition, device_type="cpu")
+    except Exception as error:
+        findings.ended = _told(error)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        findings.refusals = list(watch.refusals.values())
+        findings.layers = list(watch.layers.values())
+        findings.peak = watch.memory.peak

@@ -1,0 +1,130 @@
+"""Every operator of a step on shards, watched: what is refused, by which layer, what it sends, what stays alive."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from distconv.check.collectives import bytes_sent
+from distconv.check.findings import Layer, Refusal
+from distconv.check.memory import Memory
+from distconv.check.stand_in import first_of_ours, stand_in
+from distconv.refusal import UnsupportedOperation
+
+GRADIENTS = "gradients of parameters"
+OUTSIDE = "outside of the model"
+
+
+class Watch(TorchDispatchMode):
+    """While it is on, operators on shards that are refused go on with stand-ins, and everything is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+        self.refusals: dict[tuple[str, str, bool, str], Refusal] = {}
+        self.layers: dict[str, Layer] = {}
+        self.counting = True
+        self._names: dict[nn.Module, str] = {}
+        self._stack: list[str] = []
+        self._kinds: dict[str, str] = {}
+        self._nodes: list[int] = []
+        self._layer_of: dict[int, str] = {}
+        self._passing = False
+        self._now: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            if self._passing:  # it was seen: now DTensor has its turn, with this mode on for what is beneath
+                self._passing = False
+                return NotImplemented
+            return self._on_shards(func, args, kwargs)
+        if not any(issubclass(kind, FakeTensor) for kind in types) and _is_real(args, kwargs):
+            with unset_fake_temporarily():  # such as the ranks of a mesh
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        self.memory.count(result)
+        self.sent(bytes_sent(func, args))
+        return result
+
+    def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
+        before, self._now = self._now, self._layer()
+        self._passing = True
+        try:
+            with self:
+                return func(*args, **kwargs)
+        except Exception as error:
+            of = first_of_ours((*args, *kwargs.values()))
+            if of is None:
+                raise
+            try:
+                result = stand_in(func, args, kwargs, of)
+            except Exception:
+                raise error from None
+            self._refused(func, error)
+            return result
+        finally:
+            self._now, self._passing = before, False
+
+    def _refused(self, func: Any, error: Exception) -> None:
+        kind = "refused" if isinstance(error, UnsupportedOperation) else "fails"
+        message = str(error) if kind == "refused" else f"{func}: {type(error).__name__}: {error}"
+        found = Refusal(kind, str(func), self._layer(), in_backward(), " ".join(message.split()))
+        self.refusals.setdefault((found.operator, found.layer, found.backward, found.message), found)
+
+    def sent(self, count: int) -> None:
+        """Counts bytes for the layer that runs."""
+        if not count or not self.counting:
+            return
+        name = self._now if self._now is not None else GRADIENTS if in_backward() else self._layer()
+        layer = self.layers.setdefault(name, Layer(name, self._kinds.get(name, "")))
+        if in_backward():
+            layer.backward += count
+        else:
+            layer.forward += count
+
+    def entered(self, module: nn.Module, *_: Any) -> None:
+        """A module is called; the names are those within the outermost one."""
+        if not self._stack:
+            self._names = {each: name or type(module).__name__ for name, each in module.named_modules()}
+        name = self._names.get(module, type(module).__name__)
+        self._kinds[name] = type(module).__name__
+        self._stack.append(name)
+
+    def left(self, module: nn.Module, *_: Any) -> None:
+        """The call of a module ended."""
+        if self._stack:
+            self._stack.pop()
+
+    def _layer(self) -> str:
+        """The layer that runs; in backward the one whose forward made autograd's node."""
+        if in_backward():
+            node = torch._C._current_autograd_node()
+            at = 0 if node is None else bisect.bisect_right(self._nodes, node._sequence_nr() + 1)
+            return self._layer_of[self._nodes[at - 1]] if at else OUTSIDE
+        name = self._stack[-1] if self._stack else OUTSIDE
+        number = torch._C._autograd._get_sequence_nr()
+        if not self._nodes or number > self._nodes[-1]:
+            self._nodes.append(number)
+        self._layer_of[number] = name
+        return name
+
+
+def in_backward() -> bool:
+    """Whether autograd runs."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _is_real(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether tensors are given, all of them with numbers."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    return bool(tensors) and not any(isinstance(x, FakeTensor) for x in tensors)

@@ -1,0 +1,184 @@
+"""python -m distconv check: what would be refused, sent and kept, seen in one process before there are ranks."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from distconv import settings
+from distconv.channels import check_algorithm
+from distconv.job.launcher import BadInput
+from distconv.model.strategy import Strategy, read
+from distconv.partition import AXES, Partition
+from mucudnn import program
+from mucudnn.commands.output import print_json, show
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from distconv.check.findings import Findings
+
+DESCRIPTION = f"""\
+Follows one step of a model, or of a script, on the first of many ranks, in one process and without the others: every
+operator that would be refused, what each layer sends, and the memory of a rank beside that of one process.
+
+A model is followed by shapes alone: nothing is computed, and no memory is taken, however large it is. A script runs up
+to the end of its first optimizer step; it computes its rank's part, and its side effects happen.
+
+A partition names mesh axes and the ranks along each, for example height=4,width=2 on 8 ranks. Axes: {", ".join(AXES)}.
+"""
+
+EXAMPLES = """\
+examples:
+  python -m distconv check torchvision.models:resnet18 --input 8,3,224,224 --partition height=2,width=2
+  python -m distconv check nets.py:UNet --input 1,1,256,256,256 --partition depth=8 --inference
+  python -m distconv check unet3d --input 2,1,64,64,64 --partition sample=2,depth=2 --json
+  python -m distconv check --partition height=4 train.py --lr 0.1
+
+what it shows:
+  refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
+            it goes on with a result of the right shape, so that all refusals are shown and not the first alone. "fails"
+            stands for an error from inside, which is a fault of distconv: please report it
+  sends     bytes that a rank sends in forward and backward, by layer; allreduces count as rings do
+  memory    the most bytes of tensors at once on the rank, weights and gradients included, without the optimizer's state
+            and without the scratch memory of kernels
+
+exit codes: 0 where everything runs, 1 where something is refused or fails, 2 for what cannot be checked as given.
+"""
+
+MOST_LAYERS = 20
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of the command line."""
+    check = commands.add_parser(
+        "check",
+        help="tell what would be refused, sent and kept, without ranks",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name in ("partition", "channel_algorithm"):
+        option = settings.SETTINGS[name]
+        check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
+    check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
+    check.add_argument(
+        "--input",
+        action="append",
+        type=_shape,
+        metavar="N,C,H,W",
+        help="the shape of the model's whole input; once for each input",
+    )
+    check.add_argument("--inference", action="store_true", help="the forward alone, of a model as in inference")
+    check.add_argument(
+        "--dtype",
+        choices=["float32", "float64", "bfloat16", "float16"],
+        default="float32",
+        help="of the model's numbers",
+    )
+    check.add_argument(
+        "--all-layers", action="store_true", help=f"show all layers, not the {MOST_LAYERS} that send most"
+    )
+    check.add_argument("--json", action="store_true", help="print JSON, for programs")
+    check.add_argument("-m", dest="module", action="store_true", help="TARGET names a module to run, as with python -m")
+    check.add_argument(
+        "target",
+        metavar="TARGET",
+        help="with --input a model: package.module:Model or file.py:Model, a torch.nn.Module or what makes one without "
+        "arguments, or the name of a network that ships with mucudnn; else a script",
+    )
+    check.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+    check.set_defaults(command=command, reread=check.parse_args)
+
+
+def command(options: argparse.Namespace) -> int:
+    """Show the findings; 1 where something is refused or fails, else 0."""
+    if options.arguments and not _is_script(options):  # options behind a model are this command's
+        options = options.reread([*options.arguments, options.target])
+    given = {name: getattr(options, name) for name in ("partition", "channel_algorithm")}
+    with settings.options(given):
+        partition, strategy = _partitions(options)
+        findings = _follow(options, partition, strategy)
+    if options.json:
+        print_json(findings.as_json())
+    else:
+        show(sys.stdout, *_report(findings, None if options.all_layers else MOST_LAYERS))
+    return 0 if findings.accepted else 1
+
+
+def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
+    try:
+        partition: Partition | None = settings.value("partition")
+        if partition is None:
+            raise ValueError("no partition: give --partition AXIS=RANKS,... or set DISTCONV_PARTITION")
+        check_algorithm(settings.value("channel_algorithm"), partition)
+        return partition, None if options.strategy is None else read(options.strategy, partition.ranks)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+
+
+def _follow(options: argparse.Namespace, partition: Partition, strategy: Strategy | None) -> Findings:
+    from distconv.check import survey
+
+    try:
+        if options.input is None:
+            return survey.script(_script(options), partition, strategy=strategy)
+        return survey.model(
+            _builder(options),
+            options.input,
+            partition,
+            strategy=strategy,
+            dtype=_dtype(options.dtype),
+            backward=not options.inference,
+        )
+    except (program.NotFound, survey.FailsAlone, ValueError) as error:
+        raise BadInput(" ".join(str(error).split())) from None
+
+
+def _is_script(options: argparse.Namespace) -> bool:
+    return bool(options.module or os.path.exists(options.target))
+
+
+def _script(options: argparse.Namespace) -> Callable[[], None]:
+    if not _is_script(options):
+        raise program.NotFound(
+            f"{options.target} is no script; of a model give --input N,C,H,W, the shape of its whole input"
+        )
+    found = program.module(options.target) if options.module else program.script(options.target)
+    return lambda: found.run(options.arguments)
+
+
+def _builder(options: argparse.Namespace) -> Callable[[], Any]:
+    from mucudnn.networks import layers
+
+    if options.arguments:
+        raise program.NotFound(f"arguments {' '.join(options.arguments)} behind a model: accepted behind a script")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # models of the folder that one stands in, as for python -c
+    return layers.find(options.target).build
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    try:
+        shape = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are extents of 1 or more, as 8,3,224,224")
+    return shape
+
+
+def _report(findings: Findings, most: int | None) -> list[RenderableType]:
+    from distconv.check import report
+
+    return report.parts(findings, most)

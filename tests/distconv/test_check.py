@@ -1,0 +1,146 @@
+"""The check in one process: every refusal, what layers send, and memory, against what ranks do and sizes say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import Tensor, nn
+
+import distconv
+from distconv.check.findings import Findings, Layer, Refusal
+from distconv.check.report import summary
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+
+
+class Refused(nn.Module):
+    """Two operators that no rule does, between layers that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = y * torch.linalg.svdvals(y.detach())[..., None]
+        y = self.second(y)
+        return y + torch.bincount(y.detach()[0, 0, 0].long(), minlength=4)[:1]
+
+
+def refused() -> nn.Module:
+    return Refused()
+
+
+def huge() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU())
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distconv", "check", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def found(maker: str, shape: str, partition: str, code: int) -> Any:
+    ended = check(f"{HERE / 'test_check.py'}:{maker}", "--input", shape, "--partition", partition, "--json")
+    assert ended.returncode == code, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def sent_by_ranks() -> int:
+    """Bytes that this rank sends in the step of `net`, but for the gradients of parameters."""
+    mesh = distconv.init("height=2", device_type="cpu")
+    model = distconv.parallelize(net(), mesh)
+    count, kept, reduce = 0, dist.all_to_all_single, dist.all_reduce
+
+    def counted(output: Tensor, input: Tensor, received: Any, sent: list[int], *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += input.element_size() * (sum(sent) - sent[dist.get_rank()])
+        return kept(output, input, received, sent, *args, **kwargs)
+
+    def reduced(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        if not kwargs.get("async_op"):
+            count += x.numel() * x.element_size()  # 2 (p - 1) / p of it, on 2 ranks
+        return reduce(x, *args, **kwargs)
+
+    dist.all_to_all_single, dist.all_reduce = counted, reduced
+    try:
+        model(torch.randn(2, 3, 16, 16)).sum().backward()
+    finally:
+        dist.all_to_all_single, dist.all_reduce = kept, reduce
+    return count
+
+
+def test_what_layers_send_is_what_a_rank_sends(ranks: Callable[[int], Ranks]) -> None:
+    findings = found("net", "2,3,16,16", "height=2", 0)
+    assert findings["accepted"] and not findings["refusals"]
+    layers = {layer["name"]: layer["forward"] + layer["backward"] for layer in findings["layers"]}
+    assert {"0", "1", "3"} <= layers.keys()
+    halo = 4 * 2 * 4 * 16  # one row of 4 channels of 2 samples, in float32
+    assert layers["3"] == 2 * halo
+    inside = sum(count for name, count in layers.items() if name != "gradients of parameters")
+    assert inside == ranks(2).run(sent_by_ranks)[0]
+
+
+def test_every_refusal_is_found_and_not_the_first_alone() -> None:
+    findings = found("refused", "2,3,16,16", "height=4", 1)
+    assert not findings["accepted"] and not findings["ended"]
+    operators = [refusal["operator"] for refusal in findings["refusals"]]
+    assert any("svd" in operator for operator in operators) and any("bincount" in operator for operator in operators)
+    assert all(
+        refusal["kind"] == "refused" and "test_check.py:" in refusal["message"] for refusal in findings["refusals"]
+    )
+    assert any(layer["name"] == "second" for layer in findings["layers"]), "it goes on behind a refusal"
+
+
+def test_memory_is_followed_by_shapes_alone() -> None:
+    findings = found("huge", "1,3,65536,8192", "height=8", 0)
+    output = 64 * 65536 * 8192 * 4  # 128 GiB
+    assert findings["peak_alone"] >= 2 * output  # of the convolution and of the ReLU
+    assert findings["peak"] == pytest.approx(findings["peak_alone"] / 8, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["resnet18", "--input", "1,4,64,64", "--partition", "height=2"], "the model fails in one process"),
+        (["resnet18", "--partition", "height=2"], "give --input N,C,H,W"),
+        (["resnet18", "--input", "1,3,64,64"], "no partition"),
+        (["torch.nn:Conv2d", "--input", "1,3,64,64", "--partition", "height=2"], "the model cannot be made"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    ended = check(*arguments)
+    assert ended.returncode == 2
+    assert words in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_script_is_followed_to_its_first_step() -> None:
+    ended = check("--partition", "height=4", "--json", str(HERE / "scripts" / "train.py"), "--task", "pixels")
+    assert ended.returncode == 0, ended.stderr
+    findings = json.loads(ended.stdout)
+    assert findings["accepted"] and findings["peak"] > 0
+    assert {layer["kind"] for layer in findings["layers"]} >= {"Conv2d"}
+
+
+def test_the_summary_says_what_was_found() -> None:
+    layers = [Layer("conv", "Conv2d", 1024, 1024)]
+    fine = Findings("height=4", 4, layers=layers, peak=2**20, peak_alone=2**22)
+    assert summary(fine).endswith("0.25 of the 4 MiB of one process. Every operator runs.")
+    refusal = Refusal("refused", "aten.sort.default", "conv", False, "aten.sort.default: why")
+    assert "1 calls of operators are refused" in summary(Findings("height=4", 4, refusals=[refusal]))
+    assert not Findings("height=4", 4, ended="an error").accepted
