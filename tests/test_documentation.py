@@ -141,7 +141,7 @@ def check(words: list[str]) -> None:
         assert words[1] in known or words[1] in ("COMMAND", "--help", "--version"), words
         options = known[words[1]]._option_string_actions if words[1] in known else {}
         for word in words[2:]:
-            if re.search(r"\.py\b|^SCRIPT", word) and words[1] == "run":
+            if re.search(r"\.py$|^SCRIPT", word) and words[1] in ("run", "check"):
                 break  # what follows is the script's
             assert not word.startswith("--") or word.partition("=")[0] in options, (words, word)
 

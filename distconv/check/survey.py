@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
@@ -122,13 +122,16 @@ def _without_numbers(whole: nn.Module, shapes_only: FakeTensorMode, watch: Watch
     return copy.deepcopy(whole, copies)
 
 
-def _peak_alone(whole: nn.Module, inputs: Inputs, backward: bool) -> int:
+def _peak_alone(whole: nn.Module, inputs: Inputs, backward: bool) -> int | None:
+    """The most bytes of tensors in one process; None where what it does depends on numbers."""
     watch, shapes_only = Watch(), FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with shapes_only, watch:
             alone_here = _without_numbers(whole, shapes_only, watch)
             watch.memory.peak = watch.memory.now
             _step(alone_here, inputs, backward)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return None
     except Exception as error:
         raise FailsAlone(f"the model fails in one process: {_told(error)}") from error
     return watch.memory.peak

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +40,8 @@ class Watch(TorchDispatchMode):
         self._layer_of: dict[int, str] = {}
         self._passing = False
         self._now: str | None = None
+        self._propagating, self._depth = False, 0
+        self._whole: Callable[..., Any] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,9 +55,36 @@ class Watch(TorchDispatchMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        self.memory.count(result)
+        if not self._propagating:
+            self.memory.count(result)
         self.sent(bytes_sent(func, args))
         return result
+
+    def __enter__(self) -> Watch:
+        """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted."""
+        if self._whole is None:
+            self._whole = ShardingPropagator._propagate_tensor_meta_non_cached
+
+            def uncounted(propagator: Any, schema: Any) -> Any:
+                assert self._whole is not None
+                before, self._propagating = self._propagating, True
+                try:
+                    return self._whole(propagator, schema)
+                finally:
+                    self._propagating = before
+
+            ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *of: Any) -> None:
+        super().__exit__(*of)
+        self._depth -= 1
+        if not self._depth:
+            assert self._whole is not None
+            ShardingPropagator._propagate_tensor_meta_non_cached = self._whole  # type: ignore[method-assign]
+            self._whole = None
 
     def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, self._now = self._now, self._layer()

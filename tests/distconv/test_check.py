@@ -38,7 +38,7 @@ class Refused(nn.Module):
         y = self.first(x)
         y = y * torch.linalg.svdvals(y.detach())[..., None]
         y = self.second(y)
-        return y + torch.bincount(y.detach()[0, 0, 0].long(), minlength=4)[:1]
+        return y + torch.linalg.matrix_exp(y.detach())
 
 
 def refused() -> nn.Module:
@@ -100,7 +100,7 @@ def test_every_refusal_is_found_and_not_the_first_alone() -> None:
     findings = found("refused", "2,3,16,16", "height=4", 1)
     assert not findings["accepted"] and not findings["ended"]
     operators = [refusal["operator"] for refusal in findings["refusals"]]
-    assert any("svd" in operator for operator in operators) and any("bincount" in operator for operator in operators)
+    assert any("svd" in operator for operator in operators) and any("exp" in operator for operator in operators)
     assert all(
         refusal["kind"] == "refused" and "test_check.py:" in refusal["message"] for refusal in findings["refusals"]
     )
