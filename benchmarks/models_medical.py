@@ -42,7 +42,7 @@ def _monai() -> Iterator[tuple[str, Entry]]:
     efficient = {"model_name": "efficientnet-b0", "pretrained": False, "in_channels": 1, "num_classes": 2}
     yield monai("EfficientNetBN", label="EfficientNetBN_3d", **three, **efficient)
     yield monai("HighResNet", **three, **ends)
-    yield monai("MedNeXtS", label="MedNeXt", **three, **ends, init_filters=8)
+    yield monai("MedNeXt", **three, **ends, init_filters=8)
     yield monai("PatchDiscriminator", **three, in_channels=1, channels=8, num_layers_d=2)
     yield monai("RegUNet", **three, in_channels=1, num_channel_initial=8, depth=2, out_channels=3)
     corner: dict[str, Any] = {"in_shape": (1, 32, 32, 32), "channels": (4, 8, 8), "strides": (2, 2, 2)}
@@ -61,6 +61,7 @@ def _monai() -> Iterator[tuple[str, Entry]]:
     yield monai("ViT", label="ViT_3d", in_channels=1, **sizes, num_layers=4, num_heads=4, classification=True)
     yield "monai.VoxelMorph", Entry(_voxelmorph, (*VOLUME, *VOLUME))
     vq: dict[str, Any] = {"channels": (8, 16), "num_res_channels": 8, "num_embeddings": 16, "embedding_dim": 4}
+    vq |= {"downsample_parameters": ((2, 4, 1, 1),) * 2, "upsample_parameters": ((2, 4, 1, 1, 0),) * 2}
     yield "monai.VQVAE", Entry(make(NETS, "VQVAE", **three, in_channels=1, out_channels=1, **vq), VOLUME)
 
 

@@ -33,7 +33,7 @@ def _transformers() -> Iterator[tuple[str, Entry]]:
     yield _hf("BitForImageClassification", "BitConfig", **stages, embedding_size=16, num_groups=8)
     yield _hf("ConvNextForImageClassification", "ConvNextConfig", **stages)
     yield _hf("ConvNextV2ForImageClassification", "ConvNextV2Config", **stages)
-    yield _hf("CvtForImageClassification", "CvtConfig", embed_dim=[16, 32, 64], num_heads=[1, 2, 4], depth=[1, 1, 2])
+    yield _hf("CvtForImageClassification", "CvtConfig", num_labels=10)
     yield _hf("DeiTForImageClassification", "DeiTConfig", **vit)
     yield _hf("Dinov2ForImageClassification", "Dinov2Config", **vit)
     yield _hf("DPTForDepthEstimation", "DPTConfig", **vit, backbone_out_indices=[0, 1, 2, 3],

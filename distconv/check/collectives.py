@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def alone(ranks: int, sent: Callable[[int], None]) -> Iterator[None]:
     ) -> _Ended:
         output.zero_()
         counts = sizes or [input.shape[0] // dist.get_world_size(group)] * dist.get_world_size(group)
-        sent(input.element_size() * (sum(counts) - counts[dist.get_rank(group)]))
+        sent(input.element_size() * _other(counts, group))
         return _Ended()
 
     kept = dist.all_to_all_single
@@ -56,11 +57,14 @@ def alone(ranks: int, sent: Callable[[int], None]) -> Iterator[None]:
 
 
 def bytes_sent(func: Any, args: Sequence[Any]) -> int:
-    """What a rank sends in a collective other than an all-to-all, with ring algorithms; 0 for any other operator."""
+    """What this rank sends in a collective of torch's operators, with ring algorithms; 0 for any other operator."""
     name = func._schema.name
     if not name.startswith(("c10d::", "_c10d_functional::")) or func not in collective_ops - sync_ops:
         return 0
-    ranks = CollectiveOp.get_process_group(func, args).size()
+    group = CollectiveOp.get_process_group(func, args)
+    ranks = group.size()
+    if "all_to_all_single" in name:  # as in a graph: (input, received, sent, group)
+        return args[0].element_size() * _other(args[2], group) * math.prod(args[0].shape[1:])
     if "allreduce" in name or "all_reduce" in name:
         return 2 * _bytes(args[0]) * (ranks - 1) // ranks
     if "gather" in name:
@@ -68,6 +72,11 @@ def bytes_sent(func: Any, args: Sequence[Any]) -> int:
     if "reduce_scatter" in name:
         return _bytes(args[1] if name.startswith("c10d::") else args[0]) * (ranks - 1) // ranks
     return 0
+
+
+def _other(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
+    """What does not stay on this rank."""
+    return sum(sizes) - sizes[dist.get_rank(group)]
 
 
 def _bytes(tensors: Any) -> int:
