@@ -33,8 +33,8 @@ class Hang(RuntimeError):
 class Pool:
     """``size`` ranks over Gloo, one thread each."""
 
-    def __init__(self, size: int, entries: Sequence[Operator | Module], most: int) -> None:
-        self._size, self._entries, self._most = size, entries, most
+    def __init__(self, size: int, entries: Sequence[Operator | Module], most: int, small_bytes: int) -> None:
+        self._size, self._rank = size, (entries, most, small_bytes)
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -49,7 +49,7 @@ class Pool:
         except Hang as hang:
             return "hang", "", str(hang)
         kinds = {outcome[0] for outcome in outcomes}
-        if len(kinds) == 1 or kinds <= {"right", "wrong"}:
+        if len(kinds) == 1 or kinds <= {"right", "gathered", "wrong"}:
             return max(outcomes, key=lambda outcome: outcome[0] == "wrong")
         return "crash", "", f"the ranks differ: {outcomes}"[:400]
 
@@ -82,7 +82,7 @@ class Pool:
         store = Path(tempfile.mkdtemp(prefix="operators-")) / "store"
         for rank in range(self._size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, rank, self._size, store, self._entries, self._most))
+            process = context.Process(target=_serve, args=(there, rank, self._size, store, *self._rank))
             process.daemon = True
             process.start()
             there.close()
@@ -99,20 +99,18 @@ class Pool:
         self._connections, self._processes = [], []
 
 
-def _serve(
-    connection: Connection, rank: int, size: int, store: Path, entries: Sequence[Operator | Module], most: int
-) -> None:
+def _serve(connection: Connection, rank: int, size: int, store: Path, *served: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    served = Rank(entries, most)
+    answering = Rank(*served)
     while True:
         try:
             name, *arguments = connection.recv()
         except (EOFError, ConnectionError):
             os._exit(0)
         try:
-            connection.send(getattr(served, name)(*arguments))
+            connection.send(getattr(answering, name)(*arguments))
         except Exception:
             connection.send(("crash", "", traceback.format_exc()[-400:]) if name == "compare" else 0)

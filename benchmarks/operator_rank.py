@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -14,14 +15,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 import distconv
 from benchmarks.operator_samples import Module, ModuleSample, Operator, Sample
 from distconv.partition import placements
+from distconv.rules import small
 
 TOLERANCE = 1e-9
 """The largest difference from one process, relative to the largest element, in float64."""
 
 Outcome = tuple[str, str, str]
-"""(right, wrong, refused, crash, or skipped; in which direction; what it said)."""
+"""(right, gathered, wrong, refused, crash, or skipped; in which direction; what it said)."""
 
 UNINITIALISED = ("empty", "new_empty")
+
+
+_seed = torch.manual_seed
+
+
+def _other_seed(seed: int) -> torch.Generator:
+    return _seed(seed + 1)
 
 
 class Alone:
@@ -33,7 +42,10 @@ class Alone:
         self.failed: str | None = None
         try:
             self.results, self.gradients = run(sample, lambda tensor, _: tensor, self.leaves)
-            again, _ = run(sample, lambda tensor, _: tensor, [], seed=2)
+            with mock.patch.object(
+                torch, "manual_seed", _other_seed
+            ):  # some of torch's functions set a seed themselves
+                again, _ = run(sample, lambda tensor, _: tensor, [])
         except Exception as error:
             self.failed = f"{type(error).__name__}: {error}"
             return
@@ -46,7 +58,6 @@ def run(
     sample: Sample | ModuleSample,
     laid_out: Callable[[Tensor, bool], Tensor],
     leaves: list[Tensor],
-    seed: int = 1,
     model: Callable[[torch.nn.Module], torch.nn.Module] = lambda module: module,
 ) -> tuple[list[Any], list[Tensor | None]]:
     """Results of a sample and the gradients of its tensors; ``laid_out(tensor, parameter)`` shards one, or does not."""
@@ -63,11 +74,11 @@ def run(
 
         return tree_map(enter, value)
 
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     process: Callable[[Any], Any] = lambda value: value  # noqa: E731
     if isinstance(sample, ModuleSample):
         module = model(sample.build())
-        torch.manual_seed(seed)
+        torch.manual_seed(1)
         result = module(*entering(sample.args), **entering(sample.kwargs))
         leaves.extend(module.parameters())
     else:
@@ -144,6 +155,8 @@ def compare(alone: Alone, partition: str) -> Outcome:
         return "skipped", "", "no tensor of it is sharded"
     if alone.failed is not None:
         return "skipped", "", f"one process: {alone.failed}"
+    gathered: list[Any] = []
+    small.gathers[:] = [gathered.append]
     try:
         results, found = run(sample, laid_out, [], model=lambda m: distconv.parallelize(copy.deepcopy(m), mesh))
         wrong = _wrong(alone, results, found)
@@ -152,7 +165,9 @@ def compare(alone: Alone, partition: str) -> Outcome:
         cause = error.__cause__ if backward and error.__cause__ is not None else error
         kind = "refused" if isinstance(cause, distconv.UnsupportedOperation) else "crash"
         return kind, "backward" if backward else "forward", f"{type(cause).__name__}: {cause}"[:400]
-    return ("wrong", *wrong) if wrong else ("right", "", "")
+    if wrong:
+        return "wrong", *wrong
+    return ("gathered", "", f"for {sorted(set(map(str, gathered)))}"[:400]) if gathered else ("right", "", "")
 
 
 def _wrong(alone: Alone, results: Sequence[Any], found: Sequence[Tensor | None]) -> tuple[str, str] | None:
@@ -186,7 +201,8 @@ def _told(value: Any) -> str:
 class Rank:
     """What a rank answers: it keeps the samples of one entry, and what one process makes of one of them."""
 
-    def __init__(self, entries: Sequence[Operator | Module], most: int) -> None:
+    def __init__(self, entries: Sequence[Operator | Module], most: int, small_bytes: int) -> None:
+        small.MOST_BYTES = small_bytes
         self._entries, self._most = entries, most
         self._opened: tuple[int, list[Any]] = (-1, [])
         self._alone: tuple[tuple[int, int], Alone | None] = ((-1, -1), None)

@@ -113,7 +113,7 @@ class Module:
         made, call = listed.constructor_input, listed.forward_input
 
         def build() -> torch.nn.Module:
-            torch.manual_seed(7)
+            torch.random.manual_seed(7)
             module = self.info.module_cls(*made.args, **made.kwargs).to(torch.float64)
             if isinstance(module, LazyModuleMixin):
                 module(*call.args, **call.kwargs)  # makes its parameters, as torch asks before anything else is done

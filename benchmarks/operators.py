@@ -14,6 +14,7 @@ Sharded are the tensors of as many dims as the sample's input, or more; tensors 
 and weights, stay plain, and so do a layer's parameters.
 
     right    equal to one process within 1e-9 of the largest element; where an operator draws at random: shapes are equal
+    gathered right, after small tensors were gathered: with larger ones it would be refused
     wrong    anything else that came back
     refused  UnsupportedOperation on every rank
     crash    another error where one process has none, or errors that differ between ranks
@@ -41,7 +42,7 @@ warnings.simplefilter("ignore")
 from benchmarks.table import RESULTS, Table, save, show
 
 PARTITIONS = ("channel=4", "height=2,width=2", "sample=2,height=2", "sample=2,channel=2")
-OUTCOMES = ("right", "wrong", "refused", "crash", "hang")
+OUTCOMES = ("right", "gathered", "wrong", "refused", "crash", "hang")
 PARTIAL = RESULTS / "operators-partial.jsonl"
 
 Case = tuple[str, int, str]
@@ -64,10 +65,12 @@ def measure(options: argparse.Namespace, found: dict[Case, dict[str, Any]]) -> N
     from benchmarks.operator_samples import entries
 
     listed = entries()
-    chosen = [index for index, entry in enumerate(listed) if not options.only or any(o in entry.name for o in options.only)]
+    chosen = [
+        index for index, entry in enumerate(listed) if not options.only or any(o in entry.name for o in options.only)
+    ]
     chosen = chosen[:: options.every]
     stale = {case for case, record in found.items() if record["outcome"] in options.again}
-    pool = Pool(4, listed, options.samples)
+    pool = Pool(4, listed, options.samples, options.small)
     with options.partial.open("a") as file, tqdm(chosen, unit="entry", disable=not sys.stderr.isatty()) as bar:
         for index in bar:
             entry = listed[index].name
@@ -115,6 +118,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="entries whose names contain this; may be given again")
     parser.add_argument("--every", type=int, default=1, help="only every so many-th entry (%(default)s)")
     parser.add_argument("--samples", type=int, default=8, help="the most samples of an entry (%(default)s)")
+    parser.add_argument(
+        "--small", type=int, default=1 << 20, help="bytes that tensors may take to be gathered (%(default)s)"
+    )
     parser.add_argument("--partition", action="append", help=f"(default: {', '.join(PARTITIONS)})")
     parser.add_argument("--again", action="append", default=[], choices=OUTCOMES, help="repeat cases of this outcome")
     parser.add_argument("--partial", type=Path, default=PARTIAL, help="what is kept between runs (%(default)s)")

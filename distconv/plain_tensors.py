@@ -52,7 +52,8 @@ def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
             return x
         x = plain(x)
-        if shown and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter):
+        dense = x.layout == torch.strided
+        if shown and dense and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter):
             for watch in watchers:
                 watch(func, index, x, mesh)
         return x

@@ -12,20 +12,26 @@ from torch.distributed.tensor import DTensor, Shard
 from distconv.dtensors import wrap
 from distconv.layouts import layout, replicated
 from distconv.refusal import refuse
+from distconv.rules.along import Meeting, computed_along, small_or_refused
 from distconv.rules.losses import common_layout
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.transfer.local_part import local_as
 
+ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
+"""Elements meet along the dim that the indices count."""
+
 
 @rule("aten::index_add", "aten::index_add_")
 def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> DTensor:
     """Adds slices of source at the indices of a dim that is not sharded."""
-    mesh, placements = common_layout(source, x)
+    mesh, placements = common_layout(source, x, index)
     dim %= max(x.dim(), 1)
     in_place = func._schema.name.endswith("_")
     if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        raise refuse(func, f"its dim {dim} is sharded: {placements}")
+        if in_place:
+            raise refuse(func, f"its dim {dim} is sharded: {placements}")
+        return computed_along(func, (x, dim, index, source), {"alpha": alpha}, ALONG)
     numbers = local_as(index, mesh, replicated(mesh))
     local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
     result = wrap(local, mesh, placements, x.shape)
@@ -38,12 +44,12 @@ def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *,
 @rule("aten::index_select")
 def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
     """Slices at the indices of a dim that is not sharded."""
+    if not isinstance(x, DTensor):
+        return small_or_refused(func, (x, dim, index), {}, "indices of a plain tensor are sharded")
     mesh, placements = common_layout(x)
     dim %= max(x.dim(), 1)
     if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
-        raise refuse(func, f"its dim {dim} is sharded: {placements}")
-    if not isinstance(x, DTensor):
-        return stock(func, (x, dim, index))
+        return computed_along(func, (x, dim, index), {}, ALONG)
     local = func(local_as(x, mesh, placements), dim, local_as(index, mesh, replicated(mesh)))
     return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
 
@@ -55,10 +61,9 @@ def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTens
     dim %= max(x.dim(), 1)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and mesh.size(axis) > 1:
-            if placement.dim == dim:
-                raise refuse(func, f"its dim {dim} is sharded: {placements}")
-            if len({tensor.shape[placement.dim] for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
-                raise refuse(func, f"its tensors differ in dim {placement.dim}, which is sharded: {placements}")
+            alike = {tensor.shape[placement.dim] for tensor in (x, index, source) if isinstance(tensor, Tensor)}
+            if placement.dim == dim or len(alike) > 1:
+                return computed_along(func, (x, dim, index, source), {}, ALONG)
     locals = [local_as(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
     return wrap(func(locals[0], dim, *locals[1:]), mesh, placements, x.shape)
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
+from distconv.rules.small import are_small, computed_whole
 from distconv.rules.stock import stock
 
 REFUSED = (
@@ -36,6 +37,8 @@ REFUSED = (
 
 def _refused(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     sharded = [t for t in (x, *args) if isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements)]
+    if sharded and are_small((x, *args)):
+        return computed_whole(func, (x, *args), kwargs)
     if sharded:
         raise refuse(
             func,

@@ -139,6 +139,7 @@ def discover() -> None:
             if name.startswith("aten::") and not name.endswith("out") and name not in registered
         )
     )(_taken_apart)
+    importlib.import_module(f"{package}.fallback").register()
 
 
 def _taken_apart(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -179,10 +180,10 @@ def unruled(wanted: Callable[[Any], bool]) -> list[str]:
     ]
 
 
-def _is_tensor(kind: Any) -> bool:
+def is_tensor(kind: Any) -> bool:
     """Whether a schema's type is that of a tensor, an optional one, or a list of them."""
     if isinstance(kind, torch.ListType | torch.OptionalType):
-        return _is_tensor(kind.getElementType())
+        return is_tensor(kind.getElementType())
     return isinstance(kind, torch.TensorType)
 
 
@@ -195,7 +196,7 @@ def watch_plain_tensors() -> None:
     left_alone = {handled._schema.name for handled in DTensor._op_dispatcher._custom_op_handlers}
 
     def takes_several(schema: Any) -> bool:
-        tensors = sum(_is_tensor(argument.type) for argument in schema.arguments)
+        tensors = sum(is_tensor(argument.type) for argument in schema.arguments)
         return tensors > 1 and schema.name not in left_alone and not any(a.is_out for a in schema.arguments)
 
     rule(*unruled(takes_several))(leave)

@@ -1,0 +1,213 @@
+"""Operators in which the elements along some dims meet and those along all others do not: sums that run along a dim,
+sorting, Fourier transforms, gathering and scattering along a dim, and matrices of linear algebra in batches.
+
+Where none of the dims along which elements meet is sharded, every rank computes on its shard. Where one is, the shards
+go to other dims in one all-to-all, so that a rank still has no more than its share, and the result comes back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.dtensors import local_as, wrap
+from distconv.layouts import local_shape
+from distconv.partition import sharded_dims
+from distconv.refusal import refuse
+from distconv.rules.losses import common_layout
+from distconv.rules.reduction import reduced_layout
+from distconv.rules.registry import rule
+from distconv.rules.small import are_small, computed_whole, told
+from distconv.transfer.redistribution import moved
+
+Arguments = dict[str, Any]
+"""The arguments of an operator by name, defaults included."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Along which dims the elements of an operator's first tensor meet."""
+
+    dims: Callable[[Arguments, int], Iterable[int]]
+    """From the arguments and the number of dims."""
+    reduces: bool = False
+    """Whether results lack these dims, unless the argument keepdim is true."""
+    returns: bool = True
+    """Whether results are laid out as the first tensor was; else they stay where they were computed."""
+    empty: bool = True
+    """Whether the operator accepts tensors without elements. Else it gets one of one element a dim in their place."""
+
+
+def _along(name: str) -> Callable[[Arguments, int], Iterable[int]]:
+    def dims(arguments: Arguments, _: int) -> Iterable[int]:
+        value = arguments[name]
+        return [value] if isinstance(value, int) else value
+
+    return dims
+
+
+def _matrices(arguments: Arguments, ndim: int) -> Iterable[int]:
+    return (-2, -1)
+
+
+def _space(arguments: Arguments, ndim: int) -> Iterable[int]:
+    return range(-len(arguments["output_size"]), 0)
+
+
+def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
+    return [dim for dim in range(ndim) if dim != arguments["dim"] % ndim]
+
+
+MEETINGS: dict[str, Meeting] = {
+    **dict.fromkeys(
+        ("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
+        Meeting(_along("dim")),
+    ),
+    **dict.fromkeys(
+        ("kthvalue", "mode", "median.dim", "nanmedian.dim"), Meeting(_along("dim"), reduces=True, empty=False)
+    ),
+    **dict.fromkeys(("gather", "index_copy", "scatter_reduce.two", "linalg_cross"), Meeting(_along("dim"))),
+    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), Meeting(_along("dim"))),
+    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), Meeting(_space)),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), Meeting(_along("dim"), empty=False)),
+    **dict.fromkeys(("unfold_copy", "unfold_backward"), Meeting(_along("dimension"))),
+    "renorm": Meeting(_slices),
+    **dict.fromkeys(("triu", "tril", "linalg_matrix_exp", "cholesky_inverse"), Meeting(_matrices)),
+    **dict.fromkeys(
+        (
+            *("cholesky", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh"),
+            *("linalg_eig", "_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex", "lu_unpack"),
+            *("geqrf", "linalg_ldl_factor_ex"),
+        ),
+        Meeting(_matrices, returns=False),
+    ),
+}
+"""The operators, each with its dims."""
+
+
+def named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of an operator by name, defaults included."""
+    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return given | {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_beside(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], meeting: frozenset[int]
+) -> tuple[Placement, ...] | None:
+    """The layout in which no dim of ``meeting`` is sharded: its axes shard the longest other dims. None without one."""
+    result = list(placements)
+    held = list(local_extents(mesh, placements, shape, meeting))
+    for axis, dim in sharded_dims(mesh, placements):
+        if dim not in meeting:
+            continue
+        free = [other for other in range(len(shape)) if other not in meeting and held[other] > 1]
+        if mesh.size(axis) == 1:
+            result[axis] = Replicate()
+        elif not free:
+            return None
+        else:
+            best = max(free, key=lambda other: held[other])
+            result[axis] = Shard(best)
+            held[best] = -(-held[best] // mesh.size(axis))
+    return tuple(result)
+
+
+def local_extents(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], without: frozenset[int]
+) -> Sequence[int]:
+    """The largest extents that a rank holds, the shards of some dims left out."""
+    held = list(shape)
+    for axis, dim in sharded_dims(mesh, placements):
+        if dim not in without:
+            held[dim] = -(-held[dim] // mesh.size(axis))
+    return held
+
+
+@rule(*(f"aten::{name}" for name in MEETINGS))
+def along(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """On shards of the dims along which no elements meet."""
+    overload = func._schema.overload_name
+    name = func._schema.name.removeprefix("aten::") + (f".{overload}" if overload else "")
+    return computed_along(func, args, kwargs, MEETINGS[name])
+
+
+def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets: Meeting) -> Any:
+    """An operator on shards of the dims along which its elements do not meet."""
+    arguments = named(func, args, kwargs)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    x, ndim = tensors[0], tensors[0].dim()
+    mesh, placements = common_layout(*[t for t in tensors if t.dim() == ndim], *tensors)
+    if not ndim or not x.numel() or any(p.is_shard() and not isinstance(p, Shard) for p in placements):
+        return small_or_refused(func, args, kwargs, "it has no elements or no dims")
+    meeting = {dim % ndim for dim in meets.dims(arguments, ndim)}
+    # Along a dim in which its tensors differ they cannot be cut alike.
+    apart = meeting | {d for t in tensors if t.dim() == ndim for d in range(ndim) if t.shape[d] != x.shape[d]}
+    target = layout_beside(mesh, placements, tuple(x.shape), frozenset(apart))
+    if target is None:
+        return small_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")
+    others = [t for t in tensors if t.dim() != ndim and isinstance(t, DTensor)]
+    if any(placement.is_shard() for t in others for placement in t.placements):
+        if not are_small(others):
+            raise refuse(func, f"a sharded tensor {tuple(others[0].shape)} beside one of other dims {tuple(x.shape)}")
+        told(func)
+
+    def here(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        wanted = target if value.dim() == ndim else (Replicate(),) * mesh.ndim
+        return moved(value, mesh, wanted)._local_tensor if isinstance(value, DTensor) else local_as(value, mesh, wanted)
+
+    removed = sorted(meeting) if meets.reduces and not arguments.get("keepdim") else []
+    local = local_shape(mesh, target, x.shape)
+    own, named_own = [here(value) for value in args], {name: here(value) for name, value in kwargs.items()}
+    if meets.empty or 0 not in local:
+        results = func(*own, **named_own)
+    else:
+        results = _of_stand_ins(func, own, named_own, local, removed)
+    back = reduced_layout(placements, tuple(meeting), not removed, Replicate()) if meets.reduces else placements
+
+    def laid_out(local: Tensor) -> DTensor:
+        lying = [Shard(p.dim - sum(d < p.dim for d in removed)) if isinstance(p, Shard) else p for p in target]
+        shape = list(local.shape)
+        for p, q in zip(lying, target, strict=True):
+            if isinstance(p, Shard) and isinstance(q, Shard):
+                shape[p.dim] = x.shape[q.dim]
+        y = wrap(local, mesh, lying, shape)
+        return moved(y, mesh, back) if meets.returns else y
+
+    return tuple(map(laid_out, results)) if isinstance(results, tuple) else laid_out(results)
+
+
+def small_or_refused(func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str) -> Any:
+    """What an operator gives for whole tensors where these are small; else it is refused."""
+    if are_small((args, kwargs)):
+        return computed_whole(func, args, kwargs)
+    sharded = next(t for t in (*args, *kwargs.values()) if isinstance(t, DTensor))
+    raise refuse(func, f"of a tensor {tuple(sharded.shape)} laid out as {sharded.placements} {why}")
+
+
+def _of_stand_ins(
+    func: Any, args: list[Any], kwargs: dict[str, Any], shape: Sequence[int], removed: Sequence[int]
+) -> Any:
+    """The empty results of an empty shard, from an operator that accepts none: it gets one element a dim instead."""
+    empty = [dim for dim, extent in enumerate(shape) if not extent]
+
+    def stand_in(value: Any) -> Any:
+        same = isinstance(value, Tensor) and value.dim() == len(shape)
+        return value.new_zeros([max(extent, 1) for extent in value.shape]) if same else value
+
+    results = func(*map(stand_in, args), **{name: stand_in(value) for name, value in kwargs.items()})
+
+    def emptied(local: Tensor) -> Tensor:
+        for dim in empty:
+            local = local.narrow(dim - sum(other < dim for other in removed), 0, 0)
+        return local
+
+    return tuple(map(emptied, results)) if isinstance(results, tuple) else emptied(results)

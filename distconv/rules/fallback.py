@@ -1,0 +1,162 @@
+"""What runs an operator that has no rule of its own.
+
+In this order: torch's own way of making it of others; DTensor's strategy, where it moves no shard; a decomposition of
+`torch._decomp` that keeps to operators with rules; the operator on whole tensors, where these are small. Else it is
+refused. DTensor is never asked for an operator without a strategy: it would search through decompositions for minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distconv.dtensors import local_as
+from distconv.refusal import UnsupportedOperation, refuse
+from distconv.rules.elementwise import elementwise, in_place
+from distconv.rules.plain_updates import whole_beside
+from distconv.rules.registry import is_tensor, rule, unruled
+from distconv.rules.small import are_small, computed_whole
+from distconv.rules.stock import leave
+
+TAKEN_APART = {
+    *("addr", "addmv", "mv", "dot", "vdot", "trace", "rot90", "block_diag", "aminmax", "rsub", "floor_divide"),
+    *("affine_grid_generator", "multi_margin_loss", "log_sigmoid_forward", "diag_embed", "_unsafe_index"),
+    *("index_copy", "_euclidean_dist", "dist", "nansum", "masked_fill", "std_mean", "var_mean", "special_entr"),
+}
+"""Operators that `torch._decomp` makes of such as have rules."""
+
+
+def has_strategy(func: Any) -> bool:
+    """Whether DTensor knows itself how to lay out an operator's result."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    return func in propagator.op_strategy_funcs or func in getattr(propagator, "op_single_dim_strategy_funcs", {})
+
+
+def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """An operator on our tensors for which distconv has no rule of its own."""
+    name = func._schema.name.removeprefix("aten::")
+    refusal: UnsupportedOperation | None = None
+    if torch.Tag.inplace_view in func.tags:
+        raise refuse(
+            func, "it changes the shape of a sharded tensor in place; accepted: the operator that makes a view"
+        )
+    functional = _without_suffix(func, "_") if name.endswith("_") else None
+    if functional is not None:
+        return _assigned(func, functional, args, kwargs)
+    if has_strategy(func):
+        try:
+            return leave(func, *args, **kwargs)
+        except UnsupportedOperation as error:
+            refusal = error
+    else:
+        parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+    viewing = _without_suffix(func, "_copy") if name.endswith("_copy") else None
+    if viewing is not None:
+        return tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, viewing(*args, **kwargs))
+    if name in TAKEN_APART and func in decomposition_table:
+        return decomposition_table[func](*args, **kwargs)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    if not random and are_small((args, kwargs)):
+        return computed_whole(func, args, kwargs)
+    sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
+    raise refusal or refuse(
+        func,
+        f"no rule runs it on a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements}."
+        f" Use distconv.gather first where that is meant",
+    )
+
+
+def _without_suffix(func: Any, suffix: str) -> Any:
+    """The operator of the same name without a suffix and with as many arguments, or None."""
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix(suffix), None)
+    found = getattr(packet, func._schema.overload_name or "default", None)
+    same = found is not None and len(found._schema.arguments) == len(func._schema.arguments)
+    return found if same else None
+
+
+def _assigned(func: Any, functional: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The first argument, with the elements that the operator gives that makes a new tensor."""
+    x = args[0]
+    result = functional(*args, **kwargs)
+    if result.shape != x.shape:
+        raise RuntimeError(f"{func}: a result {tuple(result.shape)} for a tensor {tuple(x.shape)}")
+    if not isinstance(x, DTensor):
+        x.copy_(whole_beside(func, result))
+    else:
+        x._local_tensor.copy_(local_as(result, x.device_mesh, x.placements))
+    return x
+
+
+OTHERS = ("torch_nn::_linear_cross_entropy_batch_chunked", "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
+STAYS_WITH_TORCH = (
+    "new_",
+    "set",
+    "record_stream",
+    "is_",
+    "resize",
+    "lift",
+    "_has_same",
+    "_lazy",
+    "_to_copy",
+    "_foreach",
+)
+STAYS_WITH_TORCH += (
+    "_fused",
+    "_amp",
+    "_assert",
+    "_functional",
+    "_make_",
+    "_fw_",
+    "detach",
+    "zero_",
+    "fill_",
+    "_nested",
+)
+"""How the names of operators begin that are about a tensor itself, or a list of them, and not about its elements."""
+
+
+def register() -> None:
+    """Gives every operator on tensors that has no rule one: its own shard where it works on corresponding elements,
+    else `fallback`. Views and operators on one tensor element by element stay with DTensor, which runs them as fast as
+    can be.
+    """
+    rule(*unruled(lambda schema: _corresponding(schema) and not schema.name.endswith("_")))(elementwise)
+    rule(*unruled(_corresponding))(in_place)
+    rule(*unruled(_is_for_fallback))(fallback)
+    if hasattr(torch.ops, "torch_nn"):  # where torch has operators of another name than aten
+        rule(*(name for name in OTHERS if hasattr(torch.ops.torch_nn, name.removeprefix("torch_nn::"))))(fallback)
+
+
+def _operator(schema: Any) -> Any:
+    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
+    return getattr(packet, schema.overload_name or "default", None)
+
+
+def _corresponding(schema: Any) -> bool:
+    """Whether an operator on several tensors computes each element from those at the same place."""
+    operator = _operator(schema)
+    if operator is None or schema.name == "aten::equal" or any(argument.is_out for argument in schema.arguments):
+        return False
+    return torch.Tag.pointwise in operator.tags and sum(is_tensor(argument.type) for argument in schema.arguments) > 1
+
+
+def _is_for_fallback(schema: Any) -> bool:
+    operator, name = _operator(schema), schema.name.removeprefix("aten::")
+    if operator is None or torch.Tag.pointwise in operator.tags or any(a.is_out for a in schema.arguments):
+        return False
+    if (
+        name.startswith(STAYS_WITH_TORCH)
+        or name.endswith("_like")
+        or not any(is_tensor(a.type) for a in schema.arguments)
+    ):
+        return False
+    is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
+    return not (has_strategy(operator) and is_view) or name in ("diagonal", "view_as_real", "view_as_complex")
