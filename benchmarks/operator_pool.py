@@ -1,4 +1,4 @@
-"""Ranks that compare samples one at a time, forked from a process that has imported torch; one that hangs is replaced."""
+"""Ranks that compare samples one at a time, forked from a process that has imported torch; replaced if they hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""torch's own samples of its operators and modules, over shards and in one process: which are right, and what is refused.
+"""torch's own samples of its operators and modules, over shards and in one process: what is right, and what refused.
 
-    python benchmarks/operators.py                   # everything, about 20 minutes on two cores; goes on where it stopped
+    python benchmarks/operators.py                   # everything, half an hour on two cores; goes on where it stopped
     python benchmarks/operators.py --only cumsum     # the entries whose names contain this, in seconds
     python benchmarks/operators.py --again refused   # those that were refused before; the others stay as they were
     python benchmarks/operators.py --save            # keeps table and figures in benchmarks/results
@@ -13,8 +13,8 @@ sample over one partition. It needs the packages expecttest and scipy (pip insta
 Sharded are the tensors of as many dims as the sample's input, or more; tensors of fewer dims, such as targets, indices
 and weights, stay plain, and so do a layer's parameters.
 
-    right    equal to one process within 1e-9 of the largest element; where an operator draws at random: shapes are equal
-    gathered right, after small tensors were gathered: with larger ones it would be refused
+    right    equal to one process within 1e-9 of the largest element; of what draws at random: the shapes
+    gathered right, after small tensors were gathered: with larger ones (--small 0) it would be refused
     wrong    anything else that came back
     refused  UnsupportedOperation on every rank
     crash    another error where one process has none, or errors that differ between ranks

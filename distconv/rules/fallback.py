@@ -97,28 +97,8 @@ def _assigned(func: Any, functional: Any, args: Sequence[Any], kwargs: dict[str,
 
 OTHERS = ("torch_nn::_linear_cross_entropy_batch_chunked", "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
 STAYS_WITH_TORCH = (
-    "new_",
-    "set",
-    "record_stream",
-    "is_",
-    "resize",
-    "lift",
-    "_has_same",
-    "_lazy",
-    "_to_copy",
-    "_foreach",
-)
-STAYS_WITH_TORCH += (
-    "_fused",
-    "_amp",
-    "_assert",
-    "_functional",
-    "_make_",
-    "_fw_",
-    "detach",
-    "zero_",
-    "fill_",
-    "_nested",
+    *("new_", "set", "record_stream", "is_", "resize", "lift", "detach", "zero_", "fill_", "_has_same", "_lazy"),
+    *("_to_copy", "_foreach", "_fused", "_amp", "_assert", "_functional", "_make_", "_fw_", "_nested"),
 )
 """How the names of operators begin that are about a tensor itself, or a list of them, and not about its elements."""
 

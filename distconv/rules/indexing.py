@@ -29,16 +29,23 @@ def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *,
     dim %= max(x.dim(), 1)
     in_place = func._schema.name.endswith("_")
     if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        if in_place:
+        if in_place and (not isinstance(x, DTensor) or x.placements not in (placements, replicated(mesh))):
             raise refuse(func, f"its dim {dim} is sharded: {placements}")
-        return computed_along(func, (x, dim, index, source), {"alpha": alpha}, ALONG)
+        added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
+        return _became(x, added) if in_place else added
     numbers = local_as(index, mesh, replicated(mesh))
     local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
     result = wrap(local, mesh, placements, x.shape)
-    if in_place and x.placements != placements:
-        # As the backward of index_select does with fresh zeros: the same tensor, from now on in shards.
+    return result if not in_place else x if x.placements == placements else _became(x, result)
+
+
+def _became(x: DTensor, result: DTensor) -> DTensor:
+    """x with the elements of a result. As the backward of index_select does with fresh zeros: from now on in shards."""
+    if x.placements == result.placements:
+        x._local_tensor.copy_(result._local_tensor)
+    else:
         x._local_tensor, x._spec = result._local_tensor, result._spec
-    return x if in_place else result
+    return x
 
 
 @rule("aten::index_select")

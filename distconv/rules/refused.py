@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
 from distconv.rules.small import are_small, computed_whole
-from distconv.rules.stock import stock
 
 REFUSED = (
     "nonzero",
@@ -45,7 +44,7 @@ def _refused(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             f"no rule runs it on a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements}."
             f" Use distconv.gather first where that is meant",
         )
-    return stock(func, (x, *args), kwargs)
+    return computed_whole(func, (x, *args), kwargs)
 
 
 for _name in REFUSED:

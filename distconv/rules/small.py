@@ -1,8 +1,8 @@
 """Small tensors, which an operator may read whole on every rank where it cannot be computed in parts.
 
-A matrix to invert, a table of relative positions or the scores of some classes are needed whole and cost next to nothing
-to gather. An activation is not small: for it the operator stays refused. What is small is decided by shapes alone, so
-that all ranks decide alike.
+A matrix to invert, a table of relative positions or the scores of some classes are needed whole, and to gather them
+costs next to nothing. An activation is not small: for it the operator stays refused. What is small is decided by shapes
+alone, so that all ranks decide alike.
 """
 
 from __future__ import annotations

@@ -1,0 +1,145 @@
+"""Operators whose elements meet along some dims, and small tensors that are gathered, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Ranks
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+import distconv
+from distconv.rules import small
+from distconv.rules.along import layout_beside
+
+
+def symmetric(x: Tensor) -> Tensor:
+    return x @ x.mT + 3 * torch.eye(x.shape[-2], dtype=x.dtype)
+
+
+ALONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "cumulative sum": lambda x: x.cumsum(2) + x.cumsum(0),
+    "cumulative maximum": lambda x: x.cummax(2)[0] + x.cummin(3)[0],
+    "logarithms of sums": lambda x: x.logcumsumexp(2),
+    "in place": lambda x: (x * 1).cumsum_(2),
+    "sorted": lambda x: x.sort(2, descending=True)[0],
+    "order": lambda x: x.detach().argsort(2),
+    "median": lambda x: x.median(2)[0] + x.kthvalue(2, 2)[0],
+    "median, kept": lambda x: x.nanmedian(2, keepdim=True)[0],
+    "gathered rows": lambda x: x.gather(2, x.detach().argsort(2)),
+    "scattered rows": lambda x: torch.zeros_like(x).scatter_add(2, x.detach().argsort(2), x),
+    "rows by number": lambda x: x.index_select(2, torch.tensor([2, 0, 0])),
+    "rows added": lambda x: x.index_add(2, torch.tensor([1, 0]), x[:, :, :2] * 2),
+    "rows filled": lambda x: x.index_fill(2, torch.tensor([1]), 3.0),
+    "spectrum": lambda x: torch.fft.rfft2(x.detach()).abs(),
+    "spectrum of rows": lambda x: torch.fft.ifft(torch.fft.fft(x, dim=2) * 2, dim=2).real,
+    "triangles": lambda x: x.triu() + x.tril(-1),
+    "renormalised": lambda x: x.renorm(2, 1, 0.5),
+    "unpooled": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
+    "floored": lambda x: torch.fmax(x, x.flip(1)) + torch.fmin(x, x * 2) + (x * 1).clamp_min(x.flip(1)),
+}
+"""Of whatever size: an all-to-all at most, and never a gather."""
+
+WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "inverse": lambda x: torch.linalg.inv(symmetric(x.flatten(1))),
+    "singular values": lambda x: torch.linalg.svdvals(x),
+    "distances": lambda x: torch.cdist(x.flatten(2), x.flatten(2) * 2),
+    "patches": lambda x: F.fold(F.unfold(x, 2), x.shape[2:], 2),
+    "chosen": lambda x: x.masked_select(x.detach() > 0),
+    "median of all": lambda x: x.median(),
+}
+"""Small tensors only."""
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def compare(table: dict[str, Callable[[Tensor], Tensor]], partition: str, shape: tuple[int, ...], bytes: int) -> dict:
+    """{operator: what differs from one process, in results and gradients}; tensors of so many bytes are small."""
+    mesh = distconv.init(partition, device_type="cpu")
+    wrong = {}
+    usual, small.MOST_BYTES = small.MOST_BYTES, bytes
+    for name, operator in table.items():
+        alone = random(*shape, seed=5).requires_grad_()
+        here = alone.detach().clone().requires_grad_()
+        expected, found = operator(alone), distconv.gather(operator(distconv.shard(here, mesh)))
+        errors = [_error(found, expected)]
+        if expected.requires_grad:
+            weights = random(*expected.shape, seed=6)
+            (expected * weights).sum().backward()
+            (found * weights).sum().backward()
+            assert here.grad is not None and alone.grad is not None
+            errors.append(_error(here.grad, alone.grad))
+        if not max(errors) < 1e-9:
+            wrong[name] = errors
+    small.MOST_BYTES = usual
+    return wrong
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return float("inf")
+    return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max().clamp(min=1e-3))
+
+
+def compare_along(partition: str, shape: tuple[int, ...]) -> dict:
+    return compare(ALONG, partition, shape, 0)
+
+
+def compare_whole(partition: str, shape: tuple[int, ...]) -> dict:
+    return compare(WHOLE, partition, shape, 1 << 20)
+
+
+@pytest.mark.parametrize("partition, shape", [("height=4", (2, 3, 5, 6)), ("height=2,width=2", (2, 5, 7, 4))])
+def test_operators_along_dims(ranks: Callable[[int], Ranks], partition: str, shape: tuple[int, ...]) -> None:
+    for wrong in ranks(4).run(compare_along, partition, shape):
+        assert not wrong
+
+
+def test_small_tensors(ranks: Callable[[int], Ranks]) -> None:
+    for wrong in ranks(4).run(compare_whole, "height=4", (2, 3, 5, 6)):
+        assert not wrong
+
+
+def refusals() -> dict[str, str]:
+    x = distconv.shard(random(1, 1, 5, 1, seed=1), distconv.init("height=4", device_type="cpu"))
+    said = {}
+    usual, small.MOST_BYTES = small.MOST_BYTES, x.numel() * x.element_size() - 1
+    for name, operator in (WHOLE | {"cumulative sum": lambda x: x.cumsum(2)}).items():
+        try:
+            operator(x)
+        except distconv.UnsupportedOperation as error:
+            said[name] = str(error)
+    small.MOST_BYTES = usual
+    return said
+
+
+def test_larger_tensors_are_refused_alike(ranks: Callable[[int], Ranks]) -> None:
+    answers = ranks(4).run(refusals)
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0].keys() >= {"cumulative sum", "chosen", "median of all", "patches"}
+
+
+class FourByTwo:
+    """Stands for a mesh of two axes."""
+
+    def size(self, axis: int) -> int:
+        return (4, 2)[axis]
+
+
+@pytest.mark.parametrize(
+    "placements, shape, meeting, expected",
+    [
+        ((Shard(2), Shard(3)), (2, 8, 5, 5), {1}, (Shard(2), Shard(3))),
+        ((Shard(2), Shard(3)), (2, 8, 5, 5), {2}, (Shard(1), Shard(3))),
+        ((Shard(2), Shard(3)), (2, 8, 5, 5), {2, 3}, (Shard(1), Shard(0))),
+        ((Shard(2), Shard(3)), (1, 1, 5, 5), {2, 3}, None),
+        ((Shard(2), Replicate()), (1, 1, 5, 9), {2}, (Shard(3), Replicate())),
+    ],
+)
+def test_shards_go_to_the_longest_other_dims(placements: tuple, shape: tuple, meeting: set, expected: tuple) -> None:
+    assert layout_beside(FourByTwo(), placements, shape, frozenset(meeting)) == expected  # type: ignore[arg-type]
