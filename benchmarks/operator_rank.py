@@ -151,6 +151,8 @@ def compare(alone: Alone, partition: str) -> Outcome:
     def laid_out(tensor: Tensor, parameter: bool) -> Tensor:
         return distconv.shard(tensor, mesh) if cut(tensor, parameter) else tensor
 
+    if any(tensor.layout != torch.strided for tensor, _ in sample.tensors()):
+        return "skipped", "", "it has sparse tensors"
     if not any(cut(tensor, parameter) for tensor, parameter in sample.tensors()):
         return "skipped", "", "no tensor of it is sharded"
     if alone.failed is not None:

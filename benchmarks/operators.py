@@ -11,7 +11,7 @@ cuts some of its tensors, forward and backward, and compare all results and grad
 sample over one partition. It needs the packages expecttest and scipy (pip install '.[operators]').
 
 Sharded are the tensors of as many dims as the sample's input, or more; tensors of fewer dims, such as targets, indices
-and weights, stay plain, and so do a layer's parameters.
+and weights, stay plain, and so do a layer's parameters. Samples with sparse tensors are left out.
 
     right    equal to one process within 1e-9 of the largest element; of what draws at random: the shapes
     gathered right, after small tensors were gathered: with larger ones (--small 0) it would be refused

@@ -82,7 +82,7 @@ MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(
         (
             *("cholesky", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh"),
-            *("linalg_eig", "_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex", "lu_unpack"),
+            *("linalg_eig", "_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex"),
             *("geqrf", "linalg_ldl_factor_ex"),
         ),
         Meeting(_matrices, returns=False),

@@ -55,6 +55,12 @@ for _name in REFUSED:
         rule(f"aten::{_name}")(_refused)
 
 
+@rule("aten::as_strided", "aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter")
+def strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Strides are those of the whole tensor's memory, which nobody has, and their backward writes to views."""
+    raise refuse(func, "strides of a distributed tensor; accepted: slices, select, unfold, view")
+
+
 @rule("aten::allclose")
 def allclose(
     func: Any, x: DTensor, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False

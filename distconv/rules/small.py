@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distconv.dtensors import local_as, wrap
 from distconv.layouts import find_layout, layout, replicated
+from distconv.refusal import refuse
 from distconv.rules.copies import copy_of
 from distconv.transfer.redistribution import moved
 
@@ -44,6 +45,10 @@ def computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     """What an operator gives for whole tensors, every rank computing all of it; laid out as its first sharded tensor
     where the shapes are equal, else whole on every rank.
     """
+    is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+    if is_view and torch._C._current_graph_task_id() != -1:
+        # Formulas of backward write to views of new tensors, and what they write to a copy would be lost.
+        raise refuse(func, "in the backward of another operator, as a view of a sharded tensor")
     told(func)
     mesh, _ = find_layout(*tree_leaves((args, kwargs)))
 
@@ -61,7 +66,6 @@ def computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             tensor._local_tensor.copy_(local_as(changed, mesh, tensor.placements))
         return written[0] if len(written) == 1 else tuple(written)
     first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor))
-    is_view = any(a.alias_info is not None for a in func._schema.arguments)
 
     def shard(value: Any) -> Any:
         if not isinstance(value, Tensor):
