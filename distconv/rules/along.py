@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import local_shape
 from distconv.partition import sharded_dims
 from distconv.refusal import refuse
@@ -24,6 +24,7 @@ from distconv.rules.losses import common_layout
 from distconv.rules.reduction import reduced_layout
 from distconv.rules.registry import rule
 from distconv.rules.small import are_small, computed_whole, told
+from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
 Arguments = dict[str, Any]

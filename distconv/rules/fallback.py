@@ -1,8 +1,8 @@
 """What runs an operator that has no rule of its own.
 
-In this order: torch's own way of making it of others; DTensor's strategy, where it moves no shard; a decomposition of
-`torch._decomp` that keeps to operators with rules; the operator on whole tensors, where these are small. Else it is
-refused. DTensor is never asked for an operator without a strategy: it would search through decompositions for minutes.
+In this order: the operator that makes a new tensor, for one in place; DTensor's strategy, where it moves no shard; the
+operators that it can be made of (`distconv.rules.decompositions`); the operator on whole tensors, where they are small.
+Else it is refused.
 """
 
 from __future__ import annotations
@@ -12,30 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distconv.dtensors import local_as
 from distconv.refusal import UnsupportedOperation, refuse
+from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import is_tensor, rule, unruled
 from distconv.rules.small import are_small, computed_whole
 from distconv.rules.stock import leave
-
-TAKEN_APART = {
-    *("addr", "addmv", "mv", "dot", "vdot", "trace", "rot90", "block_diag", "aminmax", "rsub", "floor_divide"),
-    *("affine_grid_generator", "multi_margin_loss", "log_sigmoid_forward", "diag_embed", "_unsafe_index"),
-    *("index_copy", "_euclidean_dist", "dist", "nansum", "masked_fill", "std_mean", "var_mean", "special_entr"),
-}
-"""Operators that `torch._decomp` makes of such as have rules."""
-
-
-def has_strategy(func: Any) -> bool:
-    """Whether DTensor knows itself how to lay out an operator's result."""
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    return func in propagator.op_strategy_funcs or func in getattr(propagator, "op_single_dim_strategy_funcs", {})
+from distconv.transfer.local_part import local_as
 
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,15 +41,14 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
             return leave(func, *args, **kwargs)
         except UnsupportedOperation as error:
             refusal = error
-    else:
-        parts = func.decompose(*args, **kwargs)
-        if parts is not NotImplemented:
-            return parts
     viewing = _without_suffix(func, "_copy") if name.endswith("_copy") else None
     if viewing is not None:
         return tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, viewing(*args, **kwargs))
-    if name in TAKEN_APART and func in decomposition_table:
-        return decomposition_table[func](*args, **kwargs)
+    if not has_strategy(func):
+        try:
+            return without_strategy(func, args, kwargs)
+        except UnsupportedOperation as error:
+            refusal = error
     random = torch.Tag.nondeterministic_seeded in func.tags
     if not random and are_small((args, kwargs)):
         return computed_whole(func, args, kwargs)

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distconv.dtensors import local_as, wrap
+from distconv.dtensors import wrap
 from distconv.layouts import find_layout, layout, replicated
 from distconv.refusal import refuse
 from distconv.rules.copies import copy_of
+from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
 MOST_BYTES = 1 << 20
