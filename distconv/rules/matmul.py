@@ -72,12 +72,6 @@ def mm(func: Any, a: Tensor, b: Tensor) -> DTensor:
     return _added(func, a, b, 0)
 
 
-@rule("aten::bmm")
-def bmm(func: Any, a: Tensor, b: Tensor) -> DTensor:
-    """a (batch, n, k) times b (batch, k, m)."""
-    return _added(func, a, b, 1)
-
-
 @rule("aten::addmm")
 def addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> DTensor:
     """beta bias + alpha a (n, k) times b (k, m); the bias is added once."""

@@ -65,20 +65,24 @@ def rule(*operators: str) -> Callable[[H], H]:
 
 
 def above_autograd(operator: str) -> Callable[[H], H]:
-    """Register ``function(*args)`` for an operator that torch takes apart before a DTensor is reached.
+    """Register ``function(*args)`` for an operator that torch takes apart before a DTensor is reached, or whose
+    backward would know too little of how its tensors lie.
 
     The function runs where autograd does, for arguments among which is a DTensor of our meshes, and must be
-    differentiable itself. Everything else takes the operator apart as before.
+    differentiable itself. Everything else does as before.
     """
 
     def register(function: H) -> H:
         packet, _, overload = operator.removeprefix("aten::").partition(".")
         stock_operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        taken_apart = stock_operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
         @functools.wraps(function)
-        def kernel(*args: Any, **kwargs: Any) -> Any:
+        def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if not has_ours((*args, *kwargs.values())):
-                return stock_operator.decompose(*args, **kwargs)
+                if as_before is None:
+                    return stock_operator.decompose(*args, **kwargs)
+                return as_before.call_boxed(keyset, *args, **kwargs)
             # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
             try:
                 return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
@@ -87,7 +91,9 @@ def above_autograd(operator: str) -> Callable[[H], H]:
                 raise
 
         for key in ("AutogradCPU", "AutogradCUDA"):
-            _library.impl(operator.removeprefix("aten::"), kernel, key)
+            before = None if taken_apart else torch.library.get_kernel(operator, key)
+            run = functools.partial(kernel, before)
+            _library.impl(operator.removeprefix("aten::"), run, key, with_keyset=True)
         return function
 
     return register

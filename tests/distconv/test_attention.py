@@ -77,6 +77,40 @@ FUSED: dict[str, Attention] = {
 }
 
 
+def written_out(x: Tensor) -> Tensor:
+    q, k, v = heads(x), heads(x * 1.5), heads(x.sin())
+    return ((q @ k.transpose(-2, -1) * 0.5 + random(4, positions(x), positions(x))).softmax(-1) @ v).transpose(1, 2)
+
+
+def batched(x: Tensor) -> Tensor:
+    q, k, v = (heads(y).flatten(0, 1) for y in (x, x * 1.5, x.sin()))
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0, alpha=0.5)
+    return torch.bmm(torch.baddbmm(random(1, 1, positions(x)), scores.softmax(-1), scores).softmax(-1), v)
+
+
+def summed_by_name(x: Tensor) -> Tensor:
+    q, k, v = heads(x), heads(x * 1.5), heads(x.sin())
+    weights = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bhjd->bihd", weights, v)
+
+
+WRITTEN_OUT: dict[str, Attention] = {
+    "matmul": written_out,
+    "bmm": batched,
+    "einsum": summed_by_name,
+    "of keys with values": lambda x: heads(x).softmax(-1) @ (heads(x * 2).softmax(-2).transpose(-2, -1) @ heads(x)),
+    "to few keys": lambda x: (heads(x) @ pooled(x).transpose(-2, -1)).softmax(-1) @ pooled(x * 2),
+    "of few queries": lambda x: (pooled(x) @ heads(x).transpose(-2, -1)).softmax(-1) @ heads(x * 2),
+    "of one query": lambda x: (random(4, 1, x.shape[1] // 4) @ heads(x).transpose(-2, -1)).softmax(-1) @ heads(x),
+    "by a matrix": lambda x: (
+        tokens(x) @ random(x.shape[1], 6) + random(positions(x), positions(x)) @ tokens(x)[..., :6]
+    ),
+    "keys first": lambda x: (
+        ((heads(x) @ heads(x * 2).transpose(-2, -1)).transpose(-2, -1).softmax(-2)).transpose(-2, -1) @ heads(x)
+    ),
+}
+
+
 def compare(table: str, partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """{case: its errors} of those that differ from one process."""
     mesh = distconv.init(partition, device_type="cpu")
@@ -110,7 +144,7 @@ def _error(found: Tensor | None, expected: Tensor | None) -> float:
     return float((found - expected).detach().abs().max() / expected.detach().abs().max().clamp(min=1e-3))
 
 
-TABLES = {"fused": FUSED}
+TABLES = {"fused": FUSED, "written out": WRITTEN_OUT}
 
 PARTITIONS = [
     (4, "height=2,width=2", (2, 16, 5, 6)),

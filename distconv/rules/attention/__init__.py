@@ -20,9 +20,9 @@ from torch.nn import functional
 from distconv.layouts import dim_axes, find_layout, local_box, owners, replicated
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
-from distconv.rules.attention.local import brought, wrapped
 from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
 from distconv.rules.attention.rotation import rotation
+from distconv.rules.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.redistribution import relaid
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.rules.attention.rotation import Turn, blocks
@@ -56,6 +57,7 @@ class BlockwiseAttention(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, mask, result, logarithm = ctx.saved_tensors
         work: Blockwise = ctx.work

@@ -12,23 +12,26 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
-from distconv.rules.reduction import towards_parameter
+from distconv.rules.reduction import all_reduce, towards_parameter
 from distconv.transfer.local_part import local_as
-from distconv.transfer.partial_sums import added
-from distconv.transfer.redistribution import moved, relaid
+from distconv.transfer.redistribution import relaid
 
 
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, summed: Sequence[int]) -> Tensor:
-        placements = x.placements
-        ctx.layout = x.device_mesh, [Partial() if axis in summed else p for axis, p in enumerate(placements)], x.shape
+    def forward(ctx: Any, x: DTensor, summed: tuple[int, ...]) -> Tensor:
+        ctx.layout, ctx.summed = (x.device_mesh, tuple(x.placements), tuple(x.shape)), summed
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
-        whole = wrap(grad, *ctx.layout)
-        return whole if towards_parameter() else added(whole), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        mesh, placements, shape = ctx.layout
+        if ctx.summed:
+            if towards_parameter() and not torch.is_grad_enabled():
+                later = [Partial() if axis in ctx.summed else p for axis, p in enumerate(placements)]
+                return wrap(grad, mesh, later, shape), None
+            grad = Added.apply(grad, mesh, ctx.summed)
+        return wrapped(grad, mesh, placements, shape), None
 
 
 class _Wrapped(torch.autograd.Function):
@@ -41,10 +44,19 @@ class _Wrapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        mesh, placements = ctx.layout
-        if isinstance(grad, DTensor) and grad.device_mesh == mesh:
-            return moved(grad, mesh, placements)._local_tensor, None, None, None
-        return local_as(grad, mesh, placements), None, None, None
+        return brought(grad, *ctx.layout), None, None, None
+
+
+class Added(torch.autograd.Function):
+    """The sum of the ranks' plain tensors along some axes, which every rank goes on with alike."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
+        return all_reduce(local, mesh, axes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 def wrapped(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

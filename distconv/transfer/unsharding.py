@@ -1,0 +1,57 @@
+"""Whole dims for every rank of some axes; the gradients of what each rank made of them are added at the owners."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from distconv.layouts import dim_axes, owners
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import window
+from mucudnn.convolution.geometry import length
+
+
+class Unsharding:
+    """Exchanges along several dims, one after the other: a transfer. Make it with :func:`unsharding`."""
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.exchanges = [each for each in exchanges if not each.is_identity]
+
+    def fetch(self, local: Tensor) -> Tensor:
+        """The part under the new layout."""
+        for each in self.exchanges:
+            local = each.fetch(local)
+        return local
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The gradient of the part under the old layout: the sum of those of all ranks that it came to."""
+        for each in reversed(self.exchanges):
+            grad = each.adjoint(grad)
+        return grad
+
+
+@functools.lru_cache(maxsize=1024)
+def unsharding(
+    mesh: DeviceMesh, before: tuple[Placement, ...], after: tuple[Placement, ...], shape: tuple[int, ...]
+) -> Unsharding:
+    """From one layout to another that differs from it only in axes that shard no longer. Made without communication."""
+    found = []
+    for dim, extent in enumerate(shape):
+        axes, kept = dim_axes(mesh, before, dim), dim_axes(mesh, after, dim)
+        if axes == kept:
+            continue
+        wanted = owners(mesh, kept, extent)
+        needs = []
+        for index in range(len(owners(mesh, axes, extent))):
+            at, place = 0, {}
+            for axis in reversed(axes):
+                index, place[axis] = divmod(index, mesh.size(axis))
+            for axis in kept:
+                at = at * mesh.size(axis) + place[axis]
+            needs.append(window(wanted[at], extent) if length(wanted[at]) else ())
+        found.append(exchange(mesh, axes, dim, owners(mesh, axes, extent), tuple(needs)))
+    return Unsharding(found)
