@@ -8,7 +8,6 @@ is not kept: backward lets it come once more, and the ranks' gradients of it are
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.layouts import added_up, find_layout, replicated
 from distconv.rules.own_parts import Added, brought, wrapped
 from distconv.rules.registry import above_autograd, rule
+from distconv.transfer.tracing import planned
 from distconv.transfer.unsharding import Unsharding, unsharding
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ class ProductPlan:
     """The axes whose partial products are added up."""
 
 
-@functools.lru_cache(maxsize=4096)
+@planned(4096)
 def make_product_plan(
     mesh: DeviceMesh, of_a: Placements, shape_a: tuple[int, ...], of_b: Placements, shape_b: tuple[int, ...]
 ) -> ProductPlan:

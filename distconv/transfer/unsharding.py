@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.distributed.tensor import Placement
 from distconv.layouts import dim_axes, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import length
 
 
@@ -34,7 +34,7 @@ class Unsharding:
         return grad
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def unsharding(
     mesh: DeviceMesh, before: tuple[Placement, ...], after: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> Unsharding:

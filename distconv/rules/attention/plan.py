@@ -9,12 +9,13 @@ that shards them goes to the heads if it divides them, else to the tokens, and t
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+
+from distconv.transfer.tracing import planned
 
 Shape = tuple[int, ...]
 Placements = tuple[Placement, ...]
@@ -53,7 +54,7 @@ def _role(placement: Placement, ndim: int) -> str:
     return {ndim - 2: TOKENS, ndim - 1: FEATURES}.get(placement.dim, BATCH)
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def make_attention_plan(
     mesh: DeviceMesh, query: Operand, key: Operand, value: Operand, mask: Operand | None
 ) -> AttentionPlan:

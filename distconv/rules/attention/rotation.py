@@ -6,7 +6,6 @@ crosses once, and its gradient goes straight back. A block that no query of a ra
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.layouts import coordinate
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, window
+from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Interval, length
 
 
@@ -32,7 +32,7 @@ class Turn:
         return length(self.interval) > 0
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def rotation(
     mesh: DeviceMesh,
     axes: tuple[int, ...],
