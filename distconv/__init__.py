@@ -32,6 +32,7 @@ from distconv.model.parallelize import distributed_script, parallelize, shard
 from distconv.model.parameters import partition_of
 from distconv.model.shard_gather import gather
 from distconv.partition import Partition, adopt, make_mesh
+from distconv.reading.opening import open
 from distconv.refusal import UnsupportedOperation
 from distconv.rules import decompositions
 from distconv.rules.registry import discover, install_guard
@@ -45,6 +46,7 @@ __all__ = [
     "gather",
     "init",
     "is_first",
+    "open",
     "parallelize",
     "redistribute",
     "shard",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,6 +72,11 @@ AXES = {
 def shards_channels(name: str) -> bool:
     """Whether the axis of this name shards the channels of activations, and so the weights."""
     return name in AXES and AXES[name].kind is Kind.CHANNELS
+
+
+def shards_data(names: Iterable[str]) -> bool:
+    """Whether one of the axes of these names shards what a model is given: samples or space."""
+    return any(AXES[name].kind is not Kind.CHANNELS for name in names)
 
 
 @dataclass(frozen=True)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from distconv.job.random_state import set_generators, state_of_generators
-from distconv.partition import ownership
+from distconv.job.samples import Samples
+from distconv.partition import shards_data
+from distconv.reading.fetching import install
 
 _STATE_BYTES = 16384  # the states of all generators, pickled, take about 10,000
 
@@ -30,22 +29,23 @@ def loading(mesh: DeviceMesh, *, shard: bool = False) -> Iterator[None]:
     alike even where ranks have drawn differently (dropout on shards of different sizes).
 
     With `shard`, a rank reads only the samples of its coordinate on the `sample` axis, out of the very batch that one
-    process would read; each tensor of the batch, local shape (n_local, ...), leaves the loader as a DTensor of the
-    whole batch, shape (n, ...), sharded on dim 0. Random augmentation then differs from one process (a rank draws for
-    its own samples only). ValueError for a mesh without a `sample` axis, a loader without batches of indices (an
-    IterableDataset, or batch_size=None), one with in_order=False, and a collate_fn that returns tensors not of shape
-    (n_local, ...).
+    process would read, and of arrays in files that the Dataset passes on as they are only its part in space; each
+    tensor of the batch, local shape (n_local, ...), leaves the loader as a DTensor of the whole batch, shape (n, ...),
+    sharded on dim 0, and by its dims of space where it was read in parts. Random augmentation then differs from one
+    process (a rank draws for its own samples only). ValueError for a mesh that shards nothing but channels, a loader
+    without batches of indices (an IterableDataset, or batch_size=None), one with in_order=False, and a collate_fn that
+    returns tensors not of shape (n_local, ...).
     """
-    if shard and "sample" not in (mesh.mesh_dim_names or ()):
-        raise ValueError(f"sharded data needs an axis sample in the partition, which has {mesh.mesh_dim_names}")
+    if shard and not shards_data(mesh.mesh_dim_names or ()):
+        raise ValueError(f"sharded data needs an axis sample or one of space in the partition: {mesh.mesh_dim_names}")
     alike = _Alike(mesh)
-    samples = _Samples(mesh) if shard else None
+    samples = Samples(mesh) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     indices: Any = DataLoader._index_sampler
 
     def iterate(loader: DataLoader[Any]) -> Any:
         alike()
-        return begin(loader)
+        return samples.begin(loader, begin) if samples else begin(loader)
 
     def next_batch(iterator: Any) -> Any:
         alike()
@@ -59,11 +59,13 @@ def loading(mesh: DeviceMesh, *, shard: bool = False) -> Iterator[None]:
         DataLoader._index_sampler = property(  # type: ignore[assignment, method-assign]
             lambda loader: samples.share(loader, indices.fget(loader))
         )
+        install(samples.fetch)
     try:
         yield
     finally:
         DataLoader.__iter__, _BaseDataLoaderIter.__next__ = begin, following  # type: ignore[method-assign]
         DataLoader._index_sampler = indices  # type: ignore[method-assign]
+        install(None)
 
 
 class _Alike:
@@ -93,71 +95,3 @@ class _Alike:
         dist.broadcast(state, self._first, group=self._group)
         if dist.get_rank() != self._first:
             set_generators(pickle.loads(state.numpy().tobytes()))
-
-
-class _Samples:
-    """Which samples of each batch are this rank's, and the DTensor of the whole batch that they are a shard of."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        names = mesh.mesh_dim_names or ()
-        self._mesh = mesh
-        self._ranks, self._coordinate = mesh.size(names.index("sample")), mesh.get_local_rank("sample")
-        self._placements: list[Placement] = [Shard(0) if name == "sample" else Replicate() for name in names]
-
-    def share(self, loader: DataLoader[Any], indices: Any) -> _OwnIndices:
-        if isinstance(loader.dataset, IterableDataset) or not loader._auto_collation:
-            raise ValueError("sharded data: a DataLoader needs a map-style Dataset and a batch size or batch sampler")
-        if not getattr(loader, "in_order", True):
-            raise ValueError("sharded data: a DataLoader needs in_order=True")
-        return _OwnIndices(indices, self._interval)
-
-    def take(self, iterator: Any, following: Callable[[Any], Any]) -> Any:
-        counts: deque[int] = iterator._index_sampler.counts
-        try:
-            batch = following(iterator)
-        except StopIteration:
-            raise
-        except Exception:
-            counts.popleft()
-            raise
-        count = counts.popleft()
-        return tree_map(lambda leaf: self._whole(leaf, count) if isinstance(leaf, torch.Tensor) else leaf, batch)
-
-    def _interval(self, count: int) -> tuple[int, int]:
-        return ownership(count, self._ranks)[self._coordinate]
-
-    def _whole(self, local: torch.Tensor, count: int) -> DTensor:
-        start, stop = self._interval(count)
-        read = max(stop - start, 1)
-        if local.dim() == 0 or local.shape[0] != read:
-            raise ValueError(
-                f"sharded data: the loader made a tensor of shape {tuple(local.shape)} from {read} samples; "
-                f"accepted: the samples on dim 0"
-            )
-        local = local[: stop - start].contiguous().to(self._mesh.device_type)
-        shape = torch.Size((count, *local.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self._mesh, self._placements, run_check=False, shape=shape, stride=stride)
-
-
-class _OwnIndices:
-    """A batch sampler's batches, each cut to this rank's interval; `counts` tells the sizes they had."""
-
-    def __init__(self, batches: Any, interval: Callable[[int], tuple[int, int]]) -> None:
-        self._batches, self._interval = batches, interval
-        self.counts: deque[int] = deque()
-
-    def __len__(self) -> int:
-        batches: Sized = self._batches
-        return len(batches)
-
-    def __iter__(self) -> Iterator[Sequence[Any]]:
-        self.counts.clear()
-        return self._cut()
-
-    def _cut(self) -> Iterator[Sequence[Any]]:
-        for batch in self._batches:
-            start, stop = self._interval(len(batch))
-            self.counts.append(len(batch))
-            # A rank with no sample of this batch reads one all the same: it tells shape and dtype.
-            yield batch[start:stop] if stop > start else batch[:1]

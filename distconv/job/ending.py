@@ -35,6 +35,9 @@ _STAND_INS = tuple(str(Path(__file__).with_name(name)) for name in ("files", "on
 # What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
 _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
 
+WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)")
+"""What torch says, wherever the program is then, when a process that reads has gone."""
+
 
 class Ending:
     """How this rank ends: with which code, and whether it is the one that tells why.
@@ -70,6 +73,9 @@ class Ending:
         elif refusal := refusal_of(error):
             self.code = 2
             self._show(f"distconv: {refusal}\n")
+        elif WORKER_DIED.search(str(error)):
+            self.code = 1
+            self._show(f"distconv: {' '.join(str(error).split())}\n", whose=True)
         else:
             self.code = 1
             if lost_another(error):

@@ -20,7 +20,7 @@ from distconv.job.hash_seed import drawn_seed
 from distconv.job.keeper import accompany, keep_launcher, start_ranks
 from distconv.job.place import MPI_VARIABLES, Place
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition
+from distconv.partition import Partition, shards_data
 from mucudnn.commands.arguments import check_writable
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
@@ -52,8 +52,8 @@ def check(job: Job, size: int | None, backend: str) -> None:
     if size is not None and job.partition.ranks != size:
         ranks = f"{size} rank" + "s" * (size != 1)
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {ranks}")
-    if job.shard_data and "sample" not in job.partition.names:
-        raise BadInput(f"--shard-data needs an axis sample, which partition {str(job.partition)!r} lacks")
+    if job.shard_data and not shards_data(job.partition.names):
+        raise BadInput(f"--shard-data needs an axis sample or one of space, which {str(job.partition)!r} lacks")
     if job.module:
         try:
             found = importlib.util.find_spec(job.script) is not None

@@ -27,18 +27,21 @@ from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.partition import adopt, is_ours, whole_group
 from distconv.plain_tensors import plain
+from distconv.reading.array import LazyArray
+from distconv.reading.opening import identity, read_shard
 from distconv.rules.registry import watch_plain_tensors
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
+def shard(x: Tensor | LazyArray, mesh: DeviceMesh) -> DTensor:
     """This rank's part of a tensor, as a DTensor. Differentiable.
 
     Forward sends nothing; backward gathers the gradient of the whole tensor.
 
     Args:
-        x: the whole tensor (N, C, spatial...), the same on every rank; a DTensor is returned as it is.
+        x: the whole tensor (N, C, spatial...), the same on every rank; a DTensor is returned as it is. Of an array of
+            `distconv.open` this rank's part is read, and nothing else.
         mesh: of `distconv.init`.
 
     Raises:
@@ -47,8 +50,13 @@ def shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(x, DTensor):
         return x
     enable(mesh)
-    x = plain(x)
     noted = ledger(mesh)
+    if isinstance(x, LazyArray):
+        if noted is not None:
+            noted.note("what is read for distconv.shard", identity(x))
+            noted.due = True
+        return read_shard(x, mesh)
+    x = plain(x)
     if noted is not None:
         noted.note("the tensor given to distconv.shard", x)
         noted.due = True

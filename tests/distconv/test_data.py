@@ -174,14 +174,14 @@ def test_what_cannot_be_sharded_is_refused(ranks, kind, message):
         ranks(2).run(refuse, kind)
 
 
-def refuse_without_sample_axis() -> None:
-    with loading(mesh_of("height=2"), shard=True):
+def refuse_channels_alone() -> None:
+    with loading(mesh_of("channel=2"), shard=True):
         pass
 
 
-def test_a_partition_without_samples_is_refused(ranks):
+def test_a_partition_of_channels_alone_is_refused(ranks):
     with pytest.raises(ValueError, match="needs an axis sample"):
-        ranks(2).run(refuse_without_sample_axis)
+        ranks(2).run(refuse_channels_alone)
 
 
 def leaves_no_trace() -> bool:

@@ -1,0 +1,100 @@
+"""That all ranks read the same batches, and what they say together where one of them cannot."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.agreement.disagreement import Disagreement
+from distconv.reading.fault import ReadError
+from distconv.settings import value
+from distconv.transfer.gathering import all_gather
+
+BATCH, END, FAULT = range(3)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a rank has come to: a batch, the end of an epoch, or something that it cannot read.
+
+    Attributes:
+        kind: BATCH, END or FAULT.
+        indices: of the samples of the whole batch, as text.
+        shapes: of what was made of them, without the samples' dim, as text.
+        sources: a checksum of the files that the rank's own samples are made of.
+        of_samples: the rank's coordinate on the axis of samples: ranks that share it read the same files.
+        fault: the line that says what cannot be read.
+    """
+
+    kind: int
+    indices: str = ""
+    shapes: str = ""
+    sources: int = 0
+    of_samples: int = 0
+    fault: str = ""
+
+    def numbers(self) -> list[int]:
+        texts = [zlib.crc32(text.encode()) for text in (self.indices, self.shapes)]
+        return [self.kind, *texts, self.of_samples, self.sources]
+
+
+class Agreement:
+    """The comparison of batches among all ranks of a mesh: 40 bytes a rank and batch, on the host."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._ranks = mesh.mesh.flatten().tolist()
+        host = "gloo" if dist.get_backend() == "nccl" else None
+        self._group = dist.new_group(self._ranks, backend=host) if len(self._ranks) > 1 else None
+
+    def __call__(self, batch: Batch) -> None:
+        """Collective. ReadError or Disagreement, the same line on every rank, where one has something else."""
+        if self._group is None:
+            if batch.kind == FAULT:
+                raise ReadError(batch.fault)
+            return
+        own = torch.tensor(batch.numbers(), dtype=torch.int64, device="cpu")
+        told = own.new_empty(len(self._ranks) * own.numel())
+        all_gather(told, own, self._group)
+        rows = told.view(len(self._ranks), -1).tolist()
+        faults = [rank for rank, row in zip(self._ranks, rows, strict=True) if row[0] == FAULT]
+        if faults:
+            raise ReadError(self._texts(batch.fault)[faults[0]])
+        if value("check") == "off" and all(row[0] == rows[0][0] for row in rows):
+            return
+        for column, what, text in (
+            (0, "", ""),
+            (1, "the indices of a batch", batch.indices),
+            (2, "shapes", batch.shapes),
+        ):
+            others = [rank for rank, row in zip(self._ranks, rows, strict=True) if row[column] != rows[0][column]]
+            if others:
+                raise Disagreement(
+                    _line(what or "the number of batches", self._texts(text or str(batch)), self._ranks[0], others[0])
+                )
+        first: dict[int, tuple[int, int]] = {}
+        for rank, row in zip(self._ranks, rows, strict=True):
+            other, sources = first.setdefault(row[3], (rank, row[4]))
+            if sources != row[4]:
+                raise Disagreement(
+                    f"the files, or their parts, that the samples {batch.indices} are made of are not the same on "
+                    f"ranks {other} and {rank}, which share these samples"
+                )
+
+    def _texts(self, own: str) -> dict[int, str]:
+        """What every rank says, by rank. Collective."""
+        told: list[str] = [""] * len(self._ranks)
+        dist.all_gather_object(told, own, group=self._group)
+        return dict(zip(self._ranks, told, strict=True))
+
+
+def _line(what: str, texts: dict[int, str], one: int, other: int) -> str:
+    told = ", ".join(f"rank {rank} has {_short(texts[rank])}" for rank in (one, other))
+    return f"{what} is not the same on every rank: {told}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,1 @@
+"""Arrays in files, of which a rank reads its part only."""

@@ -1,0 +1,274 @@
+"""NumPy's arrays that are not read yet."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+from numpy.exceptions import AxisError
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from distconv.reading.expression import Computed, Expression, viewed
+from distconv.reading.memory import Lazy, Memory, Step
+from distconv.reading.view import View
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""The functions of NumPy that leave arrays lazy, beside those of single elements; they raise NotLazy where they do not.
+"""
+
+
+class LazyArray(NDArrayOperatorsMixin, Lazy):
+    """An array of NumPy whose elements are read when they are needed.
+
+    Slices, transposes, flips, casts, functions of single elements, stacking and concatenation give lazy arrays. All
+    else reads the whole and goes on with the array that it is.
+    """
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, expression: Expression, memory: Memory | None = None, steps: tuple[Step, ...] = ()) -> None:
+        self.look(expression, memory, steps)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return numpy.ndarray  # what programs ask for; no method here relies on it
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.expression.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.expression.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def T(self) -> Any:
+        return self.transpose()
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of unsized object")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[position] for position in range(len(self)))
+
+    def __getitem__(self, key: Any) -> Any:
+        made = self.view(lambda view: view.index(key), operator.itemgetter(key))
+        if made is None:
+            return self.read("indexing an array")[key]
+        return made if made.shape or not isinstance(made, Lazy) else made.read("a number of an array")[()]
+
+    def view(self, change: Callable[[View], View | None], step: Step) -> Any:
+        """A view of this array; None for what is none."""
+        if self.present is not None:
+            return step(self.present)
+        expression = viewed(self.expression, change)
+        return None if expression is None else LazyArray(expression, self.memory, (*self.steps, step))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.read("writing into an array")[key] = value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> numpy.ndarray:
+        return numpy_array(self.read("numpy.asarray"), dtype=dtype, copy=copy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.read(f"ndarray.{name}"), name)
+
+    def __array_ufunc__(self, ufunc: numpy.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        outputs = options.get("out", ())
+        if any(not _is_known(value) for value in (*inputs, *outputs)):
+            return NotImplemented
+        lazily = method == "__call__" and ufunc.nout == 1 and ufunc.signature is None
+        if lazily and not options.keys() - {"dtype", "casting", "out"} and outputs in ((), (self,)):
+            made = _computed(ufunc, inputs, {name: value for name, value in options.items() if name != "out"}, outputs)
+            if made is not None and not outputs:
+                return made
+            if made is not None and self.present is None and not self.memory.is_shared(self):
+                self.replace(made.expression)
+                return self
+        name = f"numpy.{ufunc.__name__}" + (f".{method}" if method != "__call__" else "")
+        if outputs:
+            options["out"] = tuple(real(value, name) for value in outputs)
+        result = getattr(ufunc, method)(*(real(value, name) for value in inputs), **options)
+        return outputs[0] if len(outputs) == 1 else result
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        handler = FUNCTIONS.get(function)
+        if handler is not None:
+            try:
+                made = handler(*args, **options)
+            except NotLazy:
+                made = NotImplemented
+            if made is not NotImplemented:
+                return made
+        name = f"numpy.{function.__name__}"
+        return function(*_real_all(args, name), **{key: _real_all(value, name) for key, value in options.items()})
+
+    def astype(
+        self, dtype: Any, order: Any = "K", casting: Any = "unsafe", subok: bool = True, copy: bool = True
+    ) -> Any:
+        if self.present is not None:
+            return self.present.astype(dtype, order, casting, subok, copy)
+        wanted = numpy.dtype(dtype)
+        if not copy and wanted == self.dtype:
+            return self
+        numpy.empty(0, self.dtype).astype(wanted, casting=casting)  # or its TypeError
+        return LazyArray(cast(self.expression, wanted))
+
+    def copy(self, order: str = "C") -> Any:
+        return self.present.copy(order) if self.present is not None else LazyArray(self.expression)
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        return self.read("pickling an array").__reduce__()
+
+    def transpose(self, *axes: Any) -> Any:
+        chosen: Any = axes[0] if len(axes) == 1 and (axes[0] is None or not _is_number(axes[0])) else axes or None
+        order = range(self.ndim)[::-1] if chosen is None else axes_of(chosen, self.ndim)
+        if len(order) != self.ndim:
+            raise ValueError("axes don't match array")
+        return self.view(lambda view: view.permute(order), lambda array: array.transpose(order))
+
+    def swapaxes(self, axis1: Any, axis2: Any) -> Any:
+        order = list(range(self.ndim))
+        first, second = (axis_of(axis, self.ndim) for axis in (axis1, axis2))
+        order[first], order[second] = order[second], order[first]
+        return self.transpose(order)
+
+    def squeeze(self, axis: Any = None) -> Any:
+        dims = range(self.ndim) if axis is None else axes_of(axis, self.ndim)
+        if axis is not None and any(self.shape[dim] != 1 for dim in dims):
+            raise ValueError("cannot select an axis to squeeze out which has size not equal to one")
+        return self[tuple(0 if dim in dims and self.shape[dim] == 1 else slice(None) for dim in range(self.ndim))]
+
+    def reshape(self, *shape: Any, **options: Any) -> Any:
+        given = shape[0] if len(shape) == 1 and not _is_number(shape[0]) else shape
+        if not options and -1 not in given:
+            target = tuple(map(operator.index, given))
+            made = self.view(lambda view: view.refit(target), lambda array: array.reshape(target))
+            if made is not None:
+                return made
+        return self.read("ndarray.reshape").reshape(*shape, **options)
+
+    def clip(self, min: Any = None, max: Any = None, out: Any = None, **options: Any) -> Any:
+        return numpy.clip(self, min, max, out, **options)
+
+    def is_contiguous(self) -> bool:
+        """Whether NumPy would say so of the array that this is."""
+        fake = numpy.empty(self.memory.expression.shape, self.memory.expression.dtype)  # nothing touches it
+        for step in self.steps:
+            fake = step(fake)
+        return fake.flags.c_contiguous
+
+
+def is_lazy(value: Any) -> bool:
+    """Whether it is a lazy array that has not been read."""
+    return type(value) is LazyArray and value.present is None
+
+
+def real(value: Any, why: str) -> Any:
+    """The array that a lazy one is; anything else as it is."""
+    return value.read(why) if type(value) is LazyArray else value
+
+
+def _real_all(value: Any, why: str) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_real_all(each, why) for each in value)
+    return real(value, why)
+
+
+numpy_array, numpy_asarray, numpy_ascontiguousarray = numpy.array, numpy.asarray, numpy.ascontiguousarray
+"""As they are where nothing stands in for them."""
+
+
+class NotLazy(Exception):
+    """A call that has to read the whole."""
+
+
+def axis_of(axis: Any, ndim: int) -> int:
+    at = operator.index(axis)
+    if not -ndim <= at < ndim:
+        raise AxisError(at, ndim)
+    return at % ndim
+
+
+def axes_of(axes: Any, ndim: int) -> tuple[int, ...]:
+    found = tuple(axis_of(axis, ndim) for axis in (axes if isinstance(axes, tuple | list | range) else (axes,)))
+    if len(set(found)) < len(found):
+        raise ValueError("repeated axis")
+    return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) or hasattr(type(value), "__index__")
+
+
+def _is_known(value: Any) -> bool:
+    return type(value) is LazyArray or isinstance(value, numpy.ndarray | numpy.generic | int | float | complex | list)
+
+
+def _operand(value: Any) -> Any:
+    """An operand that keeps its value, whatever the program does with it later."""
+    if is_lazy(value):
+        return value.expression
+    if type(value) is LazyArray:
+        value = value.present
+    return numpy_array(value) if isinstance(value, numpy.ndarray | list) else value
+
+
+def _computed(ufunc: Any, inputs: Sequence[Any], options: dict[str, Any], out: Sequence[Any] = ()) -> Any:
+    """A ufunc of lazy arrays, lazily; None where none of them is one any more."""
+    operands = [_operand(value) for value in inputs]
+    if not any(isinstance(operand, Expression) for operand in operands):
+        return None
+    # Of no elements it tells the dtype, and fails as it would with them.
+    tried = [
+        numpy.empty((0,) if operand.shape else (), operand.dtype) if hasattr(operand, "shape") else operand
+        for operand in operands
+    ]
+    into = tuple(numpy.empty((0,) if value.shape else (), value.dtype) for value in out)
+    result = ufunc(*tried, **options, **({"out": into} if out else {}))
+    shape = numpy.broadcast_shapes(*(operand.shape for operand in operands if hasattr(operand, "shape")))
+    if out and shape != out[0].shape:
+        raise ValueError(f"non-broadcastable output operand with shape {out[0].shape} doesn't match {shape}")
+    expression: Expression = Computed(
+        ufunc, operands, shape, numpy.asarray(ufunc(*tried, **options)).dtype, str(ufunc), options
+    )
+    if expression.dtype != result.dtype:
+        expression = cast(expression, result.dtype)
+    return LazyArray(expression)
+
+
+def cast_array(array: Any, dtype: Any) -> Any:
+    return array.astype(dtype)
+
+
+def cast(expression: Expression, dtype: Any) -> Expression:
+    return Computed(cast_array, [expression], expression.shape, dtype, f"cast to {dtype}", {"dtype": dtype})

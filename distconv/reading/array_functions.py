@@ -1,0 +1,101 @@
+"""The functions of NumPy that lazy arrays have beside those of single elements; imported, they are there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+
+from distconv.reading.array import FUNCTIONS, LazyArray, NotLazy, axes_of, axis_of, cast, is_lazy
+from distconv.reading.expression import Expression, Joined
+
+
+def _joined(parts: Any, axis: Any, *, stacked: bool, **options: Any) -> Any:
+    items = list(parts)
+    if options or not all(
+        is_lazy(item) or type(item) is LazyArray or isinstance(item, numpy.ndarray) for item in items
+    ):
+        raise NotLazy
+    if axis is None or not all(map(is_lazy, items)):
+        raise NotLazy
+    maker = numpy.stack if stacked else numpy.concatenate
+    tried: Any = maker([_fake(item) for item in items], axis)  # or its error
+    dim = axis_of(axis, tried.ndim)
+    return LazyArray(Joined([_like(item, tried.dtype) for item in items], dim, stacked=stacked))
+
+
+def _like(item: LazyArray, dtype: Any) -> Expression:
+    return item.expression if item.dtype == dtype else cast(item.expression, dtype)
+
+
+def _fake(item: Any) -> Any:
+    """An array of the same shape and dtype, of which nothing was read and whose memory nothing touches."""
+    return numpy.empty(item.shape, item.dtype)
+
+
+def _stack(arrays: Any, axis: Any = 0, **options: Any) -> Any:
+    return _joined(arrays, operator.index(axis), stacked=True, **options)
+
+
+def _concatenate(arrays: Any, axis: Any = 0, **options: Any) -> Any:
+    return _joined(arrays, axis, stacked=False, **options)
+
+
+def _flip(m: Any, axis: Any = None) -> Any:
+    dims = tuple(range(m.ndim)) if axis is None else axes_of(axis, m.ndim)
+    return m.view(lambda view: view.flip(dims), lambda array: numpy.flip(array, dims))
+
+
+def _moveaxis(a: Any, source: Any, destination: Any) -> Any:
+    sources, targets = axes_of(source, a.ndim), axes_of(destination, a.ndim)
+    if len(sources) != len(targets):
+        raise ValueError("`source` and `destination` arguments must have the same number of elements")
+    order = [dim for dim in range(a.ndim) if dim not in sources]
+    for target, dim in sorted(zip(targets, sources, strict=True)):
+        order.insert(target, dim)
+    return a.transpose(order)
+
+
+def _expand_dims(a: Any, axis: Any) -> Any:
+    dims = axes_of(axis, a.ndim + (len(axis) if isinstance(axis, tuple | list) else 1))
+    ndim = a.ndim + len(dims)
+    return a[tuple(None if dim in dims else slice(None) for dim in range(ndim))]
+
+
+def _clip(a: Any, a_min: Any = None, a_max: Any = None, out: Any = None, **options: Any) -> Any:
+    low, high = options.pop("min", a_min), options.pop("max", a_max)
+    if out is not None or options or (low is None and high is None):
+        raise NotLazy
+    if low is None or high is None:
+        return numpy.maximum(a, low) if high is None else numpy.minimum(a, high)
+    return numpy.minimum(numpy.maximum(a, low), high)
+
+
+def _of_method(name: str) -> Callable[..., Any]:
+    def call(a: Any, *args: Any, **options: Any) -> Any:
+        if type(a) is not LazyArray:
+            raise NotLazy
+        return getattr(a, name)(*args, **options)
+
+    return call
+
+
+FUNCTIONS |= {
+    numpy.stack: _stack,
+    numpy.concatenate: _concatenate,
+    numpy.flip: _flip,
+    numpy.flipud: lambda m: m[::-1],
+    numpy.fliplr: lambda m: m[:, ::-1],
+    numpy.moveaxis: _moveaxis,
+    numpy.expand_dims: _expand_dims,
+    numpy.clip: _clip,
+    numpy.shape: lambda a: a.shape,
+    numpy.ndim: lambda a: a.ndim,
+    numpy.size: lambda a, axis=None: a.size if axis is None else a.shape[axis],
+    numpy.result_type: lambda *given: numpy.result_type(*(each.dtype if is_lazy(each) else each for each in given)),
+    numpy.iscomplexobj: lambda x: numpy.issubdtype(x.dtype, numpy.complexfloating),
+    numpy.isrealobj: lambda x: not numpy.issubdtype(x.dtype, numpy.complexfloating),
+    **{getattr(numpy, name): _of_method(name) for name in ("transpose", "swapaxes", "squeeze", "reshape", "copy")},
+}

@@ -1,0 +1,281 @@
+"""Reading a sample lazily: what stands in for the functions that read files while a Dataset makes a sample."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+from distconv.reading import array_functions, tensor_functions
+from distconv.reading.array import LazyArray, is_lazy
+from distconv.reading.expression import Stored
+from distconv.reading.fault import note
+from distconv.reading.source import Hdf5, Raw, Source, ZarrStore, depth, reading, shown
+from distconv.reading.tensor import LazyTensor, from_array
+
+_FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
+
+LEAST = 256
+"""Elements below which an array is read at once."""
+
+_READABLE = "biufc"
+"""Kinds of NumPy's dtypes that are read lazily."""
+
+
+_lock = threading.Lock()
+_users = 0
+_replaced: list[tuple[Any, str, Any]] = []
+
+
+@contextlib.contextmanager
+def lazily() -> Iterator[None]:
+    """Within it, in this thread, reading a file gives lazy arrays."""
+    global _users
+    with _lock:
+        if not _users:
+            default_collate_fn_map[LazyTensor] = _collate_tensors
+            default_collate_fn_map[LazyArray] = _collate_arrays
+        _users += 1
+        _replace()
+    depth.value += 1
+    try:
+        yield
+    finally:
+        depth.value -= 1
+        with _lock:
+            _users -= 1
+            if not _users:
+                _restore()
+
+
+def _replace() -> None:
+    done = {(id(owner), name) for owner, name, _ in _replaced}
+    for owner, name, make in _stand_ins():
+        if (id(owner), name) not in done:
+            before = vars(owner)[name]
+            _replaced.append((owner, name, before))
+            setattr(owner, name, make(before))
+
+
+def renew() -> None:
+    """Takes in what has been imported since `lazily` began."""
+    with _lock:
+        _replace()
+
+
+def _restore() -> None:
+    while _replaced:
+        owner, name, before = _replaced.pop()
+        setattr(owner, name, before)
+    for kind in (LazyTensor, LazyArray):
+        default_collate_fn_map.pop(kind, None)
+
+
+def _stand_ins() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    yield numpy, "array", _array
+    yield numpy, "asarray", _asarray
+    yield numpy, "asanyarray", _asarray
+    yield numpy, "ascontiguousarray", _ascontiguousarray
+    yield torch, "from_numpy", _from_numpy
+    yield torch, "as_tensor", _of_torch
+    yield torch, "tensor", _of_torch
+    yield numpy.memmap, "__getitem__", _of_memmap
+    h5py, zarr = sys.modules.get("h5py"), sys.modules.get("zarr")
+    if h5py is not None and hasattr(h5py, "File"):
+        yield h5py.Dataset, "__getitem__", _of_hdf5
+        yield h5py.Group, "__getitem__", _named(lambda group, key: (group.file.filename, str(key)))
+        yield h5py.File, "__init__", _named(lambda file, path: (str(path), ""))
+    if zarr is not None and hasattr(zarr, "Array"):
+        yield zarr.Array, "__getitem__", _of_zarr
+        yield zarr.Group, "__getitem__", _named(lambda group, key: (str(group.store_path), str(key)))
+
+
+def lazy(source: Source, key: Any = ()) -> Any:
+    """What `key` chooses of an array in a file, lazily; None where that is to be read at once."""
+    if source.dtype.kind not in _READABLE:
+        return None
+    keys = key if isinstance(key, tuple) else (key,)
+    if any(each is None or (isinstance(each, slice) and each.step is not None and each.step < 0) for each in keys):
+        return None
+    try:
+        chosen = LazyArray(Stored(source)).view(lambda view: view.index(keys), lambda array: array[keys])
+    except IndexError:
+        return None  # and fails as it does
+    if chosen is None or chosen.ndim < 2 or chosen.size < LEAST:
+        return None
+    return LazyArray(chosen.expression)
+
+
+def _of_hdf5(read: Any) -> Any:
+    def getitem(dataset: Any, key: Any, new_dtype: Any = None) -> Any:
+        made = None
+        if depth.value and new_dtype is None:
+            made = lazy_hdf5(dataset, key)
+        if made is not None:
+            return made
+        with reading(dataset.file.filename, dataset.name or "") if depth.value else contextlib.nullcontext():
+            return read(dataset, key, new_dtype)
+
+    return getitem
+
+
+def lazy_hdf5(dataset: Any, key: Any) -> Any:
+    """None where it is to be read at once: what the program writes to, and files that are not on a disk."""
+    file = dataset.file
+    if file.mode != "r" or file.driver != "sec2" or dataset.shape is None or not dataset.name:
+        return None
+    if not os.path.isfile(file.filename):
+        return None
+    return lazy(Hdf5(os.path.abspath(file.filename), dataset.name, dataset.shape, dataset.dtype), key)
+
+
+def _of_zarr(read: Any) -> Any:
+    def getitem(array: Any, key: Any) -> Any:
+        if not depth.value:
+            return read(array, key)
+        made = lazy_zarr(array, key)
+        if made is not None:
+            return made
+        with reading(str(array.store_path), array.name or ""):
+            return read(array, key)
+
+    return getitem
+
+
+def lazy_zarr(array: Any, key: Any) -> Any:
+    """None where it is to be read at once: what the program writes to, and stores that are no folder."""
+    root = getattr(array.store_path.store, "root", None)
+    if root is None or not os.path.isdir(root) or not array.read_only:
+        return None
+    return lazy(ZarrStore(os.path.abspath(root), array.store_path.path, array.shape, array.dtype), key)
+
+
+def _of_memmap(read: Any) -> Any:
+    def getitem(array: Any, key: Any) -> Any:
+        made = lazy_memmap(array, key) if depth.value else None
+        return read(array, key) if made is None else made
+
+    return getitem
+
+
+def lazy_memmap(array: Any, key: Any) -> Any:
+    """None where it is to be read at once: what the program may write to, and parts of arrays with gaps."""
+    if array.mode != "r" or array.filename is None or array._mmap is None:
+        return None
+    if not (array.flags.c_contiguous or array.flags.f_contiguous) or not array.size:
+        return None
+    start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
+    offset = start + _address(array) - _address(numpy.frombuffer(array._mmap, numpy.uint8))
+    order = "C" if array.flags.c_contiguous else "F"
+    return lazy(Raw(os.path.abspath(array.filename), "", array.shape, array.dtype, offset, order), key)
+
+
+def _address(array: numpy.ndarray) -> int:
+    return array.__array_interface__["data"][0]
+
+
+def _read(value: Any) -> Any:
+    """An array that a program hands to NumPy as it is in its file, lazily where it can be."""
+    for module, name in (("h5py", "Dataset"), ("zarr", "Array")):
+        if depth.value and module in sys.modules and isinstance(value, getattr(sys.modules[module], name, ())):
+            whole: Any = value
+            return whole[()] if module == "h5py" else whole[...]
+    return value
+
+
+def _asarray(make: Any) -> Any:
+    def asarray(value: Any, *args: Any, **options: Any) -> Any:
+        value = _read(value)
+        dtype = args[0] if len(args) == 1 else options.get("dtype") if not args else _ELSE
+        if not is_lazy(value) or dtype is _ELSE or options.keys() - {"dtype"}:
+            return make(value, *args, **options)
+        return value if dtype is None else value.astype(dtype, copy=False)
+
+    return asarray
+
+
+_ELSE = object()
+
+
+def _array(make: Any) -> Any:
+    def array(value: Any, *args: Any, **options: Any) -> Any:
+        made = _asarray(make)(value, *args, **{name: each for name, each in options.items() if name != "copy"})
+        if not is_lazy(made):
+            return make(_read(value), *args, **options)
+        return made.copy() if made is value and options.get("copy", True) else made
+
+    return array
+
+
+def _ascontiguousarray(make: Any) -> Any:
+    def ascontiguousarray(value: Any, *args: Any, **options: Any) -> Any:
+        made = _asarray(make)(value, *args, **options)
+        return made.copy() if is_lazy(made) and not made.is_contiguous() else made
+
+    return ascontiguousarray
+
+
+def _from_numpy(make: Any) -> Any:
+    def from_numpy(array: Any) -> Any:
+        if not is_lazy(array):
+            return make(array.present if type(array) is LazyArray else array)
+        try:
+            return from_array(array)
+        except (TypeError, ValueError) as error:
+            for source in array.expression.sources():
+                note(error, shown(source.path), source.key)
+            raise
+
+    return from_numpy
+
+
+def _of_torch(make: Any) -> Any:
+    """torch.as_tensor and torch.tensor; the latter copies."""
+
+    def tensor(data: Any, *args: Any, **options: Any) -> Any:
+        data = _read(data)
+        if type(data) is LazyArray and data.present is not None:
+            data = data.present
+        if not is_lazy(data) or args or options.keys() - {"dtype", "device"}:
+            return make(data, *args, **options)
+        made = torch.from_numpy(data.copy() if make.__name__ == "tensor" else data)
+        return made.to(**{name: value for name, value in options.items() if value is not None}) if options else made
+
+    return tensor
+
+
+def _named(names: Callable[[Any, Any], tuple[str, str]]) -> Callable[[Any], Any]:
+    """For functions that open something: an exception tells what."""
+
+    def make(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(owner: Any, name: Any = None, *args: Any, **options: Any) -> Any:
+            try:
+                return function(owner, name, *args, **options)
+            except Exception as error:
+                if depth.value:
+                    with contextlib.suppress(Exception):
+                        path, key = names(owner, name)
+                        note(error, shown(path), key)
+                raise
+
+        return call
+
+    return make
+
+
+def _collate_tensors(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return torch.stack(batch, 0)
+
+
+def _collate_arrays(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    return collate([torch.as_tensor(each) for each in batch], collate_fn_map=collate_fn_map)

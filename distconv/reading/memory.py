@@ -1,0 +1,98 @@
+"""What arrays, tensors and their views share: memory that is filled from files when somebody looks at it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distconv.reading.expression import Expression, whole
+from distconv.reading.source import Source
+
+Step = Callable[[Any], Any]
+"""Makes a view: of an array or a tensor another one that shares its memory."""
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_FOREIGN = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen")
+_told: set[tuple[str, str]] = set()
+
+
+class Memory:
+    """The memory of one array: what it will hold, what it holds once it is read, and who looks at it."""
+
+    def __init__(self, expression: Expression) -> None:
+        self.expression = expression
+        self.content: Any = None
+        self._holders: list[weakref.ref[Lazy]] = []
+
+    def hold(self, holder: Lazy) -> None:
+        self._holders = [*filter(lambda each: each() is not None, self._holders), weakref.ref(holder)]
+
+    def is_shared(self, holder: Lazy) -> bool:
+        """Whether somebody else sees this memory."""
+        return any(each() is not None and each() is not holder for each in self._holders)
+
+
+class Lazy:
+    """Something that looks at a memory: its expression, and the steps from the memory's content to its own."""
+
+    expression: Expression
+    memory: Memory
+    steps: tuple[Step, ...]
+    content: Any
+
+    def look(self, expression: Expression, memory: Memory | None = None, steps: tuple[Step, ...] = ()) -> None:
+        """At a memory of its own, if none is given."""
+        self.expression, self.memory, self.steps, self.content = expression, memory or Memory(expression), steps, None
+        self.memory.hold(self)
+
+    @property
+    def present(self) -> Any:
+        """The array or the tensor itself where it has been read, by whoever sees the same memory; else None."""
+        return None if self.memory.content is None else self.read("")
+
+    def replace(self, expression: Expression) -> None:
+        """New content for the memory that nobody else sees: what an operator in place leaves there."""
+        self.look(expression)
+
+    def read(self, why: str) -> Any:
+        """The array or the tensor itself, whole. All who see the memory see the same from now on."""
+        if self.content is None:
+            if self.memory.content is None:
+                if not self.memory.is_shared(self):
+                    self.look(self.expression)
+                tell(why, self.memory.expression)
+                self.memory.content = self.memory.expression.read(whole(self.memory.expression.shape), Source.read)
+            self.content = self.memory.content
+            for step in self.steps:
+                self.content = step(self.content)
+        return self.content
+
+
+def tell(why: str, expression: Expression) -> None:
+    """One line about an operation that needs the whole, once for each line of the script and operation."""
+    worker = torch.utils.data.get_worker_info()
+    place = script_line()
+    if (place, why) not in _told and (worker is None or worker.id == 0):
+        _told.add((place, why))
+        source = next((f" of {source}" for source in expression.sources()), "")
+        print(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it", file=sys.stderr)
+
+
+def script_line() -> str:
+    """Where the script is, such as "train.py:41"."""
+    frame = sys._getframe(1)
+    found = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_FOREIGN):
+            if f"{os.sep}site-packages{os.sep}" not in name:
+                return f"{os.path.relpath(name)}:{frame.f_lineno}"
+            found = found or f"{os.path.relpath(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return found or "a DataLoader"

@@ -1,0 +1,165 @@
+"""Arrays in files: what they are called, and how a region of them is read.
+
+A source can be sent to another process. A file is opened once in every process that reads it, and never through what
+another process has opened.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import math
+import os
+import re
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from distconv.reading.fault import note
+from distconv.reading.view import Region
+
+OPEN = 64
+"""Files of one kind that a process keeps open."""
+
+Stamp = tuple[int, ...]
+
+
+def _stamp(path: str) -> Stamp:
+    """Another number for another process, and where the file is another one than before."""
+    status = os.stat(path)
+    return os.getpid(), status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_APART = re.compile(r"^.*/distconv-[^/]+/.*?/there(?=/)")
+
+
+def shown(path: str) -> str:
+    """A path as the script has it, and not as the rank's private files have it."""
+    return _APART.sub("", path)
+
+
+class Depth(threading.local):
+    """How many samples, one within another, this thread makes lazily now; none while it reads what is needed."""
+
+    value = 0
+
+
+depth = Depth()
+
+
+@contextlib.contextmanager
+def reading(path: str, key: str) -> Iterator[None]:
+    """Within it this thread reads at once. An exception that leaves it notes what was being read."""
+    before, depth.value = depth.value, 0
+    try:
+        yield
+    except Exception as error:
+        note(error, shown(path), key)
+        raise
+    finally:
+        depth.value = before
+
+
+@dataclass(frozen=True)
+class Source(abc.ABC):
+    """An array in a file. The dtype is NumPy's.
+
+    Attributes:
+        path: of the file; of a folder where the format is one.
+        key: the name of the array in it; "" where it holds only one.
+    """
+
+    path: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: numpy.dtype[Any]
+
+    def read(self, wanted: Region) -> numpy.ndarray:
+        """A new array of a region. ReadError where it cannot be read."""
+        with reading(self.path, self.key):
+            array = self._array(_stamp(self.path))
+            # Single elements along the last dim cost far more to choose in a file than in memory.
+            last = wanted[-1] if wanted else range(1)
+            dense = last.step == 1
+            region = wanted if dense else (*wanted[:-1], range(last.start, last[-1] + 1))
+            part = self._part(array, tuple(slice(at.start, at.stop, at.step) for at in region))
+        return part if dense else part[..., :: last.step]
+
+    def __str__(self) -> str:
+        return f"{shown(self.path)}: {self.key}" if self.key else shown(self.path)
+
+    @abc.abstractmethod
+    def _array(self, stamp: Stamp) -> Any:
+        """What the file holds, open in this process."""
+
+    def _part(self, array: Any, region: tuple[slice, ...]) -> numpy.ndarray:
+        return numpy.array(array[region])
+
+
+class Hdf5(Source):
+    """A data set of an HDF5 file."""
+
+    def _array(self, stamp: Stamp) -> Any:
+        return _hdf5(self.path, self.key, stamp)
+
+    def _part(self, array: Any, region: tuple[slice, ...]) -> numpy.ndarray:
+        return array[region]
+
+
+@functools.lru_cache(OPEN)
+def _hdf5_file(path: str, stamp: Stamp) -> Any:
+    import h5py
+
+    # By its own name: the path is the one that was opened, whatever the rank's files say of such a name.
+    return h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDONLY))
+
+
+@functools.lru_cache(OPEN)
+def _hdf5(path: str, key: str, stamp: Stamp) -> Any:
+    return _hdf5_file(path, stamp)[key]
+
+
+class ZarrStore(Source):
+    """An array of a Zarr store in a folder."""
+
+    def _array(self, stamp: Stamp) -> Any:
+        return _zarr(self.path, self.key, stamp)
+
+    def _part(self, array: Any, region: tuple[slice, ...]) -> numpy.ndarray:
+        return numpy.asarray(array[region])
+
+
+@functools.lru_cache(OPEN)
+def _zarr(path: str, key: str, stamp: Stamp) -> Any:
+    import zarr
+
+    return zarr.open_array(path, path=key or None, mode="r")
+
+
+@dataclass(frozen=True)
+class Raw(Source):
+    """An array that lies in a file as it lies in memory.
+
+    Attributes:
+        offset: of its first element in the file, in bytes.
+        order: "C", or "F" where the first dim runs fastest.
+    """
+
+    offset: int
+    order: str
+
+    def _array(self, stamp: Stamp) -> Any:
+        mapped = _mapped(self.path, stamp)
+        end = self.offset + self.dtype.itemsize * math.prod(self.shape)
+        if mapped.size < end:
+            raise OSError(f"the file has {mapped.size} bytes; the array ends at {end}")
+        return numpy.ndarray(self.shape, self.dtype, mapped.data, self.offset, order=self.order)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(OPEN)
+def _mapped(path: str, stamp: Stamp) -> numpy.ndarray:
+    return numpy.memmap(path, numpy.uint8, "r")

@@ -1,0 +1,208 @@
+"""The functions of torch that lazy tensors have; imported, they are there."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.reading.array import LazyArray
+from distconv.reading.expression import Converted, Joined, empty, viewed
+from distconv.reading.fault import note
+from distconv.reading.source import shown
+from distconv.reading.tensor import HANDLERS, Function, LazyTensor, cast, computed, is_lazy, meta
+
+
+def _elementwise(name: str, *args: Any, **options: Any) -> Any:
+    expression = computed(name, args, options)
+    return NotImplemented if expression is None else LazyTensor(expression)
+
+
+def _in_place(name: str, *args: Any, **options: Any) -> Any:
+    first = args[0]
+    if first.memory.is_shared(first):
+        return NotImplemented
+    expression = computed(f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_"), args, options)
+    if expression is None or expression.shape != first.expression.shape:
+        return NotImplemented
+    if expression.dtype != first.dtype:
+        if not torch.can_cast(expression.dtype, first.dtype):
+            return NotImplemented  # torch's own error
+        expression = cast(expression, first.dtype)
+    first.replace(expression)
+    return first
+
+
+CASTS = {
+    **{name: getattr(torch, name) for name in ("float", "double", "half", "bfloat16", "int", "long", "short", "bool")},
+    "byte": torch.uint8,
+    "char": torch.int8,
+}
+
+
+def _to(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    if name in CASTS:
+        if args or options:
+            return NotImplemented
+        dtype: Any = CASTS[name]
+    elif name == "type":
+        if len(args) != 1 or not isinstance(args[0], torch.dtype):
+            return NotImplemented
+        dtype = args[0]
+    else:
+        device, dtype, _, format = torch._C._nn._parse_to(*args, **{k: v for k, v in options.items() if k != "copy"})
+        if (device is not None and device.type != "cpu") or format is not None:
+            return NotImplemented
+        dtype = dtype or x.dtype
+    if dtype == x.dtype:
+        return LazyTensor(x.expression) if options.get("copy") or True in args[1:] else x
+    return LazyTensor(cast(x.expression, dtype))
+
+
+def _copied(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    return NotImplemented if args or options else LazyTensor(x.expression)
+
+
+def _contiguous(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    if args or options:
+        return NotImplemented
+    fake = empty(x.memory.expression.shape, x.memory.expression.dtype)  # nothing touches it
+    for step in x.steps:
+        fake = step(fake)
+    return x if fake.is_contiguous() else LazyTensor(x.expression)
+
+
+def _getitem(name: str, x: LazyTensor, key: Any) -> Any:
+    for each in key if isinstance(key, tuple) else (key,):
+        if isinstance(each, Tensor) or (isinstance(each, slice) and (each.step or 1) < 0):
+            return NotImplemented
+    return x.view_as_lazy(lambda view: view.index(key), operator.itemgetter(key))
+
+
+def _dim(dim: Any, ndim: int) -> int:
+    return range(ndim)[operator.index(dim)]
+
+
+def _permute(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
+    given = options.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
+    order = [_dim(dim, x.dim()) for dim in given]
+    if sorted(order) != list(range(x.dim())):
+        return NotImplemented  # torch's own error
+    return x.view_as_lazy(lambda view: view.permute(order), lambda tensor: tensor.permute(order))
+
+
+def _transpose(name: str, x: LazyTensor, dim0: Any, dim1: Any) -> Any:
+    order = list(range(x.dim()))
+    first, second = _dim(dim0, x.dim()), _dim(dim1, x.dim())
+    order[first], order[second] = second, first
+    return _permute("permute", x, order)
+
+
+def _movedim(name: str, x: LazyTensor, source: Any, destination: Any) -> Any:
+    moved = torch.empty(tuple(range(1, x.dim() + 1)), device="meta").movedim(source, destination)
+    return _permute("permute", x, [extent - 1 for extent in moved.shape])
+
+
+def _flip(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
+    given = options.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
+    flipped = [_dim(dim, x.dim()) for dim in given]
+    expression = viewed(x.expression, lambda view: view.flip(flipped))
+    assert expression is not None
+    return LazyTensor(expression)  # torch copies here
+
+
+def _unsqueeze(name: str, x: LazyTensor, dim: Any) -> Any:
+    at = _dim(dim, x.dim() + 1)
+    return _getitem(name, x, (*(slice(None),) * at, None))
+
+
+def _squeeze(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
+    given = options.get("dim", dims[0] if dims else tuple(range(x.dim())))
+    chosen = {_dim(dim, x.dim()) for dim in (given if isinstance(given, tuple | list) else (given,))}
+    return _getitem(
+        name, x, tuple(0 if at in chosen and extent == 1 else slice(None) for at, extent in enumerate(x.shape))
+    )
+
+
+def _select(name: str, x: LazyTensor, dim: int, index: int) -> Any:
+    return _getitem(name, x, (*(slice(None),) * _dim(dim, x.dim()), index))
+
+
+def _narrow(name: str, x: LazyTensor, dim: int, start: Any, length: int) -> Any:
+    begin, extent = operator.index(start), x.shape[dim]
+    begin += extent if begin < 0 else 0
+    if not 0 <= begin <= begin + length <= extent:
+        return NotImplemented  # torch's own error
+    return _getitem(name, x, (*(slice(None),) * _dim(dim, x.dim()), slice(begin, begin + length)))
+
+
+def _reshape(name: str, x: LazyTensor, *shape: Any, **options: Any) -> Any:
+    given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if options or not all(isinstance(extent, int) for extent in given) or -1 in given:
+        return NotImplemented
+    return x.view_as_lazy(lambda view: view.refit(given), lambda tensor: tensor.reshape(given))
+
+
+def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
+    items = list(tensors)
+    if options.pop("out", None) is not None or options or not all(map(is_lazy, items)):
+        return NotImplemented
+    stacked = name == "stack"
+    dtypes = {item.dtype for item in items}
+    metas = [meta(item.expression) for item in items]
+    try:
+        tried = (torch.stack if stacked else torch.cat)(metas, dim)
+    except RuntimeError as error:
+        odd = next((place for place, item in enumerate(items) if item.dim() and item.shape != items[0].shape), 0)
+        for source in items[odd].expression.sources():
+            note(error, shown(source.path), source.key, odd)
+        raise
+    if len(dtypes) > 1 or any(item.dim() == 1 and not item.numel() for item in items):
+        return NotImplemented
+    return LazyTensor(Joined([item.expression for item in items], _dim(dim, tried.dim()), stacked=stacked))
+
+
+def _numpy(name: str, x: LazyTensor, **options: Any) -> Any:
+    if options:
+        return NotImplemented
+    return LazyArray(Converted(x.expression), x.memory, (*x.steps, Function("numpy")))
+
+
+def _itself(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    return NotImplemented if args or options else LazyTensor(x.expression, x.memory, x.steps)
+
+
+BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+ELEMENTWISE = (
+    *("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide", "remainder", "pow"),
+    *(f"__{name}__" for name in (*BINARY, "div", "neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "and", "or")),
+    *(f"__r{name}__" for name in (*BINARY, "div")),
+    *("rsub", "neg", "negative", "abs", "absolute", "exp", "log", "log1p", "log2", "log10", "expm1", "sqrt", "rsqrt"),
+    *("square", "reciprocal", "sigmoid", "tanh", "relu", "clamp", "clip", "clamp_min", "clamp_max", "sign", "floor"),
+    *("ceil", "round", "trunc", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isfinite", "isinf", "nan_to_num"),
+    *("logical_not", "logical_and", "logical_or", "bitwise_not", "__invert__", "maximum", "minimum"),
+)
+IN_PLACE = ("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "clamp_", "clip_")
+
+HANDLERS |= {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys((*IN_PLACE, "__iadd__", "__isub__", "__imul__", "__itruediv__"), _in_place),
+    **dict.fromkeys((*CASTS, "to", "type"), _to),
+    **dict.fromkeys(("clone", "__deepcopy__"), _copied),
+    **dict.fromkeys(("permute",), _permute),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
+    **dict.fromkeys(("movedim", "moveaxis"), _movedim),
+    **dict.fromkeys(("view", "reshape"), _reshape),
+    **dict.fromkeys(("stack", "cat", "concat", "concatenate"), _joined),
+    **dict.fromkeys(("detach", "cpu"), _itself),
+    "contiguous": _contiguous,
+    "__getitem__": _getitem,
+    "flip": _flip,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "select": _select,
+    "narrow": _narrow,
+    "numpy": _numpy,
+}
