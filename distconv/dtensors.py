@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -55,3 +56,11 @@ def _spec(
     dtype: torch.dtype,
 ) -> DTensorSpec:
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
+
+
+def row_major_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """The description of a contiguous DTensor."""
+    strides = tuple(math.prod(max(extent, 1) for extent in shape[dim + 1 :]) for dim in range(len(shape)))
+    return _spec(mesh, placements, shape, strides, dtype)

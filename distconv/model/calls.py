@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
+from distconv.direct.activation import Activation, from_dtensor
+from distconv.direct.paths import is_open, running
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
@@ -84,8 +86,6 @@ class _Run:
 
 class _Thread(threading.local):
     run: _Run | None = None
-    buffers: frozenset[int] = frozenset()
-    """The ids of the running model's buffers."""
 
 
 _inside = _Thread()
@@ -95,29 +95,38 @@ _call = nn.Module.__call__
 _call_uncompiled = nn.Module._call_impl
 
 
-def _meshes(model: nn.Module, run: _Run) -> dict[Tensor, DeviceMesh]:
-    """The mesh of each parameter of a model, that of the module that holds it."""
+def _meshes(modules: Iterable[nn.Module], run: _Run) -> dict[Tensor, DeviceMesh]:
+    """The mesh of each parameter of some modules, that of the one that holds it."""
     meshes: dict[Tensor, DeviceMesh] = {}
-    for module in model.modules():
+    for module in modules:
         for parameter in module._parameters.values():
             if parameter is not None and not _is_elsewhere(parameter):
                 meshes.setdefault(parameter, run.mesh_of(module))
     return meshes
 
 
+def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
+    """What `modules` gives, in its order and in a third of its time."""
+    found[module] = None
+    for inner in module._modules.values():
+        if inner is not None and inner not in found:
+            _within(inner, found)
+    return found
+
+
 @contextlib.contextmanager
-def _running(model: nn.Module, run: _Run) -> Iterator[None]:
-    everything = list(model.modules())
+def _running(model: nn.Module, run: _Run, direct: bool) -> Iterator[None]:
+    everything = list(_within(model, {}))
     modules = [(module, module._parameters) for module in everything if module._parameters]
-    use = uses(model, _meshes(model, run))
+    use = uses(model, _meshes(everything, run), direct)
     for module, own in modules:
         module.__dict__["_parameters"] = _Reading(own, use)
     _inside.run = run
-    _inside.buffers = frozenset(id(buffer) for module in everything for buffer in module._buffers.values())
+    running.buffers = frozenset(id(buffer) for module in everything for buffer in module._buffers.values())
     try:
         yield
     finally:
-        _inside.run, _inside.buffers = None, frozenset()
+        _inside.run, running.buffers = None, frozenset()
         for module, own in modules:
             module.__dict__["_parameters"] = own
 
@@ -167,19 +176,27 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         compiled.leave(module, compiled.MESHES)
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled):
-            result = compiled.run(module, made, mesh, _meshes(module, _Run(known, mesh)), args, kwargs)
+            result = compiled.run(module, made, mesh, _meshes(module.modules(), _Run(known, mesh)), args, kwargs)
             return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
         checks.append(user_lines.keep_line)
     try:
+        direct = is_open() and (fixed is None or (fixed.uniform and fixed.outer == mesh))
+        if direct:
+            args, kwargs = tree_map_only(DTensor, _direct, (args, kwargs))
         if fixed is None:
-            with _running(module, _Run({}, mesh)):
-                return _call_uncompiled(module, *args, **kwargs)
-        run = _Run(known, mesh)
-        with _running(module, run), contextlib.nullcontext() if fixed.uniform else Meeting(lambda: run.mesh):
-            result = _nested(module, fixed, run, args, kwargs)
-        return tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
+            with _running(module, _Run({}, mesh), direct):
+                result = _call_uncompiled(module, *args, **kwargs)
+        else:
+            run = _Run(known, mesh)
+            meeting = contextlib.nullcontext() if fixed.uniform else Meeting(lambda: run.mesh)
+            with _running(module, run, direct), meeting:
+                result = _nested(module, fixed, run, args, kwargs)
+        # What a checkpoint computes again in backward is given activations, and gives them, as the first time.
+        if not any(type(leaf) is Activation for leaf in leaves):
+            result = tree_map_only(Activation, Activation.as_dtensor, result)
+        return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     except Exception as error:
         user_lines.shorten(error, UnsupportedOperation)
         raise
@@ -198,6 +215,10 @@ def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
 
 _beyond_graphs = _disable_dynamo(_called)
 """What a compiled function of the program does where it calls a model: its graph ends there."""
+
+
+def _direct(x: DTensor) -> DTensor:
+    return from_dtensor(x) if type(x) is DTensor and is_ours(x.device_mesh) else x
 
 
 def _is_elsewhere(x: Tensor) -> bool:
@@ -226,7 +247,7 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
 
 def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
     """A plain tensor counts as replicated beside a DTensor: all ranks must hold the same."""
-    if id(x) in _inside.buffers:  # which come by turns
+    if id(x) in running.buffers:  # which come by turns
         return
     noted = ledger(mesh)
     if noted is not None:

@@ -27,7 +27,9 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, fitting, home, used
+from distconv.direct.shares import as_sharded
+from distconv.dtensors import wrap
+from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, home, used
 from distconv.partition import whole_group
 from distconv.transfer.all_reduce import AllReduce
 
@@ -254,8 +256,13 @@ class _TracedBucket(Bucket):
         super()._reset()
         self._shares: dict[int, Tensor] = {}
 
+    def alias(self, parameter: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor):
+            return parameter.view_as(parameter)
+        return wrap(parameter._local_tensor, parameter.device_mesh, parameter.placements, parameter.shape)
+
     def put(self, index: int, grad: DTensor) -> Tensor:
-        grad = fitting(grad, self.homes[index].placements)
+        grad = as_sharded(grad, self.homes[index].placements)
         local = grad._local_tensor
         share = local.new_zeros(self.plan.shapes[index])
         part = self.part(index, grad, share)

@@ -5,13 +5,15 @@ summed over the ranks with the same shard only, so that disjoint groups of ranks
 allreduce (Dryden et al., "Channel and filter parallelism for large-scale CNN training", SC 2019, section 3.4).
 
 At the start of a forward pass each bucket of parameters goes through :class:`_Finish`; a parameter's first use makes
-its DTensor through :class:`_Use`. Autograd runs later-made nodes first, so in backward `_Use` hands over a gradient as
-soon as it is known, the bucket starts its allreduce when its last one arrives, and `_Finish`, made before everything
-else, waits last. What reaches the parameters, through any hook, is the whole gradient, or the whole one of the shard.
+the tensor of this rank that its uses share. Autograd runs later-made nodes first, so in backward a hook on that tensor
+hands over this rank's share of a gradient as soon as it is known, the bucket starts its allreduce when its last one
+arrives, and `_Finish`, made before everything else, waits last. What reaches the parameters, through any hook, is the
+whole gradient, or the whole one of the shard.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -22,15 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 
 from distconv.agreement.ledger import compare_if_due
+from distconv.direct.activation import activation
+from distconv.direct.shares import counted_part
+from distconv.direct.shares import use as use_parameter
+from distconv.direct.where import where
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
-from distconv.partition import ownership, whole_group
-from distconv.refusal import UnsupportedOperation
+from distconv.partition import whole_group
 from distconv.transfer.group import joint_group
-from distconv.transfer.redistribution import moved
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -93,6 +97,9 @@ class BucketPlan:
         self.wholes = [parameter.shape for parameter in parameters]
         self.shapes = [held(parameter).shape for parameter in parameters]
         self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
+        self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
+        self.stand_ins = [held(parameter).new_zeros(()).expand(held(parameter).shape) for parameter in parameters]
+        """In the shapes of this rank's shares, without memory."""
 
 
 class Bucket:
@@ -103,9 +110,14 @@ class Bucket:
         self._reset()
 
     def _reset(self) -> None:
+        self.shares: dict[int, Tensor] = {}
         self.flat: Tensor | None = None
         self.arrived: set[int] = set()
         self.work: Any = None
+
+    def alias(self, parameter: Tensor) -> Tensor:
+        """What this rank holds of a parameter, as the uses of it share it."""
+        return held(parameter).view_as(held(parameter))
 
     def slot(self, index: int) -> Tensor:
         """The place of one gradient in the buffer."""
@@ -124,63 +136,40 @@ class Bucket:
             return slot
         return wrap(slot, mesh, placements, self.plan.wholes[index])
 
-    def put(self, index: int, grad: DTensor) -> Tensor:
-        """Puts this rank's share of a gradient into the buffer. The shares of the group's ranks add up to the whole."""
-        if self.flat is None:
-            self.flat = grad._local_tensor.new_zeros(self.plan.offsets[-1])
-        grad = fitting(grad, self.homes[index].placements)
-        part = self.part(index, grad, self.slot(index))
-        if part is not None:
-            part.copy_(grad._local_tensor)
+    def take(self, index: int, share: Tensor) -> Tensor:
+        """Takes this rank's share of a gradient. Returns what autograd hands on in its place, until it is whole."""
+        self.shares[index] = share
         self.arrived.add(index)
         if len(self.arrived) == len(self.plan.shapes):
             self.start()
-        return self.gradient(index)
+        return self.plan.stand_ins[index]
 
     def part(self, index: int, grad: DTensor, slot: Tensor) -> Tensor | None:
         """Where in the place of a gradient this rank's share belongs; None where another rank's counts for it."""
-        placements = self.homes[index].placements
-        mesh, part, counted = self.homes[index].mesh, slot, True
-        for axis, (placement, own) in enumerate(zip(grad.placements, placements, strict=True)):
-            if own.is_shard():
-                continue
-            coordinate = mesh.get_local_rank(axis)
-            if isinstance(placement, Shard):
-                start, stop = ownership(part.shape[placement.dim], mesh.size(axis))[coordinate]
-                part = part.narrow(placement.dim, start, stop - start)
-            elif placement.is_replicate():
-                counted = counted and coordinate == 0
-            elif not placement.is_partial("sum"):
-                raise UnsupportedOperation(f"the gradient of a parameter is laid out as {grad.placements}")
-        return part if counted else None
+        return counted_part(grad, self.plan.places[index], slot)
 
     def start(self) -> None:
         """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
         compare_if_due()
         if self.plan.group is not None:
+            parts = [self.shares.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
+            self.flat = torch._C._nn.flatten_dense_tensors(parts)
+            self.shares.clear()
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
 
     def finish(self) -> dict[int, Tensor]:
         """Waits for the sum. Returns {index: whole gradient} of the gradients that arrived."""
-        if self.flat is None:
+        if not self.arrived:
             return {}
         if len(self.arrived) < len(self.plan.shapes):
             self.start()
-        if self.work is not None:
+        shares: Any = self.shares
+        if self.flat is not None:
             self.work.wait()
-        grads = {index: self.gradient(index) for index in self.arrived}
+            shares = torch._C._nn.unflatten_dense_tensors(self.flat, self.plan.stand_ins)
+        grads = {index: self.laid_out(index, shares[index]) for index in self.arrived}
         self._reset()
         return grads
-
-
-def fitting(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """The gradient, sharded as its parameter is. Rules usually leave it so; where one does not, it is redistributed."""
-    dims = [placement.dim for placement in placements if isinstance(placement, Shard)]
-    fits = all(
-        found == own if own.is_shard() else not (isinstance(found, Shard) and found.dim in dims)
-        for found, own in zip(grad.placements, placements, strict=True)
-    )
-    return grad if fits else moved(grad, grad.device_mesh, placements)
 
 
 class _Finish(torch.autograd.Function):
@@ -188,7 +177,7 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, bucket: Bucket, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
-        return tuple(_alias(parameter) for parameter in parameters)
+        return tuple([bucket.alias(parameter) for parameter in parameters])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -196,15 +185,11 @@ class _Finish(torch.autograd.Function):
         return (None, *(whole.get(index) for index in range(len(grads))))
 
 
-def _alias(parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return parameter.view_as(parameter)
-    return wrap(parameter._local_tensor, parameter.device_mesh, parameter.placements, parameter.shape)
-
-
 class _Use(torch.autograd.Function):
+    """Of a bucket in a graph, whose ``put`` takes DTensors."""
+
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, bucket: Bucket, index: int) -> DTensor:
+    def forward(ctx: Any, parameter: Tensor, bucket: Any, index: int) -> DTensor:
         ctx.bucket, ctx.index = bucket, index
         return distributed(parameter, bucket.homes[index].mesh)
 
@@ -219,10 +204,20 @@ def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return wrap(held(tensor), placed.mesh, placed.placements, tensor.shape)
 
 
-def used(bucket: Bucket, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The DTensors of all parameters of a bucket, for one forward pass."""
+def used(bucket: Any, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The DTensors of all parameters of a bucket that is put together in a graph, for one forward pass."""
     for index, source in enumerate(_Finish.apply(bucket, *parameters)):
         yield _Use.apply(source, bucket, index)
+
+
+def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
+    """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
+    with torch.enable_grad():
+        root = source.view_as(source)
+    # What register_hook does, in a third of its time.
+    root._backward_hooks = {0: functools.partial(bucket.take, index)}
+    root.grad_fn._register_hook_dict(root)  # type: ignore[union-attr]
+    return root
 
 
 _plans: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[BucketPlan]]] = weakref.WeakKeyDictionary()
@@ -251,27 +246,37 @@ def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> l
     return plans
 
 
-def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> Callable[[Tensor], Tensor]:
+def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool = False) -> Callable[[Tensor], Tensor]:
     """For one forward pass: a function from each parameter to its DTensor on its mesh, made at first use; other tensors
-    pass as they are.
+    pass as they are. ``direct``: to its activation, for direct paths.
     """
-    made: dict[Tensor, Tensor] = {}
-    sources: dict[Tensor, tuple[Tensor, Bucket, int]] = {}
+    # By id: a tensor's hash is one, found by way of Python. The model holds its parameters.
+    known = {id(parameter): mesh for parameter, mesh in parameters.items()}
+    made: dict[int, Tensor] = {}
+    sources: dict[int, tuple[Tensor, Bucket, int]] = {}
     if torch.is_grad_enabled():
         for plan in bucket_plans(model, parameters):
-            bucket, members = Bucket(plan), plan.parameters
-            for index, (parameter, source) in enumerate(zip(members, _Finish.apply(bucket, *members), strict=True)):
-                sources[parameter] = (source, bucket, index)
+            bucket = Bucket(plan)
+            finished = _Finish.apply(bucket, *plan.parameters)
+            for index, (parameter, source) in enumerate(zip(plan.parameters, finished, strict=True)):
+                sources[id(parameter)] = source, bucket, index
+
+    def first_use(parameter: Tensor) -> Tensor:
+        source = sources.get(id(parameter))
+        if source is None:
+            lies = home(parameter, known[id(parameter)])
+            root, place = held(parameter), where(lies.mesh, lies.placements, parameter.shape)
+        else:
+            root, place = _arriving(*source), source[1].plan.places[source[2]]
+        share = functools.partial(use_parameter, place=place)
+        return activation(root, place, share) if direct else share(root)
 
     def use(parameter: Tensor) -> Tensor:
-        if parameter in made:
-            return made[parameter]
-        if parameter in sources:
-            made[parameter] = _Use.apply(*sources[parameter])
-        elif parameter in parameters:
-            made[parameter] = distributed(parameter, parameters[parameter])
-        else:
-            return parameter
-        return made[parameter]
+        found = made.get(id(parameter))
+        if found is None:
+            if id(parameter) not in known:
+                return parameter
+            found = made[id(parameter)] = first_use(parameter)
+        return found
 
     return use

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv.agreement.ledger import before_step, finish, ledger, note_state
+from distconv.direct import discover
+from distconv.direct.activation import open_functions
 from distconv.implicit_replication import mix_plain_tensors
 from distconv.mesh_options import batch_norm_statistics
 from distconv.model.assignment import Assignment, assignments, meshes
@@ -106,6 +108,8 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     nn.Module.__call__ = call  # type: ignore[method-assign]
     _check_steps()
     watch_plain_tensors()
+    discover()
+    open_functions()
     mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))

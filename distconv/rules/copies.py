@@ -25,23 +25,34 @@ def copy_of(view: DTensor, x: DTensor) -> DTensor:
     """
     if torch._C._current_graph_task_id() != -1:
         return view
-    _guard()
+    watch_changes()
     if view._local_tensor.untyped_storage() is x._local_tensor.untyped_storage():
         view = DTensor(view._local_tensor.clone(), view._spec, requires_grad=False)
     view._local_tensor.untyped_storage()._distconv_copy = True  # type: ignore[attr-defined]
     return view
 
 
-def _refuse_change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _check_change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if not func._schema.is_mutable:
         return
     for tensor in _changed(func, args, kwargs):
-        if isinstance(tensor, DTensor) and hasattr(tensor._local_tensor.untyped_storage(), "_distconv_copy"):
+        if not isinstance(tensor, DTensor):
+            continue
+        if hasattr(tensor._local_tensor.untyped_storage(), "_distconv_copy"):
             raise refuse(
                 func,
                 f"it changes a tensor {tuple(tensor.shape)} in place that in one process is a view, but here, where"
                 f" its dims are sharded, a copy; accepted: the operator that makes a new tensor, or .clone() first",
             )
+        _count(tensor)
+        if isinstance(tensor._base, DTensor):
+            _count(tensor._base)
+
+
+def _count(changed: DTensor) -> None:
+    """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
+    if not changed._local_tensor.is_inference():
+        torch.autograd.graph.increment_version(changed._local_tensor)
 
 
 def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
@@ -52,9 +63,9 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 
 @functools.cache
-def _guard() -> None:
-    """From the first copy on, look at every operator that changes a tensor, whether it has a rule or not."""
-    checks.append(_refuse_change)
+def watch_changes() -> None:
+    """From now on, look at every operator that changes a tensor, whether it has a rule or not."""
+    checks.append(_check_change)
     rule(*unruled(_changes_elements))(leave)
 
 

@@ -77,6 +77,47 @@ def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Se
     )
 
 
+def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """This rank's y, from its x and its block of the weight. Collective over the axes that the plan exchanges along."""
+    parts = plan.split
+    local = LocalConvolution(plan, weight)
+    halos = [side.inputs for side in plan.sides]
+    if plan.overlap is not None and parts.is_whole:
+        y = overlap.forward(local, plan.overlap, x, bias)
+    elif parts.is_local:
+        pieces = _arriving(parts.channels, x, plan, halos)
+        channels, piece = next(pieces)
+        y = local.forward(piece, bias, channels, local.filters)
+        for channels, piece in pieces:
+            y += local.forward(piece, None, channels, local.filters)
+    else:
+        wide = _whole(parts.channels, x, halos)
+
+        def partial(filters: Interval) -> Tensor:
+            return local.forward(wide, None, local.channels, filters)
+
+        y = _leaving(parts.filters, partial, plan, plan.out_local, x)
+        if bias is not None:
+            y += bias.view(-1, *[1] * (y.dim() - 2))
+    return y
+
+
+def convolution_gradients(
+    plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Those asked for of this rank's dL/dx and of its shares of dL/dweight and dL/dbias. Collective, too."""
+    parts, local = plan.split, LocalConvolution(plan, weight)
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    if mask[0] or mask[1]:
+        if plan.overlap is not None and parts.is_whole:
+            dx, dw = overlap.backward(local, plan.overlap, grad, x, mask[0], mask[1])
+        else:
+            make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
+            dx, dw = make(local, grad, x, mask)
+    return dx, dw, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+
+
 @rule("aten::convolution")
 def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> DTensor:
     """y (N, F, out...) from x (N, C, in...); y is sharded as x is."""
@@ -84,27 +125,8 @@ def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest
     weight, bias = (_gathered(parameter, mesh, placements) for parameter in (weight, bias))
     plan = _plan_of(x, weight, bias, mesh, placements, rest)
     parts = plan.split
-    own_x = local_as(x, mesh, placements)
     own_bias = None if bias is None else local_as(bias, mesh, parts.vector)
-    local = LocalConvolution(plan, local_as(weight, mesh, parts.weight))
-    halos = [side.inputs for side in plan.sides]
-    if plan.overlap is not None and parts.is_whole:
-        y = overlap.forward(local, plan.overlap, own_x, own_bias)
-    elif parts.is_local:
-        pieces = _arriving(parts.channels, own_x, plan, halos)
-        channels, piece = next(pieces)
-        y = local.forward(piece, own_bias, channels, local.filters)
-        for channels, piece in pieces:
-            y += local.forward(piece, None, channels, local.filters)
-    else:
-        wide = _whole(parts.channels, own_x, halos)
-
-        def partial(filters: Interval) -> Tensor:
-            return local.forward(wide, None, local.channels, filters)
-
-        y = _leaving(parts.filters, partial, plan, plan.out_local, own_x)
-        if own_bias is not None:
-            y += own_bias.view(-1, *[1] * (y.dim() - 2))
+    y = convolved(plan, local_as(x, mesh, placements), local_as(weight, mesh, parts.weight), own_bias)
     return wrap(y, mesh, placements, plan.out_shape)
 
 
@@ -118,18 +140,8 @@ def convolution_backward(
     weight = _gathered(weight, mesh, placements)
     plan = _plan_of(x, weight, None, mesh, placements, arguments)
     parts = plan.split
-    own_grad = local_as(grad, mesh, placements)
-    local = LocalConvolution(plan, local_as(weight, mesh, parts.weight))
-    dx: Tensor | None = None
-    dw: Tensor | None = None
-    if mask[0] or mask[1]:
-        own_x = local_as(x, mesh, placements)
-        if plan.overlap is not None and parts.is_whole:
-            dx, dw = overlap.backward(local, plan.overlap, own_grad, own_x, *mask[:2])
-        else:
-            make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
-            dx, dw = make(local, own_grad, own_x, mask)
-    db = own_grad.sum([0, *range(2, own_grad.dim())]) if mask[2] else None
+    own_x, own_grad = local_as(x, mesh, placements), local_as(grad, mesh, placements)
+    dx, dw, db = convolution_gradients(plan, own_grad, own_x, local_as(weight, mesh, parts.weight), mask)
     return (
         wrap(dx, mesh, placements, x.shape) if dx is not None else None,
         wrap(dw, mesh, _summed(placements, parts.weight, parts.axes), weight.shape) if dw is not None else None,
@@ -138,7 +150,7 @@ def convolution_backward(
 
 
 def _from_arriving_gradients(
-    local: LocalConvolution, grad: Tensor, x: Tensor, mask: list[bool]
+    local: LocalConvolution, grad: Tensor, x: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dL/dx and dL/dweight where a rank reads its own channels only."""
     dx: Tensor | None = None
@@ -153,7 +165,7 @@ def _from_arriving_gradients(
 
 
 def _from_arriving_inputs(
-    local: LocalConvolution, grad: Tensor, x: Tensor, mask: list[bool]
+    local: LocalConvolution, grad: Tensor, x: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
     """dL/dx and dL/dweight where a rank reads others' channels: these arrive once more while dL/dx is made."""
     plan, parts = local.plan, local.plan.split

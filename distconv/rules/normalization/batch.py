@@ -57,7 +57,7 @@ def batch_norm(
         check_vector(func, vector, name, channels)
     w, b = (None if vector is None else local_as(vector, mesh, of) for vector in (weight, bias))
     if training:
-        over = _batch_share(mesh, placements, x.shape)
+        over = batch_share(mesh, placements, x.shape)
         mean, variance = moments(local)
         own = batch_norm_statistics.get(mesh) == "local"
         if running_mean is not None or running_var is not None or not own:
@@ -109,7 +109,8 @@ def batch_norm_in_evaluation(
     return batch_norm(func, x, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
-def _batch_share(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> Share | None:
+def batch_share(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int]) -> Share | None:
+    """The ranks among which the elements of a channel lie."""
     return share(mesh, placements, tuple(shape), (0, *range(2, len(shape))))
 
 
@@ -137,7 +138,7 @@ def batch_norm_backward(
         assert save_mean is not None and save_inverse is not None
         mean, square = local_as(save_mean, mesh, of), local_as(save_inverse, mesh, of).pow(-2)
         if batch_norm_statistics.get(mesh) != "local":
-            over = _batch_share(mesh, placements, x.shape)
+            over = batch_share(mesh, placements, x.shape)
     else:
         assert running_mean is not None and running_var is not None
         mean, square = local_as(running_mean, mesh, of), local_as(running_var, mesh, of) + eps

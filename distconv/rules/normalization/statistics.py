@@ -6,6 +6,7 @@ sample variances", 1979, equation 2.1.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from distconv.transfer.tracing import planned
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Share:
     """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
 
@@ -104,10 +105,28 @@ def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Te
     if not mean.numel():
         return mean, deviations
     own = torch.stack([mean, deviations])
-    flat = all_gathered(own.flatten(), len(share.counts), share.group)
-    means, squares = flat.view(len(share.counts), *own.shape).unbind(1)
-    weights = torch.tensor(share.counts, dtype=own.dtype, device=own.device) / share.total
-    weights = weights.view(len(share.counts), *[1] * (mean.dim() - 1), -1).expand_as(means)
+    ranks = len(share.counts)
+    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
+    if mean.dim() > 1 or len(share.counts[0]) > 1:
+        return _combined_by_column(means, squares, share)
+    # A compiler's stand-ins for tensors must not be kept.
+    weights, largest = (_weights if type(own) is Tensor else _weights.__wrapped__)(share, own.dtype, own.device)
+    pivot = means[largest]
+    mean = pivot + weights @ (means - pivot)
+    return mean, torch.addmv(squares.sum(0), (means - mean).square_().t(), weights, beta=1 / share.total)
+
+
+@functools.lru_cache(maxsize=1024)
+def _weights(share: Share, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+    """The part of all elements that each rank has, and the rank with most, where all columns are alike."""
+    counts = [count for (count,) in share.counts]
+    return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
+
+
+def _combined_by_column(means: Tensor, squares: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """The same from what all ranks have, (ranks, ..., columns), where columns may lie on ranks differently."""
+    weights = torch.tensor(share.counts, dtype=means.dtype, device=means.device) / share.total
+    weights = weights.view(means.shape[0], *[1] * (means.dim() - 2), -1).expand_as(means)
     pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
     mean = pivot + (weights * (means - pivot)).sum(0)
     return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
@@ -118,7 +137,7 @@ def normalize(rows: Tensor, mean: Tensor, square: Tensor, weight: Tensor | None,
     if not rows.numel():
         return torch.empty_like(rows)
     dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    vectors = [None if vector is None else vector.to(dtype) for vector in (weight, bias, mean, square)]
+    vectors = [v if v is None or v.dtype is dtype else v.to(dtype) for v in (weight, bias, mean, square)]
     return aten.native_batch_norm.default(rows, *vectors, False, 0.0, 0.0)[0]
 
 
@@ -161,7 +180,7 @@ def normalize_backward(
     if share is not None:
         sums = all_reduced(sums, share.group)
     if rows.numel():
-        sums = (sums if pool is None else sums[:, pool.index]) * torch.rsqrt(square) / -total
+        sums = (sums if pool is None else sums[:, pool.index]) * torch.rsqrt(square).div_(-total)
         dx += normalize(rows, mean, square, sums[1], sums[0])
     return dx, dweight, dbias
 
@@ -215,4 +234,4 @@ def update_running(
         values = gathered.unbind(1)
     for buffer, value in zip(running, values, strict=True):
         local = buffer._local_tensor if isinstance(buffer, DTensor) else buffer
-        local.lerp_(value.to(local.dtype), momentum)
+        local.lerp_(value if value.dtype is local.dtype else value.to(local.dtype), momentum)

@@ -1,0 +1,215 @@
+"""An activation while a model runs: a DTensor to whoever looks at it, a plain tensor of this rank to autograd.
+
+What an activation has as its ``root`` is an ordinary tensor in autograd's graph. Functions with a direct path (see
+`distconv.direct.paths`) compute with the roots. Every other function is given a DTensor that autograd derives from the
+root, and its results are activations again, whose roots autograd derives from DTensors when they are asked for. Once a
+DTensor exists and has been changed in place, or a view of it, it is what counts: the root is derived anew.
+
+A gradient of a root is laid out as the activation is: shards apart, replicas alike. That of a parameter's root is a
+share instead: those of all ranks that hold the parameter add up to the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.direct.border import FromRoot, ToRoot, apply
+from distconv.direct.paths import paths, running
+from distconv.direct.where import Where, where
+from distconv.dtensors import wrap
+from distconv.partition import is_ours
+
+
+class Activation(DTensor):
+    """See the module. Made by `activation`, `from_dtensor` and `of_parameter`."""
+
+    root: Tensor | None
+    dtensor: DTensor | None
+    version: int
+    """Of the DTensor, when the root was last the same."""
+    _place: Where
+    born_as_root: bool
+    """Whether autograd derives the DTensor from the root, and not the root from the DTensor."""
+    share: Callable[[Tensor], DTensor] | None
+    """Of a parameter: makes its DTensor from the root."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        path = paths.get(func)
+        if path is not None and not running.closed:
+            result = path(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in kwargs.items()})
+        return result if running.closed else activations(result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Only where torch's functions are passed over, and with them autograd's record of this rank's tensors."""
+        values = (*args, *(kwargs or {}).values())
+        if torch.is_grad_enabled() and any(needs_gradient(value) for value in values):
+            raise RuntimeError(
+                f"{func}: reached an activation beneath autograd; accepted: functions of torch, and of torch.nn"
+            )
+        return func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in (kwargs or {}).items()})
+
+    @property
+    def place(self) -> Where:
+        """Where it lies; in-place operators such as unsqueeze_ change it."""
+        found = self.dtensor
+        if found is not None and found._spec is not self._spec:
+            spec = self._spec = found._spec
+            self._place, self.version = where(spec.mesh, tuple(spec.placements), spec.shape), -1
+        return self._place
+
+    @property
+    def placements(self) -> Any:
+        return self.place.placements
+
+    @property
+    def device_mesh(self) -> Any:
+        return self.place.mesh
+
+    def to_local(self, **options: Any) -> Tensor:
+        return self.as_dtensor().to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        return self.as_dtensor().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        return self.as_dtensor().redistribute(*args, **options)
+
+    def as_dtensor(self) -> DTensor:
+        """The DTensor that stands for it from now on."""
+        found = self.dtensor
+        if found is None:
+            root = self.root
+            assert root is not None
+            if self.share is not None:
+                with torch.set_grad_enabled(root.requires_grad):
+                    found = self.share(root)
+            elif root.requires_grad:
+                with torch.enable_grad():
+                    found = apply(FromRoot, root, self.place)
+            else:
+                found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
+            self.dtensor, self.version, self._spec = found, _version(found), found._spec
+        return found
+
+    def local(self) -> Tensor:
+        """The root, derived anew where the DTensor has changed."""
+        found = self.dtensor
+        if found is None:
+            assert self.root is not None
+            return self.root
+        version = _version(found)
+        if self.root is not None and version == self.version:
+            return self.root
+        if not found.requires_grad:
+            return found._local_tensor
+        with torch.enable_grad():
+            root: Tensor = apply(ToRoot, found)
+        self.root, self.version, self.born_as_root = root, version, False
+        return root
+
+    @property
+    def changed(self) -> bool:
+        """Of a parameter: whether its DTensor has been changed in place, and the root is not what it was."""
+        return self.dtensor is not None and self.version != _version(self.dtensor)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the root alone is what counts, so that it may be changed in place."""
+        return self.dtensor is None and self.share is None
+
+
+@functools.cache
+def open_functions() -> None:
+    """From now on a script's own functions of autograd are given DTensors for activations."""
+    stock = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def given(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = any(holds_activation(arg) for arg in args) or any(map(holds_activation, kwargs.values()))
+        running.closed += 1
+        try:
+            if not found:
+                return stock(cls, *args, **kwargs)
+            result = stock(cls, *as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in kwargs.items()})
+        finally:
+            running.closed -= 1
+        return result if running.closed else activations(result)
+
+    torch.autograd.Function.apply = classmethod(given)  # type: ignore[assignment, method-assign]
+
+
+def holds_activation(value: Any) -> bool:
+    """Whether it is one, or a list with one among its items."""
+    return type(value) is Activation or (isinstance(value, list | tuple) and any(map(holds_activation, value)))
+
+
+def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
+    """That of a root. ``share``: see `Activation`."""
+    made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
+    made._place, made.root, made.dtensor, made.share, made.born_as_root = place, root, None, share, True
+    return made
+
+
+def from_dtensor(dtensor: DTensor) -> Activation:
+    """That of a DTensor on one of our meshes."""
+    spec = dtensor._spec
+    made: Any = DTensor.__new__(Activation, dtensor._local_tensor, spec, requires_grad=False)
+    made._place = where(spec.mesh, tuple(spec.placements), spec.shape)
+    made.root, made.dtensor, made.share, made.version, made.born_as_root = None, dtensor, None, -1, False
+    return made
+
+
+def activations(result: Any) -> Any:
+    """What a function of DTensors gives, with an activation for each of them."""
+    kind = type(result)
+    if kind is DTensor:
+        return from_dtensor(result) if is_ours(result.device_mesh) else result
+    if kind is tuple or kind is list or hasattr(kind, "n_sequence_fields"):
+        return kind([activations(item) for item in result])
+    return result
+
+
+def as_dtensors(args: Sequence[Any]) -> list[Any]:
+    """The arguments of a function, with the DTensor of each activation, in lists too."""
+    return [_as_dtensor(arg) for arg in args]
+
+
+def _as_dtensor(arg: Any) -> Any:
+    if type(arg) is Activation:
+        return arg.as_dtensor()
+    if isinstance(arg, list | tuple) and any(isinstance(item, Activation | list | tuple | dict) for item in arg):
+        values = [_as_dtensor(item) for item in arg]
+        return type(arg)(*values) if hasattr(arg, "_fields") else type(arg)(values)
+    if type(arg) is dict:
+        return {name: _as_dtensor(item) for name, item in arg.items()}
+    return arg
+
+
+def needs_gradient(value: Any) -> bool:
+    """Whether autograd records what is computed from an activation."""
+    if type(value) is Activation:
+        return (value.dtensor if value.root is None else value.root).requires_grad  # type: ignore[union-attr]
+    return isinstance(value, list | tuple) and any(needs_gradient(item) for item in value)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether it is a parameter's activation, whose root is what a direct path may compute with."""
+    return type(value) is Activation and value.share is not None and not value.changed

@@ -1,0 +1,64 @@
+"""The border between this rank's tensors and DTensors, for autograd: each is derived from the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.direct.where import Where, where
+from distconv.dtensors import wrap
+from distconv.layouts import undoes_shard
+from distconv.rules.copies import watch_changes
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved, relaid
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply`` for plain tensors and DTensors, which need none of the checks that it makes first."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def fitting(grad: Tensor, place: Where) -> DTensor:
+    """A gradient, laid out as what it is of. Differentiable; collective where it has to be moved."""
+    if isinstance(grad, DTensor) and tuple(grad.placements) == place.placements:
+        return grad
+    if torch.is_grad_enabled() and isinstance(grad, DTensor):
+        return relaid(grad, place.mesh, place.placements)
+    if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
+        return moved(grad, place.mesh, place.placements)
+    return wrap(local_as(grad, place.mesh, place.placements), place.mesh, place.placements, place.shape)
+
+
+class FromRoot(torch.autograd.Function):
+    """The DTensor of what this rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, place: Where) -> DTensor:
+        ctx.where = place
+        watch_changes()
+        return wrap(root.detach(), place.mesh, place.placements, place.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = fitting(grad, ctx.where)
+        return apply(ToRoot, grad) if torch.is_grad_enabled() else grad._local_tensor, None
+
+
+class ToRoot(torch.autograd.Function):
+    """What this rank has of a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor) -> Tensor:
+        spec = dtensor._spec
+        ctx.where = where(spec.mesh, tuple(spec.placements), spec.shape)
+        return dtensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        place = ctx.where
+        if torch.is_grad_enabled():
+            return apply(FromRoot, grad, place)
+        return wrap(grad, place.mesh, place.placements, place.shape)

@@ -1,0 +1,186 @@
+"""Convolutions: torch's own where a rank needs nothing of others, else a function that exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.direct.activation import Activation, activation
+from distconv.direct.border import apply
+from distconv.direct.paths import path
+from distconv.direct.shares import again
+from distconv.direct.where import Where, where
+from distconv.layouts import local_shape
+from distconv.mesh_options import channel_algorithm
+from distconv.rules.channel_split import channel_layout
+from distconv.rules.convolution import convolution_gradients, convolved
+from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
+from distconv.transfer.needs import OWN
+
+
+class _Call(NamedTuple):
+    """What a convolution of given shapes has decided."""
+
+    plan: ConvolutionPlan
+    alone: bool
+    """Whether this rank needs nothing of others, and torch's function does with its tensors."""
+    input: Where
+    weight: Where
+    vector: Where
+    """Of the bias."""
+    output: Where
+    arguments: tuple[Any, ...]
+    """Of `aten::convolution`, after the tensors."""
+
+
+def _call(
+    x: Where, weight: Where, bias: Where | None, dtypes: tuple[torch.dtype | None, ...], arguments: tuple[Any, ...]
+) -> _Call | None:
+    """None where the direct path cannot serve."""
+    mesh = x.mesh
+    if not x.is_spread or weight.mesh != mesh or channel_layout(mesh, x.placements) != x.placements:
+        return None
+    stride, padding, dilation, transposed, output_padding, groups = arguments
+    plan = make_convolution_plan(
+        *(mesh, x.placements, tuple(x.shape), tuple(weight.shape), weight.placements, channel_algorithm(mesh)),
+        *(dtypes, stride, padding, dilation, transposed, output_padding, groups),
+    )
+    parts = plan.split
+    if not _same(weight, parts.weight) or not (bias is None or _same(bias, parts.vector)):
+        return None
+    apart = not plan.sides or (
+        not transposed and all(_is_apart(side, x, weight.shape, arguments) for side in plan.sides)
+    )
+    as_asked = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
+    alone = parts.is_whole and apart and as_asked and x.is_filled and 0 not in plan.out_local
+    vector = where(mesh, parts.vector, torch.Size((plan.out_shape[1],)))
+    return _Call(plan, alone, x, weight, vector, x.of_shape(plan.out_shape), arguments)
+
+
+def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
+    """Whether along a sharded dim every rank's outputs are what its own inputs give, from the first one on."""
+    stride, padding, dilation = (values[side.dim - 2] for values in arguments[:3])
+    pieces, reach = side.inputs.plan.segments, dilation * (weight[side.dim] - 1) + 1
+    extent = local_shape(x.mesh, x.placements, x.shape)[side.dim]
+    return (
+        not padding
+        and side.inputs.plan.silent
+        and len(pieces) == 1
+        and (pieces[0].block, pieces[0].start, pieces[0].step) == (OWN, 0, 1)
+        and (extent - reach) // stride + 1 == side.own
+    )
+
+
+def _same(held: Where, wanted: Sequence[Any]) -> bool:
+    """Whether a parameter lies on this rank as a layer wants it."""
+    pairs = zip(held.placements, wanted, strict=True)
+    return all(found == other or held.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.call = call
+        y = convolved(call.plan, x, weight, bias)
+        # A part of a tensor could not be changed in place.
+        return y.clone() if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        call, mask = ctx.call, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            filters = [call.output.shape[1]] if mask[2] else None
+            operands = (grad, call.output, False), (x, call.input, False), (weight, call.weight, True)
+            return *again(
+                torch.ops.aten.convolution_backward, operands, (filters, *call.arguments, list(mask)), call.vector
+            ), None
+        return *convolution_gradients(call.plan, grad, x, weight, mask), None
+
+
+def _convolution(function: Any, dims: int, transposed: bool) -> None:
+    def numbers(value: Any) -> tuple[int, ...]:
+        return (value,) * dims if isinstance(value, int) else tuple(value)
+
+    def local(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, out: Any, groups: int, dilation: Any) -> Any:
+        if (
+            type(x) is not Activation
+            or type(weight) is not Activation
+            or not (bias is None or type(bias) is Activation)
+        ):
+            return NotImplemented
+        if x.share is not None or weight.share is None or (bias is not None and bias.share is None):
+            return NotImplemented
+        if (
+            isinstance(padding, str)
+            or len(x.place.shape) != dims + 2
+            or weight.changed
+            or (bias is not None and bias.changed)
+        ):
+            return NotImplemented
+        own, own_weight, own_bias = x.local(), weight.local(), None if bias is None else bias.local()
+        dtypes = own.dtype, own_weight.dtype, None if own_bias is None else own_bias.dtype
+        places = weight._place, None if bias is None else bias._place
+        key = (function, places, dtypes, stride, padding, out, groups, dilation)
+        plans = x._place.plans
+        call = plans.get(key, False)
+        if call is False:
+            arguments = numbers(stride), numbers(padding), numbers(dilation), transposed, numbers(out), groups
+            call = plans[key] = _call(x._place, *places, dtypes, arguments)
+        if call is None:
+            return NotImplemented
+        if call.alone:
+            if transposed:
+                y = function(own, own_weight, own_bias, stride, padding, out, groups, dilation)
+            else:
+                y = function(own, own_weight, own_bias, stride, padding, dilation, groups)
+        elif torch._C._is_any_autocast_enabled():
+            return NotImplemented
+        else:
+            y = apply(_Convolution, own, own_weight, own_bias, call)
+        return activation(y, call.output)
+
+    if transposed:
+
+        @path(function)
+        def transposed_path(
+            input: Any,
+            weight: Any,
+            bias: Any = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            output_padding: Any = 0,
+            groups: int = 1,
+            dilation: Any = 1,
+        ) -> Any:
+            return local(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+    else:
+
+        @path(function)
+        def ordinary_path(
+            input: Any,
+            weight: Any,
+            bias: Any = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            dilation: Any = 1,
+            groups: int = 1,
+        ) -> Any:
+            return local(input, weight, bias, stride, padding, 0, groups, dilation)
+
+
+for _dims, _functions in enumerate(
+    (
+        (torch.conv1d, torch.conv_transpose1d),
+        (torch.conv2d, torch.conv_transpose2d),
+        (torch.conv3d, torch.conv_transpose3d),
+    ),
+    start=1,
+):
+    _convolution(_functions[0], _dims, False)
+    _convolution(_functions[1], _dims, True)

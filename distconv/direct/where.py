@@ -1,0 +1,57 @@
+"""Where an activation lies: one object for each mesh, layout and whole shape, which keeps what these decide."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from distconv.dtensors import row_major_spec
+from distconv.layouts import local_shape
+
+
+class Where:
+    """A mesh, a layout on it and a whole shape. Made by `where`: two are the same object if these are equal."""
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> None:
+        self.mesh, self.placements, self.shape = mesh, placements, shape
+        shards = [type(placement) is Shard for placement in placements]
+        self.is_plain = all(
+            shard or placement.is_replicate() for shard, placement in zip(shards, placements, strict=True)
+        )
+        """Neither partial sums nor shards of a special kind."""
+        self.is_spread = self.is_plain and all(shard or mesh.size(axis) == 1 for axis, shard in enumerate(shards))
+        """No two ranks hold the same elements."""
+        self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)
+        """This rank has elements."""
+        self.plans: dict[Any, Any] = {}
+        """What calls with an input that lies so have decided, by what else they depend on."""
+        self._specs: dict[torch.dtype, DTensorSpec] = {}
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """The description of a DTensor that lies so; its strides are those of a contiguous tensor."""
+        found = self._specs.get(dtype)
+        if found is None:
+            found = self._specs[dtype] = row_major_spec(self.mesh, self.placements, tuple(self.shape), dtype)
+        return found
+
+    def shards(self, dim: int) -> bool:
+        """Whether more than one rank shares a dim."""
+        return any(
+            isinstance(placement, Shard) and placement.dim == dim and self.mesh.size(axis) > 1
+            for axis, placement in enumerate(self.placements)
+        )
+
+    def of_shape(self, shape: tuple[int, ...]) -> Where:
+        """The same layout of another shape."""
+        return where(self.mesh, self.placements, torch.Size(shape))
+
+
+@functools.lru_cache(maxsize=8192)
+def where(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size) -> Where:
+    """The object for these."""
+    return Where(mesh, placements, shape)

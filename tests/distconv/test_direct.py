@@ -1,0 +1,206 @@
+"""Models whose layers compute on a rank's own tensors: whatever else a script does with activations stays right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+
+
+class Square(torch.autograd.Function):
+    """A script's own function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class Net(nn.Module):
+    """Computes a loss from its layers by one of the functions below."""
+
+    def __init__(self, loss: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.layer, self.norm = (
+            nn.Conv2d(3, 3, 3, padding=1),
+            nn.Conv2d(3, 3, 3, padding=1),
+            nn.BatchNorm2d(3),
+        )
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self, x)
+
+
+def in_place(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    z = y.mul_(2)
+    z += 1
+    y = F.relu(y, inplace=True)
+    return (y * z).sum()
+
+
+def in_place_on_a_view(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    y[..., :2].mul_(3)
+    return (F.relu(y) * y).sum()
+
+
+def set_items(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    y[..., 0] = 0
+    return m.layer(y).sum()
+
+
+def hook_after_use(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    used = F.relu(y).sum() + y.mean()
+    y.register_hook(lambda grad: grad * 3)
+    return used + (y * 2).sum()
+
+
+def kept_gradient(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    used = y.square().mean()
+    y.retain_grad()
+    loss = used + F.relu(y).sum()
+    if torch.is_grad_enabled():
+        loss.backward(retain_graph=True)
+        loss = loss + (y.grad * y).sum()
+    return loss
+
+
+def own_function(m: Net, x: Tensor) -> Tensor:
+    return Square.apply(m.norm(m.layer(x))).sum()
+
+
+def checkpointed(m: Net, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: m.norm(F.relu(m.layer(x))), m.first(x), use_reentrant=False).square().sum()
+
+
+def checkpointed_within(m: Net, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: m.norm(F.relu(m.layer(x))), m.first(x), use_reentrant=True).square().sum()
+
+
+def changed_weight(m: Net, x: Tensor) -> Tensor:
+    return F.conv2d(x, m.layer.weight * 2, m.layer.bias, 1, 1).sum() + m.layer(x).square().sum()
+
+
+def shared_layer(m: Net, x: Tensor) -> Tensor:
+    return m.layer(F.relu(m.layer(m.layer(x)))).sum()
+
+
+def without_gradient(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    with torch.no_grad():
+        norm = y.square().sum().sqrt()
+        scale = m.first.weight.sum()
+    return (y / norm).sum() + scale * y.square().mean() + m.first(y).sum()
+
+
+def gradient_of_a_gradient(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    with torch.enable_grad():
+        (grad,) = torch.autograd.grad(m.norm(F.softplus(m.layer(y))).pow(3).mean(), y, create_graph=True)
+    return (grad * grad * y).sum()
+
+
+def detached(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    return (F.relu(y) * y.detach()).sum() + (y.data * 2).sum()
+
+
+def joined(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    return torch.cat([y, F.relu(y), torch.where(y > 0, y, 0.1 * y)], 1).square().sum()
+
+
+def cut(m: Net, x: Tensor) -> Tensor:
+    y = m.norm(m.layer(x))
+    return sum((part.square().sum() for part in y.chunk(3, 1)), torch.stack([y, y]).mean())
+
+
+def channels_last(m: Net, x: Tensor) -> Tensor:
+    y = m.layer(x.contiguous(memory_format=torch.channels_last))
+    return F.relu(m.norm(y).contiguous()).square().sum() + float(y.dim() + y.shape[0] + y.numel())
+
+
+LOSSES = (
+    *(in_place, in_place_on_a_view, set_items, hook_after_use, kept_gradient, own_function, checkpointed),
+    *(checkpointed_within, changed_weight, shared_layer, without_gradient, detached, joined, cut, channels_last),
+)
+
+
+def loss_and_gradients(loss: Callable[[Any, Tensor], Tensor], partition: str | None) -> list[Tensor]:
+    x = torch.randn(4, 3, 6, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    model: nn.Module = Net(loss).double()
+    if partition is not None:
+        model = distconv.parallelize(model, distconv.init(partition, device_type="cpu"))
+    value = model(x)
+    value.backward()
+    grads = [distconv.whole_state(p.grad) for p in model.parameters() if p.grad is not None]
+    assert x.grad is not None
+    return [distconv.gather(value.detach()), x.grad, *grads]
+
+
+def differences(partition: str) -> dict[str, str]:
+    found = {}
+    for loss in LOSSES:
+        expected, here = loss_and_gradients(loss, None), loss_and_gradients(loss, partition)
+        if len(expected) != len(here) or not all(
+            torch.allclose(a, b, rtol=1e-9, atol=1e-10) for a, b in zip(here, expected, strict=True)
+        ):
+            found[loss.__name__] = f"{[float((a - b).abs().max()) for a, b in zip(here, expected, strict=False)]}"
+    return found
+
+
+@pytest.mark.parametrize("partition", ["sample=2", "height=2", "channel=2"])
+def test_what_a_script_does_with_activations(ranks: Callable[[int], Ranks], partition: str) -> None:
+    pool = ranks(2)
+    if pool.backend == "mpi":
+        pytest.skip("over Gloo")
+    assert pool.run(differences, partition) == [{}, {}]
+
+
+def refused_changes() -> list[str]:
+    """The errors of backward where what an activation function has kept was changed in place, by whatever way."""
+    mesh = distconv.init("height=2", device_type="cpu")
+    errors = []
+
+    def within(m: Net, x: Tensor) -> Tensor:
+        y = torch.sigmoid(m.layer(x))
+        y[:, :1].add_(1)
+        return y.sum()
+
+    def outside(m: Net, x: Tensor) -> Tensor:
+        return torch.sigmoid(m.layer(x))
+
+    for loss in (within, outside):
+        model = distconv.parallelize(Net(loss).double(), mesh)
+        y = model(torch.ones(2, 3, 6, 5, dtype=torch.float64))
+        try:
+            (y if loss is within else y.mul_(2)).sum().backward()
+        except RuntimeError as error:
+            errors.append(str(error)[:60])
+    return errors
+
+
+def test_a_change_of_what_backward_needs_is_noticed(ranks: Callable[[int], Ranks]) -> None:
+    pool = ranks(2)
+    if pool.backend == "mpi":
+        pytest.skip("over Gloo")
+    noticed = "one of the variables needed for gradient computation has bee"
+    assert pool.run(refused_changes) == [[noticed, noticed]] * 2
