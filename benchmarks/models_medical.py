@@ -60,9 +60,6 @@ def _monai() -> Iterator[tuple[str, Entry]]:
     sizes: dict[str, Any] = {"img_size": (32, 32, 32), "patch_size": (8, 8, 8), "hidden_size": 48, "mlp_dim": 96}
     yield monai("ViT", label="ViT_3d", in_channels=1, **sizes, num_layers=4, num_heads=4, classification=True)
     yield "monai.VoxelMorph", Entry(_voxelmorph, (*VOLUME, *VOLUME))
-    vq: dict[str, Any] = {"channels": (8, 16), "num_res_channels": 8, "num_embeddings": 16, "embedding_dim": 4}
-    vq |= {"downsample_parameters": ((2, 4, 1, 1),) * 2, "upsample_parameters": ((2, 4, 1, 1, 0),) * 2}
-    yield "monai.VQVAE", Entry(make(NETS, "VQVAE", **three, in_channels=1, out_channels=1, **vq), VOLUME)
 
 
 def _monai_planes() -> Iterator[tuple[str, Entry]]:

@@ -63,7 +63,10 @@ class Trial:
             found = {"result": "refused", "reason": str(error), "line": line_of(error)}
         except Exception as error:
             found = {"result": "crash", "reason": f"{type(error).__name__}: {error}"[:2000], "line": line_of(error)}
-            found["traceback"] = "".join(traceback.format_exception(error)[-12:])
+            found["traceback"] = [
+                f"{f.name} in line {f.lineno} of {f.filename.rpartition('/')[2]}"
+                for f in traceback.extract_tb(error.__traceback__)[-8:]
+            ]
             try:
                 self._alone(self.inputs)
             except Exception:  # not distconv's doing

@@ -15,7 +15,7 @@ squeezenet1_0 squeezenet1_1 swin_t swin_v2_t vgg11_bn"""
 
 TIMM = """caformer_s18 convformer_s18 convmixer_768_32 convnext_atto cs3darknet_s cspdarknet53 cspresnet50
 densenet121 dla34 dla60_res2net dpn68 eca_nfnet_l0 ecaresnet26t edgenext_xx_small efficientvit_b0 ese_vovnet19b_dw
-fastvit_t8 fbnetc_100 focalnet_tiny_srf gcresnet33ts gernet_s ghostnet_050 ghostnetv3_050 haloregnetz_b hardcorenas_a
+fastvit_t8 fbnetc_100 focalnet_tiny_srf gcresnet33ts gernet_s ghostnet_050 ghostnetv3_050 hardcorenas_a
 hgnetv2_b0 hrnet_w18_small inception_next_atto inception_resnet_v2 inception_v4 lcnet_050
 legacy_xception mambaout_femto mixnet_s mobilenetv4_conv_small mobilenetv4_hybrid_medium mobileone_s0
 mobilevit_xxs mobilevitv2_050 nextvit_small nf_regnet_b0 nfnet_l0 poolformer_s12 poolformerv2_s12 pvt_v2_b0 rdnet_tiny
@@ -34,7 +34,13 @@ vit_tiny_patch16_224"""
 
 SIZES = {"cait_xxs24_224": 64, "crossvit_tiny_240": 240, "eva02_tiny_patch14_224": 56, "convit_tiny": 64}
 
-TIMM_FIXED = {"botnet26t_256": 256, "halonet26t": 256, "lambda_resnet26t": 256, "efficientformer_l1": 224}
+TIMM_FIXED = {
+    "botnet26t_256": 256,
+    "halonet26t": 256,
+    "haloregnetz_b": 224,
+    "lambda_resnet26t": 256,
+    "efficientformer_l1": 224,
+}
 """What accepts one extent only."""
 
 SMP = """DeepLabV3 DeepLabV3Plus FPN Linknet MAnet PAN PSPNet Segformer UPerNet Unet UnetPlusPlus"""
