@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.transfer.tracing import collectives, is_traced
+from distconv.transfer.tracing import arrived, is_traced, started
 
 SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
 
@@ -24,14 +24,14 @@ class AllReduce:
         self._x, self._work = x, None
         if is_traced(x):
             assert group is not None  # in a graph it has a name
-            self._x = collectives.all_reduce(x, _NAMES[op], group.group_name)
+            self._x = started("all_reduce", x, _NAMES[op], group.group_name)
         else:
             self._work = dist.all_reduce(x, op, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
         if self._work is None:
-            return collectives.wait_tensor(self._x)
+            return arrived(self._x)
         self._work.wait()
         return self._x
 

@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.transfer.tracing import collectives, is_traced
+from distconv.transfer.tracing import arrived, is_traced, started
 
 AWAKE_SECONDS = 5e-4
 """How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""
@@ -29,14 +29,14 @@ class AllToAll:
         self._output, self._input, self._work = output, input, None
         if is_traced(input):
             assert group is not None  # in a graph it has a name
-            self._output = collectives.all_to_all_single(input, received, sent, group.group_name)
+            self._output = started("all_to_all_single", input, received, sent, group.group_name)
             return
         self._work = dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """``output``, filled, or a new tensor where a graph is traced."""
         if self._work is None:
-            return collectives.wait_tensor(self._output)
+            return arrived(self._output)
         if self._output.device.type == "cpu":
             # A halo on its way arrives sooner than a sleeping thread wakes up.
             patience = time.perf_counter() + AWAKE_SECONDS

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.transfer.tracing import collectives, is_traced
+from distconv.transfer.tracing import arrived, is_traced, started
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 
@@ -21,7 +21,7 @@ def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Te
     """Flat ``own`` of every member in turn, in one flat tensor. Collective over the group of ``ranks`` members."""
     if is_traced(own):
         assert group is not None  # in a graph it has a name
-        return collectives.wait_tensor(collectives.all_gather_into_tensor(own, ranks, group.group_name))
+        return arrived(started("all_gather_into_tensor", own, ranks, group.group_name))
     output = own.new_empty(ranks * own.numel())
     all_gather(output, own, group)
     return output

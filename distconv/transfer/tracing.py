@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import traceback
 from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
@@ -20,8 +22,37 @@ def is_traced(x: Tensor) -> bool:
     return type(x) is not Tensor and isinstance(x, FakeTensor | FunctionalTensor)
 
 
-collectives = torch.ops._c10d_functional
-"""The collectives of a graph. They start here, and ``wait_tensor`` waits: torch's functions for them wait at once."""
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """What is traced within it stays in the graph, forward or backward, that is being traced."""
+    if not traceback.has_preserved_node_meta():  # there are no two graphs yet
+        yield
+        return
+    meta, tag = traceback.current_meta, "partitioner_tag"
+    before = meta.get(tag)
+    meta[tag] = "must_be_in_forward" if torch._C._current_graph_task_id() == -1 else "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta[tag] = before
+
+
+def started(name: str, *args: Any) -> Tensor:
+    """A collective of a graph, which starts here: what it makes is there once ``arrived`` has waited for it.
+
+    It stays in the graph, forward or backward, in which a rule called it. Otherwise a rank that sends nothing would do
+    the one of backward in forward, since its input depends on no gradient, and another rank would not.
+    """
+    with _kept():
+        result: Tensor = getattr(torch.ops._c10d_functional, name)(*args)
+    return result
+
+
+def arrived(x: Tensor) -> Tensor:
+    """What a collective of a graph has made. The wait stays in the graph, too, where nothing was received."""
+    with _kept():
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return result
 
 
 def planned(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
