@@ -45,6 +45,8 @@ def _words(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     flat = x.resolve_neg().contiguous().view(-1)
+    if flat.stride(0) != 1:  # one element, of a tensor that was expanded
+        flat = flat.clone(memory_format=torch.contiguous_format)
     size = flat.element_size()
     if size >= 4:
         return flat.view(torch.int32)

@@ -144,12 +144,15 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
     arguments = named(func, args, kwargs)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     x, ndim = tensors[0], tensors[0].dim()
-    mesh, placements = common_layout(*[t for t in tensors if t.dim() == ndim], *tensors)
+    alike = [t for t in tensors if t.dim() == ndim]
+    if not any(isinstance(t, DTensor) for t in alike):
+        return small_or_refused(func, args, kwargs, "beside a plain tensor of other dims it is not computed in parts")
+    mesh, placements = common_layout(*alike)
     if not ndim or not x.numel() or any(p.is_shard() and not isinstance(p, Shard) for p in placements):
         return small_or_refused(func, args, kwargs, "it has no elements or no dims")
     meeting = {dim % ndim for dim in meets.dims(arguments, ndim)}
     # Along a dim in which its tensors differ they cannot be cut alike.
-    apart = meeting | {d for t in tensors if t.dim() == ndim for d in range(ndim) if t.shape[d] != x.shape[d]}
+    apart = meeting | {d for t in alike for d in range(ndim) if t.shape[d] != x.shape[d]}
     target = layout_beside(mesh, placements, tuple(x.shape), frozenset(apart))
     if target is None:
         return small_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")

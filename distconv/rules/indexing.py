@@ -65,6 +65,8 @@ def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
 def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
     """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
     mesh, placements = common_layout(index, source, x)
+    if len({tensor.dim() for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
+        return small_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
     dim %= max(x.dim(), 1)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and mesh.size(axis) > 1:

@@ -35,6 +35,8 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "rows added": lambda x: x.index_add(2, torch.tensor([1, 0]), x[:, :, :2] * 2),
     "rows filled": lambda x: x.index_fill(2, torch.tensor([1]), 3.0),
     "spectrum": lambda x: torch.fft.rfft2(x.detach()).abs(),
+    "conjugates": lambda x: torch.view_as_real(torch.complex(x, x * 2).conj().flip(2)).prod(-1),
+    "from conjugates": lambda x: torch.fft.ifft(torch.complex(x.detach(), x.detach()).conj(), dim=2).real,
     "spectrum of rows": lambda x: torch.fft.ifft(torch.fft.fft(x, dim=2) * 2, dim=2).real,
     "triangles": lambda x: x.triu() + x.tril(-1),
     "renormalised": lambda x: x.renorm(2, 1, 0.5),

@@ -1,0 +1,39 @@
+"""Complex numbers: conjugates, and complex numbers as pairs of real ones and back.
+
+In one process a conjugate is a view that conjugates when it is read. What is sent is memory as it lies, so on shards
+conjugates are computed at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from distconv.dtensors import wrap
+from distconv.layouts import dim_axes, layout
+from distconv.rules.along import small_or_refused
+from distconv.rules.copies import copy_of
+from distconv.rules.registry import rule
+
+
+@rule("aten::_conj", "aten::_neg_view")
+def conjugate(func: Any, x: DTensor) -> DTensor:
+    """The conjugate, or the negative, of every element."""
+    local = func(x._local_tensor).resolve_conj().resolve_neg()
+    return copy_of(wrap(local, *layout(x), x.shape), x)
+
+
+@rule("aten::view_as_real")
+def pairs(func: Any, x: DTensor) -> DTensor:
+    """(...) complex numbers as (..., 2) real ones."""
+    return wrap(func(x._local_tensor), *layout(x), (*x.shape, 2))
+
+
+@rule("aten::view_as_complex")
+def complexes(func: Any, x: DTensor) -> DTensor:
+    """(..., 2) real numbers as (...) complex ones."""
+    mesh, placements = layout(x)
+    if dim_axes(mesh, placements, x.dim() - 1):
+        return small_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
+    return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])
