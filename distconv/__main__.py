@@ -9,11 +9,11 @@ import sys
 from typing import NoReturn
 
 from distconv import settings
-from distconv.commands import check, convert, run
+from distconv.commands import check, convert, plan, run, simulate
 from distconv.job.launcher import BadInput
 from distconv.job.place import find_place
 
-COMMANDS = (run, check, convert)
+COMMANDS = (run, check, convert, plan, simulate)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -83,7 +83,7 @@ def shard_parameters(places: Mapping[nn.Module, DeviceMesh], optimizers: Iterabl
         _follow(optimizer, replaced)
     for old in replaced:
         old.grad = None
-        old.data = torch.empty(0, dtype=old.dtype)
+        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
         old.__class__ = Replaced
     if replaced:
         _watch_steps()

@@ -90,7 +90,7 @@ def above_autograd(operator: str) -> Callable[[H], H]:
                 complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
                 raise
 
-        for key in ("AutogradCPU", "AutogradCUDA"):
+        for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
             before = None if taken_apart else torch.library.get_kernel(operator, key)
             run = functools.partial(kernel, before)
             _library.impl(operator.removeprefix("aten::"), run, key, with_keyset=True)

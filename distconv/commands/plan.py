@@ -1,0 +1,242 @@
+"""python -m distconv plan: the partition of every layer that a performance model expects to be the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distconv.job.launcher import BadInput
+from distconv.partition import AXES
+from mucudnn.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from distconv.performance.choice import Plan, Planner, Row
+    from distconv.performance.layers import LayerGraph
+
+DESCRIPTION = """\
+Predicts how long a training step of a network takes under partitions of so many ranks, and chooses one for each layer.
+Nothing is computed, and no other rank is needed: the step is that of distconv's own rules, recorded on tensors without
+data, and its kernels and messages take as long as the machine file says (kernels by a roofline).
+
+"""
+EXAMPLES = """\
+examples:
+  python -m distconv plan resnet50 --ranks 16 --batch 32 --machine lassen
+  python -m distconv plan unet3d --ranks 4 --batch 1 --machine h100 --memory 80GiB -o strategy.toml
+  python -m distconv plan package.module:Model --input 1,512,512,512 --ranks 64 --batch 4 --machine cluster.toml --json
+
+then: python -m distconv run --strategy strategy.toml train.py
+"""
+
+OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
+"""Numbers that an optimizer keeps for each parameter."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of the command line."""
+    from distconv.performance.machine import built_in
+
+    parser = commands.add_parser(
+        "plan",
+        help="choose the partition of every layer by a performance model",
+        description=DESCRIPTION + _names(),
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_network_and_machine(parser, built_in())
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="the most that a rank may hold: parameters, optimizer, activations (16GiB)"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="momentum",
+        help="what is kept for each parameter (default: momentum)",
+    )
+    parser.add_argument(
+        "--axes", metavar="NAME,...", help=f"divide along these axes only, of {', '.join(AXES)} (default: all)"
+    )
+    parser.add_argument("--only", metavar="PATTERN", help="take only partitions that match, such as 'sample=*'")
+    parser.add_argument("--candidates", type=int, metavar="N", help="partitions to look at (default: the best 40)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.set_defaults(command=command)
+
+
+def _names() -> str:
+    from mucudnn.commands.network import NAMES
+
+    return NAMES
+
+
+def add_network_and_machine(parser: Any, machines: list[str]) -> None:
+    """NETWORK with its input and batch, the machine, and what batch norm does."""
+    from mucudnn.commands.network import add_network
+
+    add_network(parser)
+    parser.add_argument(
+        "--machine", required=True, metavar="FILE", help=f"a TOML file, or one of {', '.join(machines)}"
+    )
+    parser.add_argument(
+        "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
+    )
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """What the user gave and cannot be used becomes one line."""
+    from mucudnn.program import NotFound
+
+    try:
+        yield
+    except (NotFound, ValueError, OSError) as error:
+        raise BadInput(str(error).splitlines()[0]) from None
+
+
+def network_of(options: Any) -> tuple[nn.Module, tuple[int, ...], int]:
+    """The model without data, the shape of a sample, and the batch."""
+    from distconv.performance.recording import on_meta
+    from mucudnn.networks.layers import find
+
+    found = find(options.network)
+    shape = options.input or found.input_shape
+    if shape is None:
+        raise ValueError(f"{options.network} does not tell its input: give --input C,H,W, the shape of one sample")
+    return on_meta(found.build), shape, options.batch or found.batch or 32
+
+
+def command(options: Any) -> int:
+    """Plans, and prints or writes what was found."""
+    from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
+    from distconv.performance.choice import Planner
+    from distconv.performance.layers import trace
+    from distconv.performance.machine import read
+    from distconv.performance.recording import imagined_job
+
+    with one_line():
+        if options.ranks < 1:
+            raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
+        machine = read(options.machine)
+        limit = math.inf if options.memory is None else parse_bytes(options.memory)
+        model, sample, batch = network_of(options)
+        shape = (batch, *sample)
+        graph = trace(model, shape)
+        axes = options.axes.split(",") if options.axes else None
+        every = allowed(options.only, partitions(options.ranks, len(shape), axes))
+        found = worthwhile(graph, every, options.candidates or MOST)
+        if not found:
+            raise ValueError(f"--ranks {options.ranks}: no partition of so many ranks divides an input {shape}")
+        with imagined_job(options.ranks):
+            planner = Planner(
+                model,
+                graph,
+                found,
+                machine,
+                states=OPTIMIZERS[options.optimizer],
+                batch_norm=options.batch_norm,
+                shown="off" if options.json else "auto",
+            )
+            plan = planner.best(limit)
+            rows, uniform = planner.rows(plan), planner.uniform()
+        if options.output:
+            Path(options.output).write_text(strategy_file(plan))
+    if options.json:
+        print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
+    else:
+        _show(plan, rows, uniform, planner, graph)
+    return 0
+
+
+def strategy_file(plan: Plan) -> str:
+    """The strategy as `distconv run --strategy` reads it."""
+    lines = [f"{json.dumps(pattern)} = {json.dumps(partition)}" for pattern, partition in plan.strategy.items()]
+    return "\n".join(["[layers]", *lines, ""])
+
+
+def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, graph: LayerGraph) -> None:
+    from rich.table import Table
+
+    from mucudnn.commands.output import show
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("layer", "partition"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("compute ms", "exchange ms", "moves ms", "gradients ms", "memory", "runner-up", "price ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        numbers = (row.cost.compute, row.cost.exchange, row.moves, row.cost.gradients)
+        table.add_row(
+            row.name,
+            str(row.partition),
+            *(_milliseconds(seconds) for seconds in numbers),
+            format_bytes(int(row.cost.bytes(planner.states))),
+            "-" if row.runner_up is None else str(row.runner_up),
+            "-" if row.runner_up is None else _milliseconds(row.price),
+        )
+    times = plan.times
+    hidden = f"{1e3 * times.hidden:.2f} ms of messages hidden, {1e3 * times.exposed:.2f} ms waited for"
+    sentences = [
+        f"machine: {planner.machine.name}; kernels by a roofline, messages by latency and bandwidth",
+        f"one step: {1e3 * times.total:.2f} ms ({1e3 * times.compute:.2f} ms of kernels, {hidden}),"
+        f" {format_bytes(int(plan.memory(planner.states)))} on a rank",
+        *(
+            f"{next(iter(other.layers.values()))} for all layers: {1e3 * other.times.total:.2f} ms,"
+            f" {format_bytes(int(other.memory(planner.states)))}"
+            for other in uniform
+        ),
+        *(f"left out: {partition}: {why}" for partition, why in planner.refusals.items()),
+    ]
+    if plan.gap:
+        sentences.append(f"within the memory, another choice could be better by {100 * plan.gap:.2f} % at most")
+    show(sys.stdout, table, "", *sentences)
+
+
+def _milliseconds(seconds: float) -> str:
+    """A dash where the layer has fewer elements than ranks along an axis, and was not looked at alone."""
+    return f"{1e3 * seconds:.3f}" if math.isfinite(seconds) else "-"
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
+def _plain(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner) -> dict[str, Any]:
+    return {
+        "machine": planner.machine.name,
+        "seconds": plan.times.total,
+        "compute": plan.times.compute,
+        "exposed": plan.times.exposed,
+        "hidden": plan.times.hidden,
+        "memory": plan.memory(planner.states),
+        "gap": plan.gap,
+        "strategy": dict(plan.strategy),
+        "single": [
+            {"partition": str(next(iter(other.layers.values()))), "seconds": other.times.total} for other in uniform
+        ],
+        "refused": planner.refusals,
+        "layers": [
+            {
+                "layer": row.name,
+                "partition": str(row.partition),
+                "compute": _finite(row.cost.compute),
+                "exchange": row.cost.exchange,
+                "moves": row.moves,
+                "gradients": row.cost.gradients,
+                "memory": row.cost.bytes(planner.states),
+                "runner_up": None if row.runner_up is None else str(row.runner_up),
+                "price": _finite(row.price),
+            }
+            for row in rows
+        ],
+    }

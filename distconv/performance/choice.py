@@ -1,0 +1,270 @@
+"""The partition of every layer that makes a training step the fastest, alone or within a limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from distconv.model.strategy import Strategy
+from distconv.partition import Partition
+from distconv.performance.candidates import fits
+from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
+from distconv.performance.events import Step
+from distconv.performance.layers import LayerGraph, alike
+from distconv.performance.machine import Machine
+from distconv.performance.recording import mesh_of, record_step
+from distconv.performance.replay import Times, replay
+from distconv.refusal import UnsupportedOperation
+from mucudnn.optimizer import DoesNotFit, assign, assign_within
+from mucudnn.timing import progress
+
+EXPOSED = (0.0, 0.3, 1.0)
+"""Shares of the gradients' allreduces that are taken not to hide; each gives a choice, and whole steps decide."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layer in a plan.
+
+    Attributes:
+        name: of the layer.
+        partition: chosen for it.
+        cost: under it.
+        moves: seconds to bring its inputs there, and gradients back.
+        runner_up: the partition that would be the best instead of it, the other layers as they are.
+        price: seconds that a step would then take longer.
+    """
+
+    name: str
+    partition: Partition
+    cost: Cost
+    moves: float
+    runner_up: Partition | None
+    price: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A partition for every layer, with a step as the program takes it.
+
+    Attributes:
+        layers: the partition of each layer; the same one for all where ``uniform``.
+        strategy: what `distconv run --strategy` reads: {pattern: partition}.
+        step: of a whole step, recorded.
+        times: of it on the machine.
+        exposed: the share of the gradients' allreduces that its choice took not to hide.
+        gap: by what fraction the sum over the layers could be less within the limit of memory, at most.
+    """
+
+    layers: Mapping[str, Partition]
+    strategy: Mapping[str, str]
+    step: Step
+    times: Times
+    exposed: float = EXPOSED[1]
+    gap: float = 0.0
+
+    def memory(self, states: float) -> float:
+        """Bytes of a rank: parameters, gradients, ``states`` numbers per parameter of the optimizer, activations."""
+        return self.step.saved + (2 + states) * self.step.parameters
+
+
+class Planner:
+    """The costs of a model's layers under some partitions, within an imagined job.
+
+    Attributes:
+        refusals: {partition: why a whole step cannot run under it}.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: LayerGraph,
+        found: Sequence[Partition],
+        machine: Machine,
+        *,
+        states: float = 1.0,
+        batch_norm: str = "global",
+        shown: str = "off",
+    ) -> None:
+        """
+        Args:
+            model: on the meta device.
+            found: the partitions that a layer may have.
+            states: numbers per parameter that the optimizer keeps, such as 1 for momentum and 2 for Adam.
+            shown: when a progress bar is, as mucudnn's setting ``progress`` says it.
+        """
+        self.model, self.graph, self.partitions, self.machine = model, graph, list(found), machine
+        self.states, self.batch_norm = states, batch_norm
+        self.meshes = [mesh_of(partition) for partition in self.partitions]
+        self.refusals: dict[str, str] = {}
+        self._plans: dict[tuple[Partition, ...], Plan | None] = {}
+        self.costs = self._costs(shown)
+        self.moves = self._moves()
+
+    def _costs(self, shown: str) -> dict[str, list[Cost]]:
+        known: dict[str, list[Cost]] = {}
+        kinds = {name: alike(self.model, layer) for name, layer in self.graph.layers.items()}
+        with progress.bar(len(set(kinds.values())), "layers", shown) as advance:
+            for name, layer in self.graph.layers.items():
+                if kinds[name] in known:
+                    continue
+                wants = name not in self.graph.first
+                known[kinds[name]] = [
+                    layer_cost(self.model, layer, mesh, self.machine, self.batch_norm, wants)
+                    if fits(layer, partition)
+                    else NEVER
+                    for partition, mesh in zip(self.partitions, self.meshes, strict=True)
+                ]
+                advance()
+        return {name: known[kinds[name]] for name in self.graph.layers}
+
+    def _moves(self) -> dict[tuple[str, str], Numbers]:
+        known: dict[tuple[int, ...], Numbers] = {}
+        moves = {}
+        for pair, shape in self.graph.edges.items():
+            if shape not in known:
+                known[shape] = move_seconds(shape, self.meshes, self.machine)
+            moves[pair] = known[shape]
+        return moves
+
+    def best(self, limit: float = math.inf) -> Plan:
+        """The plan whose whole step is the fastest, of the best sums over layers and of single partitions.
+
+        Raises:
+            DoesNotFit: where none fits the limit of bytes.
+            ValueError: one line, where no layer can run under any partition.
+        """
+        plans = [plan for exposed in EXPOSED if (plan := self._chosen(exposed, limit)) is not None]
+        plans += [plan for plan in self.uniform() if plan.memory(self.states) <= limit]
+        if not plans:
+            raise DoesNotFit(limit, min((plan.memory(self.states) for plan in self.uniform()), default=math.inf))
+        return min(plans, key=lambda plan: plan.times.total)
+
+    def _chosen(self, exposed: float, limit: float) -> Plan | None:
+        names = list(self.graph.layers)
+        seconds = {name: [cost.seconds(exposed) for cost in self.costs[name]] for name in names}
+        for name in names:
+            if not np.isfinite(seconds[name]).any():
+                why = next((cost.refusal for cost in self.costs[name] if cost.refusal), "its data is too small")
+                raise ValueError(f"layer {name}: no partition of {self.partitions[0].ranks} ranks divides it: {why}")
+        if limit == math.inf:
+            return self._plan(assign(seconds, self.moves), exposed)
+        sizes = {name: [cost.bytes(self.states) for cost in self.costs[name]] for name in names}
+        room = limit
+        for _ in range(4):
+            # Bytes of single layers leave out what they share; the whole step tells, and the room is set by it.
+            try:
+                within = assign_within(seconds, self.moves, sizes, room)
+            except DoesNotFit:
+                return None
+            plan = self._plan(within.chosen, exposed, within.gap)
+            if plan is None or plan.memory(self.states) <= limit:
+                return plan
+            room *= 0.98 * limit / plan.memory(self.states)
+        return None
+
+    def _plan(self, chosen: Mapping[str, int], exposed: float, gap: float = 0.0) -> Plan | None:
+        return self.whole({name: self.partitions[index] for name, index in chosen.items()}, exposed, gap)
+
+    def uniform(self) -> list[Plan]:
+        """A plan for each of the most promising single partitions under which a whole step runs, fastest first."""
+        every = [self.whole(dict.fromkeys(self.graph.layers, partition)) for partition in self._promising()]
+        return sorted((plan for plan in every if plan is not None), key=lambda plan: plan.times.total)
+
+    def _promising(self, most: int = 3) -> list[Partition]:
+        """The single partitions with the least sums over layers, and the one of samples only."""
+
+        def total(index: int) -> float:
+            return sum(min(self.costs[name][index].seconds(EXPOSED[1]), 1e3) for name in self.graph.layers)
+
+        order = sorted(range(len(self.partitions)), key=total)
+        found = [self.partitions[index] for index in order[:most]]
+        samples = [partition for partition in self.partitions if partition.names == ("sample",)]
+        return [*found, *(partition for partition in samples if partition not in found)]
+
+    def whole(self, layers: Mapping[str, Partition], exposed: float = EXPOSED[1], gap: float = 0.0) -> Plan | None:
+        """The plan of given partitions; None where a step cannot run so, with the reason in ``refusals``."""
+        key = tuple(layers.values())
+        if key not in self._plans:
+            self._plans[key] = self._recorded(layers, exposed, gap)
+        return self._plans[key]
+
+    def _recorded(self, layers: Mapping[str, Partition], exposed: float, gap: float) -> Plan | None:
+        strategy = patterns(self.model, self.graph, layers)
+        outer = Partition.parse(strategy["*"])
+        chosen = Strategy.parse(strategy) if len(strategy) > 1 else None
+        try:
+            step = record_step(self.model, mesh_of(outer), self.graph.input, chosen, batch_norm=self.batch_norm)
+        except (UnsupportedOperation, ValueError, RuntimeError) as error:
+            self.refusals[", ".join(strategy.values())] = (str(error).splitlines() or [type(error).__name__])[0]
+            return None
+        return Plan(layers, strategy, step, replay(step, self.machine), exposed, gap)
+
+    def rows(self, plan: Plan) -> list[Row]:
+        """What is chosen for each layer, and why not the next best."""
+        index = {partition: at for at, partition in enumerate(self.partitions)}
+        chosen = {name: index[partition] for name, partition in plan.layers.items()}
+        rows = []
+        for name, at in chosen.items():
+            costs = np.array([cost.seconds(plan.exposed) for cost in self.costs[name]])
+            own = 0.0
+            for (a, b), table in self.moves.items():
+                if b == name:
+                    costs = costs + table[chosen[a]]
+                    own += float(table[chosen[a], at])
+                elif a == name:
+                    costs = costs + table[:, chosen[b]]
+            others = [other for other in np.argsort(costs, kind="stable") if other != at and np.isfinite(costs[other])]
+            second = int(others[0]) if others else None
+            rows.append(
+                Row(
+                    name,
+                    plan.layers[name],
+                    self.costs[name][at],
+                    own,
+                    None if second is None else self.partitions[second],
+                    0.0 if second is None else float(costs[second] - costs[at]),
+                )
+            )
+        return rows
+
+
+def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, Partition]) -> dict[str, str]:
+    """A strategy that gives every layer its partition, in as few patterns as its modules' names allow."""
+    of_module = {module: layers[name] for name, layer in graph.layers.items() for module in layer.modules}
+    meetings: dict[str, Partition] = {}
+    for name, layer in graph.layers.items():
+        if layer.is_meeting:
+            meetings.setdefault(layer.around, layers[name])
+    outer = layers[
+        graph.first[0] if math.prod(graph.input) >= math.prod(graph.layers[graph.last].output) else graph.last
+    ]
+    found: dict[str, str] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        within = {
+            partition
+            for inner, _ in module.named_modules(prefix=name)
+            for partition in (of_module.get(inner), meetings.get(inner))
+            if partition is not None
+        }
+        if len(within) == 1 and name:
+            found[name] = str(next(iter(within)))
+            return
+        for child, inner in module.named_children():
+            visit(f"{name}.{child}" if name else child, inner)
+        if name and name in meetings:
+            found[name] = str(meetings[name])
+
+    visit("", model)
+    found = {pattern: text for pattern, text in found.items() if text != str(outer)} if _is_flat(found) else found
+    return {**found, "*": str(outer)}
+
+
+def _is_flat(found: Mapping[str, str]) -> bool:
+    """Whether no pattern lies within another one, so that any may be left to ``*``."""
+    return not any(a != b and a.startswith(f"{b}.") for a in found for b in found)

@@ -1,0 +1,152 @@
+"""What a layer costs under a partition, and what it costs to go from one partition to another: seconds and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.layouts import box_at
+from distconv.model.gradients import BUCKET_BYTES
+from distconv.partition import placements
+from distconv.performance.events import Kernel, Start, Step, Wait
+from distconv.performance.layers import Layer
+from distconv.performance.machine import Machine
+from distconv.performance.recording import record_step
+from distconv.performance.replay import kernel_seconds, message_seconds, replay
+from distconv.refusal import UnsupportedOperation
+
+Numbers = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One layer under one partition, on one rank and for one step.
+
+    Attributes:
+        compute: seconds of kernels and of the host.
+        exchange: seconds in which the rank waits for halos, channels and statistics.
+        gradients: seconds of the allreduces of its parameters' gradients, which mostly hide behind other layers.
+        memory: bytes of what forward keeps of its own, its input left out.
+        parameters: bytes of parameters.
+        refusal: why it cannot run so; "" where it can.
+    """
+
+    compute: float
+    exchange: float
+    gradients: float
+    memory: float
+    parameters: float
+    refusal: str = ""
+
+    def seconds(self, exposed: float = 0.0) -> float:
+        """All of it, with a share of the gradients' allreduces that does not hide."""
+        return self.compute + self.exchange + exposed * self.gradients
+
+    def bytes(self, states: float) -> float:
+        """With a gradient and ``states`` further numbers for each parameter, as the optimizer keeps them."""
+        return self.memory + (2 + states) * self.parameters
+
+
+NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
+
+
+def layer_cost(
+    model: nn.Module,
+    layer: Layer,
+    mesh: DeviceMesh,
+    machine: Machine,
+    batch_norm: str = "global",
+    wants_gradient: bool = True,
+) -> Cost:
+    """What a layer costs on a mesh, from a recording of it alone."""
+    met = _meeting(layer, mesh, machine) if layer.is_meeting else 0.0
+    if not layer.modules:
+        return Cost(met, 0.0, 0.0, 0.0, 0.0)
+    modules = nn.Sequential(*(model.get_submodule(name) for name in layer.modules))
+    try:
+        shape = layer.output if layer.is_meeting else layer.input
+        step = record_step(modules, mesh, shape, batch_norm=batch_norm, wants_gradient=wants_gradient)
+    except (UnsupportedOperation, ValueError, RuntimeError) as error:
+        return replace(NEVER, refusal=(str(error).splitlines() or [type(error).__name__])[0])
+    alone, gradients = without_gradients(step)
+    times = replay(alone, machine)
+    per_byte = [
+        message_seconds(machine, replace(start, bytes=BUCKET_BYTES), step.rank) / BUCKET_BYTES for start in gradients
+    ]
+    return Cost(
+        compute=met + times.total - times.exposed,
+        exchange=times.exposed,
+        gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
+        memory=max(0.0, step.saved - local_bytes(shape, mesh)),
+        parameters=step.parameters,
+    )
+
+
+def without_gradients(step: Step) -> tuple[Step, list[Start]]:
+    """A step without the allreduces of gradients, and those."""
+    gradients = [event for event in step.events if isinstance(event, Start) and event.kind == "gradients"]
+    numbers = {start.number for start in gradients}
+    left = [e for e in step.events if not (isinstance(e, Start | Wait) and e.number in numbers)]
+    return replace(step, events=tuple(left)), gradients
+
+
+def _meeting(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
+    """Seconds: forward reads all inputs and writes the output, backward reads its gradient and writes theirs."""
+    size = local_bytes(layer.output, mesh)
+    one = kernel_seconds(machine, Kernel("meeting", 0, int(size * (layer.inputs + 1))))
+    return 2 * max(one, machine.host.operator) if machine.host.asynchronous else 2 * (one + machine.host.operator)
+
+
+def local_bytes(shape: Sequence[int], mesh: DeviceMesh, itemsize: int = 4) -> float:
+    """Of this rank's shard of an activation."""
+    return itemsize * float(np.prod([stop - start for start, stop in _box(shape, mesh)]))
+
+
+def _box(shape: Sequence[int], mesh: DeviceMesh) -> list[tuple[int, int]]:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "the rank of an imagined job is on every mesh"
+    return list(box_at(mesh, placements(mesh, len(shape)), shape, coordinate))
+
+
+def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh], itemsize: int = 4) -> tuple[Numbers, Numbers]:
+    """What this rank receives when an activation goes from one mesh to another, for all pairs of them.
+
+    It receives what it needs of the new layout and does not own under the old one, as the redistribution's plan has it.
+
+    Returns:
+        Bytes, and from how many ranks they come, each as a matrix (from, to).
+    """
+    boxes = np.array([_box(shape, mesh) for mesh in meshes], dtype=np.float64)  # (mesh, dim, 2)
+    old, new = boxes[:, None], boxes[None, :]
+    common = np.clip(np.minimum(old[..., 1], new[..., 1]) - np.maximum(old[..., 0], new[..., 0]), 0, None)
+    needed = np.broadcast_to(new[..., 1] - new[..., 0], common.shape)
+    missing = needed.prod(axis=-1) - common.prod(axis=-1)
+    # Of how many shards of the old layout the new box has a part, dim by dim; shards are as large as this rank's.
+    size = np.maximum(old[..., 1] - old[..., 0], 1)
+    shards = np.ceil(new[..., 1] / size) - np.floor(new[..., 0] / size)
+    sources = np.maximum(shards, 1).prod(axis=-1) - (common.prod(axis=-1) > 0)
+    return itemsize * missing, np.where(missing > 0, np.maximum(sources, 1), 0)
+
+
+def move_seconds(
+    shape: Sequence[int], meshes: Sequence[DeviceMesh], machine: Machine, both_ways: bool = True
+) -> Numbers:
+    """Seconds to bring an activation from one mesh to another, and its gradient back, for all pairs: (from, to)."""
+    sizes, sources = moved_bytes(shape, meshes)
+    ranks = meshes[0].size()
+    node, network = machine.node, machine.network
+    share = min(1.0, (node.ranks - 1) / max(1, ranks - 1))  # of the other ranks, those on the same node
+    latency = share * node.latency + (1 - share) * network.latency
+    # Sent at once over both ways; the bytes come from any rank of the job alike.
+    busiest = np.maximum(share * sizes / node.bandwidth, (1 - share) * sizes * node.ranks / network.bandwidth)
+    copies = np.where(
+        sizes > 0, 3 * machine.device.kernel + machine.host.operator + 4 * sizes / machine.device.bandwidth, 0
+    )
+    one_way = sources * latency + busiest + copies
+    return one_way + one_way.T if both_ways else one_way

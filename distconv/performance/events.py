@@ -1,0 +1,77 @@
+"""What a rank does in a step, in order: operators of the program, kernels, messages that start, and waits for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The host runs one operator of the program: what it takes is on top of the kernels that it launches."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A local computation.
+
+    Attributes:
+        name: torch's, such as "aten.convolution.default".
+        flops: multiplications and additions.
+        bytes: read and written.
+    """
+
+    name: str
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A collective starts.
+
+    Attributes:
+        number: by which a `Wait` names it.
+        kind: "gradients", an allreduce of parameters' gradients; "all_reduce", any other; "all_to_all", "all_gather",
+            "reduce_scatter" or "broadcast".
+        ranks: of the group, ascending.
+        bytes: of the tensor that is reduced, sent or gathered, whole.
+        sent: of an all-to-all, bytes to each of `ranks`, else empty.
+    """
+
+    number: int
+    kind: str
+    ranks: tuple[int, ...]
+    bytes: int
+    sent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The rank needs what a collective brings."""
+
+    number: int
+
+
+Event = Operator | Kernel | Start | Wait
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step on one rank.
+
+    Attributes:
+        events: of forward and backward, in order.
+        rank: which rank it is.
+        saved: bytes of the activations that forward keeps for backward, those of parameters left out.
+        parameters: bytes of the parameters that the rank holds.
+    """
+
+    events: tuple[Event, ...]
+    rank: int
+    saved: int
+    parameters: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes that the rank gives to collectives."""
+        return sum(e.bytes if not e.sent else sum(e.sent) for e in self.events if isinstance(e, Start))

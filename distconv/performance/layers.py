@@ -1,0 +1,225 @@
+"""The layers of a model as a graph: what one call of it on tensors without data tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+INPUT = "(input)"
+
+
+class NoGraph(ValueError):
+    """A model whose layers cannot be told: one line."""
+
+
+@dataclass
+class Layer:
+    """What is partitioned in one way: a module with the norms and activations that follow it, or a meeting of tensors.
+
+    Attributes:
+        name: of the first module; of a meeting, such as a residual sum, of the module around it, with a number.
+        modules: the names of all its modules in the order of their calls; of a meeting, those that follow it.
+        around: of a meeting, the name of the module in whose code it is; "" is the model itself.
+        input: the shape of its input.
+        output: the shape of its output.
+        inputs: how many tensors meet; 1 where none do.
+    """
+
+    name: str
+    modules: list[str]
+    around: str
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+    inputs: int = 1
+
+    @property
+    def is_meeting(self) -> bool:
+        return self.inputs > 1
+
+
+@dataclass
+class LayerGraph:
+    """The layers of a model by name, in the order of their calls, and what goes from one to another.
+
+    Attributes:
+        layers: by name.
+        edges: (from, to): the shape of what goes from a layer to another one.
+        first: the layers that read the model's input.
+        last: the layer that gives its output.
+        input: the shape of the whole input.
+    """
+
+    layers: dict[str, Layer]
+    edges: dict[tuple[str, str], tuple[int, ...]]
+    first: list[str]
+    last: str
+    input: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass
+class _Tracing:
+    layers: dict[str, Layer] = field(default_factory=dict)
+    edges: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    came_from: dict[int, str] = field(default_factory=dict)
+    of_module: dict[str, str] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)
+    around: list[str] = field(default_factory=list)
+    inside: int = 0
+
+    def source(self, tensor: Tensor) -> str | None:
+        return self.came_from.get(id(tensor))
+
+    def give(self, values: Any, name: str) -> None:
+        for tensor in _tensors(values):
+            self.came_from[id(tensor)] = name
+            self.kept.append(tensor)  # as long as it lives no other tensor has its id
+
+    def connect(self, tensors: Sequence[Tensor], name: str) -> None:
+        for tensor in tensors:
+            source = self.source(tensor)
+            if source not in (None, name):
+                self.edges[source or "", name] = tuple(tensor.shape)
+
+
+def trace(model: nn.Module, shape: Sequence[int]) -> LayerGraph:
+    """The layers of a model that is on the meta device.
+
+    Args:
+        shape: of the whole input, (N, C, spatial...).
+
+    Raises:
+        NoGraph: one line, for a model that does not run without data, and for one without layers.
+    """
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    tracing = _Tracing()
+    tracing.give(x, INPUT)
+    try:
+        with torch.no_grad(), _hooked(model, tracing), _Meetings(tracing):
+            y = model(x)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise NoGraph(
+            f"{type(model).__name__} does not run on an input {tuple(shape)} without data: {reason}"
+        ) from None
+    outputs = [name for tensor in _tensors(y) if (name := tracing.source(tensor)) not in (None, INPUT)]
+    if not outputs:
+        raise NoGraph(f"{type(model).__name__}: no layer gives its output; accepted: a model made of torch.nn modules")
+    first = [b for a, b in tracing.edges if a == INPUT]
+    edges = {pair: what for pair, what in tracing.edges.items() if pair[0] != INPUT}
+    return LayerGraph(tracing.layers, edges, first, outputs[0] or "", tuple(shape), dtype)
+
+
+def alike(model: nn.Module, layer: Layer) -> str:
+    """Layers that this text is the same of cost the same."""
+    parts = [str(model.get_submodule(name)) for name in layer.modules]
+    return f"{parts} {layer.input} {layer.output} {layer.inputs}"
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None or bool(module._parameters)
+
+
+def _follows(module: nn.Module, before: Tensor, after: Any) -> bool:
+    """Whether it is a norm, an activation or the like, which best lies as what it reads."""
+    wide = any(parameter.dim() > 1 for parameter in module.parameters())
+    return not wide and isinstance(after, Tensor) and after.shape == before.shape
+
+
+@contextmanager
+def _hooked(model: nn.Module, tracing: _Tracing) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+        if _is_leaf(module):
+
+            def enter(module: nn.Module, args: Any) -> None:
+                tracing.inside += 1
+
+            def leave(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
+                tracing.inside -= 1
+                if not tracing.inside:
+                    _called(tracing, name, module, [*_tensors((args, kwargs))], result)
+
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, with_kwargs=True))
+        else:
+
+            def begin(module: nn.Module, args: Any, name: str = name) -> None:
+                tracing.around.append(name)
+
+            def end(module: nn.Module, args: Any, result: Any) -> None:
+                tracing.around.pop()
+
+            handles.append(module.register_forward_pre_hook(begin))
+            handles.append(module.register_forward_hook(end))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _called(tracing: _Tracing, name: str, module: nn.Module, inputs: list[Tensor], result: Any) -> None:
+    if not inputs or not _tensors(result):
+        return
+    if len(inputs) > 1:
+        raise NoGraph(f"layer {name} ({type(module).__name__}) takes {len(inputs)} tensors; accepted: layers of one")
+    x, source = inputs[0], tracing.source(inputs[0])
+    before = tracing.layers.get(source or "")
+    if name in tracing.of_module:  # called again: it lies as it did before
+        owner = tracing.of_module[name]
+        tracing.connect(inputs, owner)
+    elif before is not None and _follows(module, x, result):
+        before.modules.append(name)
+        owner = before.name
+    else:
+        owner = name
+        tracing.layers[name] = Layer(name, [name], "", tuple(x.shape), tuple(_tensors(result)[0].shape))
+        tracing.connect(inputs, name)
+    tracing.of_module[name] = owner
+    tracing.give(result, owner)
+
+
+class _Meetings(TorchFunctionMode):
+    """Follows tensors through what a model computes between its layers."""
+
+    def __init__(self, tracing: _Tracing) -> None:
+        super().__init__()
+        self.tracing = tracing
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tracing = self.tracing
+        if tracing.inside:
+            return result
+        inputs = _tensors((args, kwargs or {}))
+        sources = list(dict.fromkeys(name for x in inputs if (name := tracing.source(x)) is not None))
+        outputs = _tensors(result)
+        if not outputs or not sources:
+            return result
+        if len(sources) == 1:
+            tracing.give(result, sources[0])
+            return result
+        around = tracing.around[-1] if tracing.around else ""
+        count = sum(1 for layer in tracing.layers.values() if layer.is_meeting and layer.around == around)
+        name = f"{around or 'model'}#{count + 1}"
+        largest = max(inputs, key=lambda x: math.prod(x.shape))
+        tracing.layers[name] = Layer(
+            name, [], around, tuple(largest.shape), tuple(outputs[0].shape), inputs=len(sources)
+        )
+        tracing.connect(inputs, name)
+        tracing.give(result, name)
+        return result
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

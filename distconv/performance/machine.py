@@ -1,0 +1,167 @@
+"""A machine as numbers: what its devices, its nodes and its network do in a second."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from mucudnn.sizes import parse_bytes
+
+MACHINES = resources.files("distconv.performance") / "machines"
+"""The files of the machines that ship with the package."""
+
+
+class MachineError(ValueError):
+    """A machine file that cannot be used: one line."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes with.
+
+    Attributes:
+        flops: multiplications and additions per second at the best.
+        efficiency: the share of it that convolutions and matrix products reach, above 0, at most 1.
+        bandwidth: bytes per second of its memory.
+        kernel: seconds that a kernel takes at the least.
+        memory: bytes.
+    """
+
+    flops: float
+    efficiency: float
+    bandwidth: float
+    kernel: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """What runs the program.
+
+    Attributes:
+        operator: seconds that it takes to run one operator of the program under distconv, kernels apart.
+        asynchronous: whether kernels run while the host goes on, as on a GPU.
+    """
+
+    operator: float
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Node:
+    """Ranks that reach each other without the network.
+
+    Attributes:
+        ranks: how many.
+        latency: seconds until a message from one to another begins to arrive.
+        bandwidth: bytes per second that one of them sends, and receives.
+    """
+
+    ranks: int
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between nodes.
+
+    Attributes:
+        latency: seconds until a message begins to arrive.
+        bandwidth: bytes per second that a whole node sends, and receives.
+    """
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A cluster of equal nodes.
+
+    Attributes:
+        name: for people.
+    """
+
+    name: str
+    device: Device
+    host: Host
+    node: Node
+    network: Network
+
+
+def built_in() -> list[str]:
+    """The names of the machines that ship with the package."""
+    return sorted(entry.name.removesuffix(".toml") for entry in MACHINES.iterdir() if entry.name.endswith(".toml"))
+
+
+def read(source: str) -> Machine:
+    """The machine of a file, or the one of this name that ships with the package.
+
+    Raises:
+        MachineError: one line, for a file that is not there, that lacks a field, or has one of another kind.
+    """
+    if source in built_in():
+        return parse((MACHINES / f"{source}.toml").read_text(), f"machine {source}")
+    path = Path(source)
+    if not path.is_file():
+        raise MachineError(f"machine {source!r}: no such file; accepted: a TOML file, or {', '.join(built_in())}")
+    try:
+        return parse(path.read_text(), f"machine {source!r}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise MachineError(f"machine {source!r}: {error}") from None
+
+
+def parse(text: str, where: str = "machine") -> Machine:
+    """A machine from the text of a file. MachineError as :func:`read` raises it."""
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise MachineError(f"{where}: {error}") from None
+    kinds: dict[str, Any] = get_type_hints(Machine)
+    tables = {name: kind for name, kind in kinds.items() if name != "name"}
+    unknown = sorted(set(content) - set(kinds))
+    if unknown:
+        raise MachineError(f"{where}: unknown field {unknown[0]}; accepted: {', '.join(kinds)}")
+    name = content.get("name")
+    if not isinstance(name, str) or not name:
+        raise MachineError(f'{where}: name is missing; accepted: name = "..."')
+    return Machine(
+        name=name, **{table: _table(kind, content.get(table), table, where) for table, kind in tables.items()}
+    )
+
+
+def _table(kind: Any, content: Any, table: str, where: str) -> Any:
+    if not isinstance(content, dict):
+        raise MachineError(f"{where}: table [{table}] is missing")
+    types = get_type_hints(kind)
+    unknown = sorted(set(content) - set(types))
+    if unknown:
+        raise MachineError(f"{where}: unknown field {table}.{unknown[0]}; accepted: {', '.join(types)}")
+    return kind(**{field.name: _value(types[field.name], content, table, field.name, where) for field in fields(kind)})
+
+
+def _value(kind: type, content: dict[str, Any], table: str, name: str, where: str) -> Any:
+    if name not in content:
+        raise MachineError(f"{where}: {table}.{name} is missing")
+    value, accepted = content[name], "a number above 0"
+    if name == "memory" and isinstance(value, str):
+        try:
+            return float(parse_bytes(value))
+        except ValueError as error:
+            raise MachineError(f"{where}: {table}.{name}: {error}") from None
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        accepted = "true or false"
+    elif not isinstance(value, bool) and isinstance(value, int if kind is int else int | float):
+        low_enough = name != "efficiency" or value <= 1
+        if (value > 0 and low_enough) or (value == 0 and name in ("latency", "operator", "kernel")):
+            return kind(value)
+        accepted = "a number above 0, at most 1" if name == "efficiency" else accepted
+    elif kind is int:
+        accepted = "a whole number above 0"
+    raise MachineError(f"{where}: {table}.{name} = {value!r}; accepted: {accepted}")

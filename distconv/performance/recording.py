@@ -1,0 +1,307 @@
+"""A step as the program itself takes it: run on tensors without data, in a job whose other ranks are not there.
+
+The rules, plans and buckets are those of a real run, so what is recorded, and the order in which messages start and are
+waited for, cannot differ from what a rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from distconv import settings
+from distconv.dtensors import wrap
+from distconv.layouts import local_shape
+from distconv.model.gradients import Bucket
+from distconv.model.parallelize import enable, parallelize
+from distconv.model.strategy import Strategy
+from distconv.partition import Partition, make_mesh, placements
+from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def imagined_job(ranks: int) -> Iterator[int]:
+    """A job of so many ranks of which only this process is there; gives its rank. Messages go nowhere.
+
+    The rank is a third of their number, rounded down: in numbers to the base of two its digits alternate, so that on
+    every axis of four or more ranks it has neighbours on both sides.
+
+    Raises:
+        RuntimeError: where the process is in a job already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("an imagined job needs a process that is in no job")
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
+    try:
+        with settings.options({"check": "off"}):
+            yield ranks // 3
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(partition: Partition) -> DeviceMesh:
+    """The mesh of a partition in an imagined job, over its first ranks where the job has more."""
+    ranks = range(partition.ranks) if partition.ranks < dist.get_world_size() else None
+    return make_mesh(partition, ranks=ranks)
+
+
+def empty_shard(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
+    """This rank's part of an activation without data."""
+    layout = placements(mesh, len(shape))
+    return wrap(torch.empty(local_shape(mesh, layout, shape), device="meta", dtype=dtype), mesh, layout, tuple(shape))
+
+
+def record_step(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    shape: Sequence[int],
+    strategy: Mapping[str, str] | Strategy | None = None,
+    *,
+    batch_norm: str = "global",
+    wants_gradient: bool = False,
+) -> Step:
+    """Forward and backward of a model on the meta device, on this rank of an imagined job.
+
+    Args:
+        model: on the meta device; it is copied.
+        shape: of the whole input, (N, C, spatial...).
+        strategy: as for `parallelize`.
+        wants_gradient: whether the gradient of the input is computed, as for a layer within a network.
+
+    Raises:
+        UnsupportedOperation, ValueError, RuntimeError: what a real run raises.
+    """
+    model = copy.deepcopy(model).train()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    with _messages() as messages:
+        if next(model.parameters(), None) is None:
+            enable(mesh, batch_norm)
+        else:
+            parallelize(model, mesh, strategy, batch_norm=batch_norm)
+        x = empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient)
+        held = {_storage(p): _bytes(_local(p)) for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            local = _local(tensor)
+            if _storage(tensor) not in held:
+                saved[_storage(tensor)] = local.untyped_storage().nbytes()
+            return tensor
+
+        # The first step makes plans, for which it asks torch about whole shapes; the second is as all that follow.
+        for _ in range(2):
+            messages.events.clear()
+            saved.clear()
+            entered = _Entrance.apply(x) if wants_gradient else x
+            with _Kernels(messages.events):
+                with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                    result = model(entered)
+                outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
+                torch.autograd.backward(outputs, [_like(y) for y in outputs])
+    return Step(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(held.values()))
+
+
+class _Entrance(torch.autograd.Function):
+    """The input of a layer within a network: the result of another, which may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> DTensor:
+        return wrap(x._local_tensor, x.device_mesh, x.placements, x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _like(y: Tensor) -> Tensor:
+    if not isinstance(y, DTensor):
+        return torch.empty_like(y)
+    return wrap(torch.empty_like(y._local_tensor), y.device_mesh, y.placements, y.shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return _local(tensor).untyped_storage()._cdata
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class _Messages:
+    """What stands in for torch.distributed: notes each collective, and fills in nothing."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.of_gradients = False
+        """A bucket is being summed."""
+        self._numbers = itertools.count()
+
+    def start(self, kind: str, group: Any, size: int, sent: Sequence[int], async_op: bool) -> _Work | None:
+        ranks = _ranks_of(group or dist.group.WORLD)
+        if len(ranks) == 1:
+            return _Work(self.events, None) if async_op else None
+        number = next(self._numbers)
+        self.events.append(Start(number, kind, ranks, size, tuple(sent)))
+        work = _Work(self.events, number)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Any = None, sent: Any = None, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        sizes = [] if sent is None else [count * input.element_size() for count in sent]
+        return self.start("all_to_all", group, _bytes(input), sizes, async_op)
+
+    def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        return self.start("gradients" if self.of_gradients else "all_reduce", group, _bytes(tensor), (), async_op)
+
+    def broadcast(self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, **_: Any) -> Any:
+        return self.start("broadcast", group, _bytes(tensor), (), async_op)
+
+    def all_gather_into_tensor(self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return self.start("all_gather", group, _bytes(output), (), async_op)
+
+    def all_gather(self, parts: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return self.start("all_gather", group, sum(map(_bytes, parts)), (), async_op)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
+    ) -> Any:
+        return self.start("reduce_scatter", group, _bytes(input), (), async_op)
+
+
+_members: dict[Any, tuple[int, ...]] = {}
+"""The ranks of the groups seen so far: plans are cached, and outlive the imagined job that they were made in."""
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    if group not in _members:
+        _members[group] = tuple(sorted(dist.get_process_group_ranks(group)))
+    return _members[group]
+
+
+class _Work:
+    def __init__(self, events: list[Event], number: int | None) -> None:
+        self._events, self._number = events, number
+
+    def wait(self) -> bool:
+        if self._number is not None:
+            self._events.append(Wait(self._number))
+            self._number = None
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_COLLECTIVES = (
+    "all_to_all_single",
+    "all_reduce",
+    "broadcast",
+    "all_gather_into_tensor",
+    "all_gather",
+    "reduce_scatter_tensor",
+)
+
+
+@contextlib.contextmanager
+def _messages() -> Iterator[_Messages]:
+    messages = _Messages()
+    real = {name: getattr(dist, name) for name in _COLLECTIVES}
+    start = Bucket.start
+
+    def noted(bucket: Bucket) -> None:
+        messages.of_gradients = True
+        try:
+            start(bucket)
+        finally:
+            messages.of_gradients = False
+
+    for name in _COLLECTIVES:
+        setattr(dist, name, getattr(messages, name))
+    Bucket.start = noted  # type: ignore[method-assign]
+    try:
+        yield messages
+    finally:
+        Bucket.start = start  # type: ignore[method-assign]
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+class _Kernels(TorchDispatchMode):
+    """Notes the program's operators and the kernels of this rank."""
+
+    def __init__(self, events: list[Event]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(each, DTensor) for each in types):
+            self.events.append(Operator())
+            return NotImplemented  # what the rule does comes here again
+        result = _statistics(*args) if func is aten.batch_norm_update_stats.default else func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
+        if func.namespace != "aten" or not outputs or func in _FREE:
+            return
+        known = {_storage(x) for x in inputs}
+        if not func._schema.is_mutable and all(_storage(y) in known for y in outputs):
+            return  # a view
+        moved = {_key(tensor): _bytes(tensor) for tensor in (*inputs, *outputs)}
+        formula = flop_registry.get(func.overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        self.events.append(Kernel(str(func), flops, sum(moved.values())))
+
+
+_FREE = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)
+
+
+def _key(tensor: Tensor) -> tuple[int, int, int]:
+    return _storage(tensor), int(tensor.storage_offset()), tensor.numel()
+
+
+def _statistics(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The shapes of aten.batch_norm_update_stats, which torch does not have for tensors without data."""
+    channels = (x.shape[1],)
+    return x.new_empty(channels), x.new_empty(channels)
+
+
+def on_meta(build: Any) -> nn.Module:
+    """A module made without data.
+
+    Raises:
+        ValueError: for what makes something else.
+    """
+    with torch.device("meta"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"what was built is no torch.nn.Module but a {type(model).__name__}")
+    return model.to("meta")

@@ -1,0 +1,108 @@
+"""How long a recorded step takes on a machine: a lane of the host, one of kernels and one of messages."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from distconv.performance.events import Kernel, Operator, Start, Step, Wait
+from distconv.performance.machine import Machine
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one step on one rank.
+
+    Attributes:
+        total: from the first kernel to the last.
+        compute: in which kernels run.
+        host: that the program takes to run its operators.
+        exposed: in which the rank waits for messages.
+        messages: seconds of all messages by kind, hidden ones too.
+    """
+
+    total: float
+    compute: float
+    host: float
+    exposed: float
+    messages: dict[str, float]
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of messages behind which the rank computes."""
+        return max(0.0, math.fsum(self.messages.values()) - self.exposed)
+
+
+def kernel_seconds(machine: Machine, kernel: Kernel) -> float:
+    """By the roofline: as long as arithmetic or memory takes, whichever is more, and what any kernel takes."""
+    device = machine.device
+    return device.kernel + max(kernel.flops / (device.flops * device.efficiency), kernel.bytes / device.bandwidth)
+
+
+def message_seconds(machine: Machine, start: Start, rank: int) -> float:
+    """A collective's time, all ranks of the job taking part in one like it at the same time.
+
+    All-to-alls take a latency per message, and the bytes of the busier of the two ways; the ranks of a node share its
+    adapter. Reductions take the less of a ring, 2 (p - 1) steps of m / p bytes, and of two trees, 2 log2 p steps
+    (Thakur, Rabenseifner and Gropp 2005); gathers and scatters are half a ring.
+
+    Args:
+        rank: whose time it is.
+    """
+    node, network = machine.node, machine.network
+    mine = rank // node.ranks
+    if start.kind == "all_to_all":
+        sent = start.sent or (start.bytes // len(start.ranks),) * len(start.ranks)
+        others = [
+            (peer // node.ranks == mine, size) for peer, size in zip(start.ranks, sent, strict=True) if peer != rank
+        ]
+        near, far = (
+            [size for here, size in others if here and size],
+            [size for here, size in others if not here and size],
+        )
+        latency = len(near) * node.latency + len(far) * network.latency
+        busiest = max(sum(near) / node.bandwidth, sum(far) * node.ranks / network.bandwidth)
+        return latency + busiest if near or far else node.latency
+    ranks = len(start.ranks)
+    together = sum(1 for peer in start.ranks if peer // node.ranks == mine)
+    if together == ranks:
+        latency, bandwidth = node.latency, node.bandwidth
+    else:
+        # Groups that have fewer ranks on a node than it holds share its adapter with their like.
+        latency, bandwidth = network.latency, min(node.bandwidth, network.bandwidth * together / node.ranks)
+    steps = {"all_reduce": 2, "gradients": 2, "all_gather": 1, "reduce_scatter": 1}.get(start.kind)
+    depth = math.ceil(math.log2(ranks))
+    if steps is None:
+        return depth * latency + start.bytes / bandwidth
+    ring = steps * (ranks - 1) * (latency + start.bytes / ranks / bandwidth)
+    tree = steps * (depth * latency + start.bytes / bandwidth)
+    return min(ring, tree) if steps == 2 else ring
+
+
+def replay(step: Step, machine: Machine) -> Times:
+    """A step's times, one network lane taking one collective after the other."""
+    host = kernels = network = 0.0
+    compute = worked = exposed = 0.0
+    ends: dict[int, float] = {}
+    messages: dict[str, float] = {}
+    alone = not machine.host.asynchronous
+    for event in step.events:
+        if isinstance(event, Operator):
+            host += machine.host.operator
+            worked += machine.host.operator
+        elif isinstance(event, Kernel):
+            seconds = kernel_seconds(machine, event)
+            kernels = max(host, kernels) + seconds
+            compute += seconds
+        elif isinstance(event, Start):
+            seconds = message_seconds(machine, event, step.rank)
+            network = max(network, kernels, host) + seconds
+            ends[event.number] = network
+            messages[event.kind] = messages.get(event.kind, 0.0) + seconds
+        elif isinstance(event, Wait):
+            now = max(kernels, host)
+            exposed += max(0.0, ends[event.number] - now)
+            kernels = max(now, ends[event.number])
+        if alone:
+            host = kernels = max(host, kernels)
+    return Times(max(host, kernels, network), compute, worked, exposed, messages)

@@ -1,0 +1,58 @@
+"""Records steps in an imagined job of four ranks, and prints as JSON what a test compares with a real one."""
+
+from __future__ import annotations
+
+import json
+
+import small_network
+import torch.distributed as dist
+
+from distconv.partition import Partition, placements
+from distconv.performance.candidates import partitions
+from distconv.performance.choice import Planner
+from distconv.performance.costs import moved_bytes
+from distconv.performance.events import Kernel, Start
+from distconv.performance.layers import trace
+from distconv.performance.machine import read
+from distconv.performance.recording import imagined_job, mesh_of, on_meta, record_step
+from distconv.transfer.redistribution import redistribution
+from mucudnn.optimizer import DoesNotFit
+
+model = on_meta(small_network.Small)
+found: dict[str, object] = {}
+with imagined_job(4) as rank:
+    found["rank"] = rank
+    for text in small_network.PARTITIONS:
+        step = record_step(model, mesh_of(Partition.parse(text)), small_network.SHAPE)
+        found[text] = [[e.kind, e.bytes, list(e.ranks)] for e in step.events if isinstance(e, Start)]
+        assert any(isinstance(event, Kernel) and event.flops for event in step.events)
+
+    every = partitions(4, 4)
+    meshes = [mesh_of(partition) for partition in every]
+    shape = (4, 8, 12, 10)
+    sizes, _ = moved_bytes(shape, meshes)
+    found["moves"] = [
+        [
+            sizes[a, b],
+            4 * sum(redistribution(old, placements(old, 4), new, placements(new, 4), shape).route.received),
+        ]
+        for a, old in enumerate(meshes)
+        for b, new in enumerate(meshes)
+    ]
+
+    graph = trace(model, small_network.SHAPE)
+    planner = Planner(model, graph, every, read("lassen"))
+    best = planner.best()
+    found["best"] = [best.times.total, best.memory(1.0)]
+    found["single"] = [plan.times.total for plan in planner.uniform()]
+    found["rows"] = [[row.name, str(row.partition), row.price] for row in planner.rows(best)]
+    limited = []
+    for share in (1.0, 0.8, 0.6):
+        try:
+            plan = planner.best(share * best.memory(1.0))
+            limited.append([plan.times.total, plan.memory(1.0), share * best.memory(1.0)])
+        except DoesNotFit as error:
+            limited.append([None, error.least, share * best.memory(1.0)])
+    found["limited"] = limited
+assert not dist.is_initialized()
+print(json.dumps(found))

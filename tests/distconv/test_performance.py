@@ -1,0 +1,200 @@
+"""The pure parts of the performance model: machines, messages, lanes, candidates, the graph of layers, strategies."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import small_network
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from distconv.model.strategy import Strategy
+from distconv.partition import Partition
+from distconv.performance import machine as machines
+from distconv.performance.candidates import allowed, fits, partitions, worthwhile
+from distconv.performance.choice import patterns
+from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
+from distconv.performance.layers import Layer, NoGraph, trace
+from distconv.performance.machine import Machine, MachineError, parse, read
+from distconv.performance.replay import kernel_seconds, message_seconds, replay
+
+TEXT = """
+name = "two nodes of two"
+[device]
+flops = 1e12
+efficiency = 0.5
+bandwidth = 1e11
+kernel = 1e-6
+memory = "16GiB"
+[host]
+operator = 1e-4
+asynchronous = true
+[node]
+ranks = 2
+latency = 1e-6
+bandwidth = 1e10
+[network]
+latency = 1e-5
+bandwidth = 1e9
+"""
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return parse(TEXT)
+
+
+@pytest.mark.parametrize("name", machines.built_in())
+def test_machines_that_ship_can_be_read(name: str) -> None:
+    assert read(name).device.memory >= 2**30
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("flops = 1e12", "", "device.flops is missing"),
+        ("efficiency = 0.5", "efficiency = 1.5", "device.efficiency = 1.5"),
+        ("ranks = 2", "ranks = 2.5", "node.ranks = 2.5; accepted: a whole number"),
+        ("asynchronous = true", "asynchronous = 1", "accepted: true or false"),
+        ('"16GiB"', '"much"', "device.memory"),
+        ("[host]", "[hosts]", "unknown field hosts"),
+        ("bandwidth = 1e9", "bandwidth = 1e9\nspeed = 3", "unknown field network.speed"),
+        ("flops = 1e12", "flops = ", "Invalid value"),
+        ('name = "two nodes of two"', "", "name is missing"),
+    ],
+)
+def test_a_machine_file_with_a_mistake_is_one_line(old: str, new: str, complaint: str) -> None:
+    with pytest.raises(MachineError) as refused:
+        parse(TEXT.replace(old, new, 1))
+    assert complaint in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_machine_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(MachineError, match="no such file; accepted: a TOML file, or h100, lassen"):
+        read("nowhere.toml")
+
+
+def test_messages_take_latencies_and_bandwidths(machine: Machine) -> None:
+    near = Start(0, "gradients", (0, 1), 10**7)
+    far = Start(0, "gradients", (0, 1, 2, 3), 10**7)
+    assert message_seconds(machine, near, 0) == pytest.approx(2 * (1e-6 + 5e6 / 1e10))
+    assert message_seconds(machine, far, 0) == pytest.approx(6 * (1e-5 + 2.5e6 / 1e9))
+    # One rank of each node: both such groups of a node share its adapter.
+    assert message_seconds(machine, Start(0, "gradients", (0, 2), 10**7), 0) == pytest.approx(2 * (1e-5 + 5e6 / 5e8))
+    halo = Start(0, "all_to_all", (0, 1, 2), 3000, (0, 1000, 2000))
+    assert message_seconds(machine, halo, 0) == pytest.approx(1e-6 + 1e-5 + 2000 * 2 / 1e9)
+
+
+def test_kernels_take_what_is_scarce(machine: Machine) -> None:
+    assert kernel_seconds(machine, Kernel("k", 10**9, 1000)) == pytest.approx(1e-6 + 2e-3)
+    assert kernel_seconds(machine, Kernel("k", 10, 10**8)) == pytest.approx(1e-6 + 1e-3)
+
+
+def test_messages_hide_behind_kernels(machine: Machine) -> None:
+    kernel, start = Kernel("k", 10**9, 0), Start(0, "gradients", (0, 1), 10**7)
+    taken = message_seconds(machine, start, 0)
+    step = Step((start, kernel, Wait(0)), 0, 0, 0)
+    times = replay(step, machine)
+    assert times.total == pytest.approx(kernel_seconds(machine, kernel)) and times.exposed == 0
+    assert times.hidden == pytest.approx(taken)
+    waits = replay(Step((start, Wait(0), kernel), 0, 0, 0), machine)
+    assert waits.total == pytest.approx(taken + kernel_seconds(machine, kernel))
+    assert waits.exposed == pytest.approx(taken)
+
+
+def test_a_host_that_does_not_wait_hides_behind_kernels(machine: Machine) -> None:
+    events: tuple[Event, ...] = (Operator(), Kernel("k", 10**9, 0)) * 10
+    ahead = replay(Step(events, 0, 0, 0), machine)
+    assert ahead.total == pytest.approx(1e-4 + 10 * kernel_seconds(machine, Kernel("k", 10**9, 0)))
+    behind = replay(Step(events, 0, 0, 0), parse(TEXT.replace("asynchronous = true", "asynchronous = false")))
+    assert behind.total == pytest.approx(behind.compute + 10e-4)
+
+
+def test_more_bandwidth_never_makes_a_message_slower(machine: Machine) -> None:
+    faster = parse(TEXT.replace("bandwidth = 1e9", "bandwidth = 2e9"))
+    for kind in ("gradients", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"):
+        start = Start(0, kind, (0, 1, 2, 3), 10**6)
+        assert message_seconds(faster, start, 1) < message_seconds(machine, start, 1)
+
+
+@given(st.integers(1, 64), st.sampled_from([3, 4, 5]))
+def test_partitions_are_all_ways_to_divide_the_ranks(ranks: int, ndim: int) -> None:
+    found = partitions(ranks, ndim)
+    assert len(set(found)) == len(found)
+    assert {partition.ranks for partition in found} == {ranks}
+    axes = ndim  # as many as data has dims: samples, channels and space
+    count = 1
+    for prime in range(2, ranks + 1):
+        power = 0
+        while ranks % prime ** (power + 1) == 0 and all(prime % q for q in range(2, prime)):
+            power += 1
+        count *= math.comb(power + axes - 1, axes - 1)
+    assert len(found) == count
+
+
+def test_candidates_can_be_fixed_and_forbidden() -> None:
+    found = partitions(8, 4, ["sample", "height"])
+    assert [str(one) for one in found] == ["sample=8", "sample=4,height=2", "sample=2,height=4", "height=8"]
+    assert [str(one) for one in allowed("*height=2*", found)] == ["sample=4,height=2"]
+    with pytest.raises(ValueError, match="matches none"):
+        allowed("depth=*", found)
+    with pytest.raises(ValueError, match="accepted for 2-D data: sample, channel, height, width"):
+        partitions(4, 4, ["depth"])
+    assert not fits(Layer("a", ["a"], "", (2, 8, 4, 4), (2, 8, 4, 4)), Partition.parse("sample=4"))
+
+
+def small() -> nn.Module:
+    with torch.device("meta"):
+        return small_network.Small()
+
+
+def test_the_graph_of_a_residual_network() -> None:
+    graph = trace(small(), small_network.SHAPE)
+    assert {name: layer.modules for name, layer in graph.layers.items()} == {
+        "stem.0": ["stem.0", "stem.1", "stem.2"],
+        "block.0": ["block.0", "block.1"],
+        "model#1": ["relu"],
+        "pool": ["pool"],
+        "head": ["head"],
+    }
+    assert graph.first == ["stem.0"] and graph.last == "head"
+    assert graph.edges == {
+        ("stem.0", "block.0"): (4, 8, 12, 12),
+        ("stem.0", "model#1"): (4, 8, 12, 12),
+        ("block.0", "model#1"): (4, 8, 12, 12),
+        ("model#1", "pool"): (4, 8, 12, 12),
+        ("pool", "head"): (4, 8),
+    }
+    assert len(worthwhile(graph, partitions(4, 4), 3)) == 3
+
+
+class Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if bool((self.layer(x) > 0).any()) else -x
+
+
+def test_a_model_that_needs_data_is_refused_in_one_line() -> None:
+    with pytest.raises(NoGraph) as refused:
+        trace(Undecided().to("meta"), small_network.SHAPE)
+    assert "Undecided does not run" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from(["sample=4", "height=4", "channel=4"]), min_size=5, max_size=5))
+def test_a_strategy_gives_every_layer_its_partition(chosen: list[str]) -> None:
+    model = small()
+    graph = trace(model, small_network.SHAPE)
+    layers = {name: Partition.parse(text) for name, text in zip(graph.layers, chosen, strict=True)}
+    strategy = Strategy.parse(patterns(model, graph, layers))
+    for name, layer in graph.layers.items():
+        for module in layer.modules:
+            decided = strategy.partition(module)
+            assert decided is not None and decided[1] == layers[name], module
+    strategy.check({pattern for pattern, _ in strategy.assign(model).values()}, [model])

@@ -1,0 +1,106 @@
+"""What is recorded in an imagined job is what a real one sends; and what is planned from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_network
+from jobs import ENVIRONMENT, ROOT
+from ranks import Ranks
+
+SCRIPT = Path(__file__).with_name("scripts") / "imagined.py"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Any]:
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def sent(partitions: tuple[str, ...]) -> dict[str, list[list[Any]]]:
+    """Of real steps on this rank: kind, bytes and ranks of every message, in the order in which they start."""
+    import torch.distributed as dist
+
+    import distconv
+    from distconv import settings
+
+    messages: list[list[Any]] = []
+
+    def noting(kind: str, real: Any) -> Any:
+        def collective(*tensors: Any, **options: Any) -> Any:
+            tensor = tensors[0] if kind in ("all_reduce", "all_gather") else tensors[1]
+            group = options.get("group") or dist.group.WORLD
+            is_gradient = kind == "all_reduce" and len(tensors) == 1 and "op" not in options  # as buckets call it
+            ranks = sorted(dist.get_process_group_ranks(group))
+            if len(ranks) > 1:
+                size = tensor.numel() * tensor.element_size()
+                messages.append(["gradients" if is_gradient else kind, size, ranks])
+            return real(*tensors, **options)
+
+        return collective
+
+    names = {
+        "all_to_all_single": "all_to_all",
+        "all_reduce": "all_reduce",
+        "all_gather_into_tensor": "all_gather",
+    }
+    real = {name: getattr(dist, name) for name in names}
+    result = {}
+    with settings.options({"check": "off"}):
+        for text in partitions:
+            mesh = distconv.init(text)
+            model = distconv.parallelize(small_network.Small(), mesh)
+            x = distconv.shard(small_network.batch(), mesh)
+            for _ in range(2):
+                messages.clear()
+                for name, kind in names.items():
+                    setattr(dist, name, noting(kind, real[name]))
+                try:
+                    y = model(x)
+                    y.backward(y.detach())
+                finally:
+                    for name, function in real.items():
+                        setattr(dist, name, function)
+            result[text] = list(messages)
+    return result
+
+
+def test_a_recorded_step_sends_what_a_real_one_sends(recorded: dict[str, Any], ranks: Callable[[int], Ranks]) -> None:
+    real = ranks(4).run(sent, small_network.PARTITIONS)[recorded["rank"]]
+    for text in small_network.PARTITIONS:
+        assert recorded[text] == real[text], text
+        assert real[text]
+
+
+def test_moves_between_layouts_have_the_bytes_of_their_plans(recorded: dict[str, Any]) -> None:
+    assert len(recorded["moves"]) > 50
+    for modelled, planned in recorded["moves"]:
+        assert modelled == planned
+    assert any(planned for _, planned in recorded["moves"])
+
+
+def test_the_plan_is_as_fast_as_the_best_single_partition(recorded: dict[str, Any]) -> None:
+    assert recorded["single"] == sorted(recorded["single"])
+    assert recorded["best"][0] <= recorded["single"][0]
+    assert [name for name, *_ in recorded["rows"]] == ["stem.0", "block.0", "model#1", "pool", "head"]
+
+
+def test_less_memory_never_makes_a_step_faster(recorded: dict[str, Any]) -> None:
+    seconds = [recorded["best"][0]]
+    for time, memory, limit in recorded["limited"]:
+        if time is None:
+            assert memory > limit
+        else:
+            assert memory <= limit and time >= seconds[-1] - 1e-12
+            seconds.append(time)
+    assert len(seconds) > 1
