@@ -242,7 +242,7 @@ def _messages() -> Iterator[_Messages]:
 
     for name in _COLLECTIVES:
         setattr(dist, name, getattr(messages, name))
-    Bucket.start = noted  # type: ignore[method-assign]
+    Bucket.start = noted  # type: ignore[method-assign, assignment]
     try:
         yield messages
     finally:
