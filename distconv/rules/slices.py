@@ -128,9 +128,11 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
     name = func._schema.name
     sizes, dim = (None, *args, 0)[:2] if name.endswith("unbind") else (*args, 0)[:2]
     dim = dim % x.dim()
+    extent = x.shape[dim]
+    if not extent and sizes is not None:  # of nothing torch makes one piece, or as many as sizes are named
+        return [_alias(x) for _ in (sizes if not isinstance(sizes, int) else [0])]
     if not _sharding_axes(x, dim):
         return stock(func, (x, *args))
-    extent = x.shape[dim]
     if sizes is None:
         return [select(func, x, dim, index) for index in range(extent)]
     if isinstance(sizes, int):

@@ -42,8 +42,8 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     if any(isinstance(placement, Partial) for placement in current):
         assert isinstance(tensor, DTensor)
         return tensor.redistribute(mesh, tuple(placements)).to_local()
-    if any(not isinstance(current[axis], Shard) for axis, _ in sharded_dims(mesh, placements)):
-        _refuse_nesting_in_a_shard(current, placements)
+    if isinstance(tensor, DTensor) and _cuts_a_shard_before(current, placements):
+        return moved(tensor, mesh, placements)._local_tensor
     for axis, dim in sharded_dims(mesh, placements):
         if not isinstance(current[axis], Shard):
             start, stop = ownership(local.shape[dim], mesh.size(axis))[mesh.get_local_rank(axis)]
@@ -61,10 +61,12 @@ def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
     return replicated(mesh)
 
 
-def _refuse_nesting_in_a_shard(current: Sequence[Placement], target: Sequence[Placement]) -> None:
-    for axis, (before, after) in enumerate(zip(current, target, strict=True)):
-        if before != after and any(after == other and other.is_shard() for other in current[axis + 1 :]):
-            raise UnsupportedOperation(f"a tensor laid out as {tuple(current)} is needed as {tuple(target)}")
+def _cuts_a_shard_before(current: Sequence[Placement], target: Sequence[Placement]) -> bool:
+    """Whether an axis is to shard what a later one shards already: its shards then begin and end elsewhere."""
+    return any(
+        before != after and any(after == other and other.is_shard() for other in current[axis + 1 :])
+        for axis, (before, after) in enumerate(zip(current, target, strict=True))
+    )
 
 
 def everywhere(x: DTensor, dims: Sequence[int]) -> DTensor:

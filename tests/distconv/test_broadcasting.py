@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranks import Ranks
 from reference import differing, errors, random
 from torch import Tensor, nn
@@ -45,6 +47,13 @@ BROADCAST: dict[str, Operator] = {
     "gated linear unit": lambda x: F.glu(torch.cat([x, x], 1), 1) + F.glu(torch.cat([x, x], 2), 2),
 }
 
+
+def without_samples(x: Tensor) -> list[Tensor]:
+    y = x[:0]
+    wide = F.pixel_shuffle(y.repeat(1, 4, 1, 1), 2)
+    return [F.interpolate(y, (3, 4), mode="bilinear"), wide, F.pixel_unshuffle(wide, 2), y.max(2)[0], *y.split(2, 0)]
+
+
 DIMS: dict[str, Operator] = {
     "squeezed": lambda x: [x[:, :, :1].squeeze(), x[:, :, :1].squeeze(2), x[:, :1].squeeze((1, -1)), x.squeeze(0)],
     "squeezed copies": lambda x: [torch.squeeze_copy(x[:, :, :1]), torch.squeeze_copy(x)],
@@ -56,6 +65,7 @@ DIMS: dict[str, Operator] = {
     "least and greatest": lambda x: [*torch.aminmax(x), *torch.aminmax(x[:, :, :1])],
     "repeated": lambda x: [x.repeat(2, 1, 3, 2), x[:, :1].repeat(1, 4, 1, 1), x[:, :, :1].tile((2, 1, 5, 1))],
     "nothing": lambda x: [x[:, :, :0] * x[:, :, :1], x[:, :, :0].flatten(1) + 1, x.tile((0,))],
+    "no samples": without_samples,
     "a plain gradient": lambda x: torch._softmax_backward_data(x, random(*x.shape).softmax(2), 2, torch.float64),
     "a kernel beyond the map": lambda x: [F.avg_pool2d(x, 30000, ceil_mode=True), F.max_pool2d(x, 9, ceil_mode=True)],
     "padded beyond the map": lambda x: F.avg_pool2d(x, (9, 30000), padding=(2, 4), ceil_mode=True),
@@ -130,6 +140,41 @@ def test_operators_equal_one_process(
     ranks: Callable[[int], Ranks], size: int, partition: str, shape: tuple[int, ...], table: dict[str, Operator]
 ) -> None:
     for rank, wrong in enumerate(ranks(size).run(compare, list(table), partition, shape)):
+        assert not wrong, f"rank {rank}"
+
+
+ANY: dict[str, Operator] = {
+    "gates": lambda x: x * x.sum(2, keepdim=True) * x[:, :, :1] * x[..., :1] * F.adaptive_avg_pool2d(x, 1),
+    "in place": lambda x: (x * 1).add_(x[:, :1]).mul_(x[:1]),
+    "convolutions": lambda x: (
+        F.conv2d(x, random(3, x.shape[1], 3, 3), padding=1) * F.conv2d(x, random(1, x.shape[1], 1, 1))
+    ),
+    "tokens": lambda x: F.conv1d(x.flatten(2), random(2, x.shape[1], 3), padding=1),
+    "features": lambda x: F.linear(x.flatten(1), random(3, x[0].numel())),
+    "pools": lambda x: F.max_pool2d(x, 3, 1, 1) + F.avg_pool2d(x, 3, 1, 1),
+    "views": lambda x: [x.flatten(), x.squeeze(), x.squeeze((1, 3)), (x * 1).squeeze_(2) * 2, x.unflatten(1, (1, -1))],
+    "grown": lambda x: [x[:, :, :1].expand(-1, -1, 3, -1), x.repeat(1, 2, 3, 1), x.repeat(2, 1, 1, 1, 4), x.tile((2,))],
+    "pieces": lambda x: [*x.chunk(1, 2), *x.chunk(3, 2), *x.split(2, 3), x.roll(1, 2), x.flip(2), x[:, :, ::2]],
+    "padded": lambda x: [
+        F.pad(x, (1, 1, 1, 1), mode="circular"),
+        F.pad(x, (-1, 1, 1, 0)),
+        F.glu(torch.cat([x, x], 2), 2),
+    ],
+    "resized": lambda x: F.interpolate(x, (3, 4)) + F.interpolate(x, (3, 4), mode="bilinear"),
+}
+
+
+def compare_any(partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    return differing(ANY, partition, shape)
+
+
+@settings(max_examples=5)
+@given(
+    st.sampled_from(["height=4", "height=2,width=2", "channel=2,height=2", "channel=4"]),
+    st.tuples(st.integers(1, 2), *[st.sampled_from([1, 1, 2, 3, 5])] * 3),
+)
+def test_dims_shorter_than_their_axes(ranks: Callable[[int], Ranks], partition: str, shape: tuple[int, ...]) -> None:
+    for rank, wrong in enumerate(ranks(4).run(compare_any, partition, shape)):
         assert not wrong, f"rank {rank}"
 
 

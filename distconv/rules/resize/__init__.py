@@ -106,7 +106,9 @@ def make_resize_plan(
     if not dtype.is_floating_point:
         raise refuse(operator, f"its input is of {dtype}; accepted: floating point")
     axes = shard_axes(mesh, placements, first=2)
-    out_shape = tuple(operator(torch.empty(shape, dtype=dtype, device="meta"), size, *options).shape)
+    # Of no samples torch's own check of shapes fails.
+    like_one = torch.empty((max(shape[0], 1), *shape[1:]), dtype=dtype, device="meta")
+    out_shape = (shape[0], *operator(like_one, size, *options).shape[1:])
     align, given = (options[:1], options[1:]) if name not in NEAREST else ((), options)
     scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
     for dim in () if any(align) else _kept(name, shape, out_shape, scales):
