@@ -46,8 +46,8 @@ def shuffle_plan(
 def pixel_shuffle(func: Any, x: DTensor, factor: int) -> DTensor:
     """(..., C r^2, H, W) to (..., C, H r, W r), or the reverse. Each is the other's backward."""
     local, (mesh, placements) = settled(func, x)
+    shape = tuple(func(torch.empty(x.shape, device="meta"), factor).shape)
     direction = -factor if "unshuffle" in func._schema.name else factor
-    shape = _shuffled(func, tuple(x.shape), factor, direction > 0)
     sides = shuffle_plan(mesh, placements, tuple(x.shape), shape, direction)
     for _, which, _, _ in sides:
         local = which.fetch(local)
@@ -58,18 +58,6 @@ def pixel_shuffle(func: Any, x: DTensor, factor: int) -> DTensor:
     for dim, _, skip, own in sides:
         y = y.narrow(dim, skip, own)
     return wrap(y, mesh, placements, shape)
-
-
-def _shuffled(func: Any, shape: tuple[int, ...], factor: int, wider: bool) -> tuple[int, ...]:
-    """The shape of the result; of nothing torch's own operator may return the input."""
-    one = tuple(max(extent, 1) for extent in shape[:-3])
-    made = func(torch.empty((*one, *shape[-3:]), device="meta"), factor).shape
-    if 0 not in shape[-3:]:
-        return (*shape[:-3], *made[-3:])
-    channels, *space = shape[-3:]
-    if wider:
-        return (*shape[:-3], channels // factor**2, *(extent * factor for extent in space))
-    return (*shape[:-3], channels * factor**2, *(extent // factor for extent in space))
 
 
 @planned(1024)

@@ -50,8 +50,7 @@ BROADCAST: dict[str, Operator] = {
 
 def without_samples(x: Tensor) -> list[Tensor]:
     y = x[:0]
-    wide = F.pixel_shuffle(y.repeat(1, 4, 1, 1), 2)
-    return [F.interpolate(y, (3, 4), mode="bilinear"), wide, F.pixel_unshuffle(wide, 2), y.max(2)[0], *y.split(2, 0)]
+    return [F.interpolate(y, (3, 4), mode="bilinear"), y.repeat(1, 4, 1, 1), y.max(2)[0], *y.split(2, 0)]
 
 
 DIMS: dict[str, Operator] = {
@@ -102,7 +101,14 @@ def mixed(x: Tensor) -> Tensor:
     return F.conv2d(both, random(2, both.shape[1], 1, 1)) + F.interpolate(x[:, :1, :1, :1], 3)[..., :1, :1]
 
 
+def positioned(x: Tensor) -> Tensor:
+    """A convolution of numbers that every rank has whole, as of positions, added to what is sharded."""
+    weight = x.mean((0, 2, 3)).view(-1, 1, 1, 1) * random(x.shape[1], 3, 1, 1)
+    return x + F.conv2d(random(1, 3, *x.shape[2:]), weight)
+
+
 UNUSUAL: dict[str, Operator] = {
+    "positions": positioned,
     "channels as length": attended,
     "pooled and single": mixed,
     "one sample": lambda x: F.conv2d(x[0], random(3, x.shape[1], 3, 3), stride=2, padding=1),

@@ -69,6 +69,16 @@ def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement])
     return moved(parameter, mesh, kept) if kept != list(parameter.placements) else parameter
 
 
+def _as_gradient(placements: tuple[Placement, ...], grad: Tensor) -> tuple[Placement, ...]:
+    """How x is to lie in backward: where every rank has it whole, a slice of it, if the gradient is sharded there."""
+    if not isinstance(grad, DTensor):
+        return placements
+    return tuple(
+        of if p.is_replicate() and isinstance(of, Shard) and of.dim != 1 else p
+        for p, of in zip(placements, grad.placements, strict=True)
+    )
+
+
 def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Sequence[int]) -> tuple[Placement, ...]:
     """How the gradient of a parameter lies: sharded as the parameter is, a partial sum along the other shards of x."""
     return tuple(
@@ -137,6 +147,7 @@ def convolution_backward(
     """dL/dx sharded as x is; dL/dweight and dL/dbias as partial sums over the shards of samples and space."""
     *arguments, mask = rest
     mesh, placements = layer_input(func, x, grad, weight)
+    placements = _as_gradient(placements, grad)
     weight = _gathered(weight, mesh, placements)
     plan = _plan_of(x, weight, None, mesh, placements, arguments)
     parts = plan.split
