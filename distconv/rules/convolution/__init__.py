@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.mesh_options import channel_algorithm
+from distconv.partition import shards_channels
 from distconv.rules.channel_split import held_as, layer_input
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
@@ -58,15 +59,18 @@ def _plan_of(
 
 
 def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
-    """A weight or bias, whole along the axes that shard samples or space of x: there it cannot stay in parts.
+    """A weight or bias whose channels are sharded, whole along those axes that shard other dims of x.
 
-    So are those of a layer whose channels have become its length, as channel attention makes them.
+    So it is in a layer whose length is what were channels, as channel attention makes them.
     """
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
         return parameter
-    pairs = zip(parameter.placements, placements, strict=True)
-    kept = [Replicate() if of.is_shard() and p.is_shard() and p != Shard(1) else of for of, p in pairs]
-    return moved(parameter, mesh, kept) if kept != list(parameter.placements) else parameter
+    names = mesh.mesh_dim_names or ()
+    kept = tuple(
+        Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
+        for name, of, p in zip(names, parameter.placements, placements, strict=True)
+    )
+    return moved(parameter, mesh, kept) if kept != tuple(parameter.placements) else parameter
 
 
 def _as_gradient(placements: tuple[Placement, ...], grad: Tensor) -> tuple[Placement, ...]:
