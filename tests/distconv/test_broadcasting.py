@@ -236,4 +236,4 @@ def test_refusals_name_operator_and_shapes_at_once(ranks: Callable[[int], Ranks]
     assert {name: text for name, (text, _) in first.items()} == {name: text for name, (text, _) in second.items()}
     for name, (text, seconds) in first.items():
         assert text.startswith(name) and "2" in text and seconds < 1, (name, text, seconds)
-    assert len(first) == 6
+    assert "aten._ctc_loss" in first
