@@ -140,7 +140,11 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if compiled.is_tracing_model or next(module.parameters(), None) is None:
             return _call(module, *args, **kwargs)
         return _beyond_graphs(module, *args, **kwargs)
-    return _called(module, *args, **kwargs)
+    try:
+        return _called(module, *args, **kwargs)
+    except Exception as error:
+        user_lines.shorten(error, UnsupportedOperation)
+        raise
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -197,9 +201,6 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not any(type(leaf) is Activation for leaf in leaves):
             result = tree_map_only(Activation, Activation.as_dtensor, result)
         return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
-    except Exception as error:
-        user_lines.shorten(error, UnsupportedOperation)
-        raise
     finally:
         if recording:
             checks.remove(user_lines.keep_line)

@@ -38,9 +38,9 @@ class Refused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)
-        y = y * torch.linalg.svdvals(y.detach())[..., None]
+        y = y * nn.functional.conv2d(torch.ones(1, 4, 16, 16), y.detach()).sum()
         y = self.second(y)
-        return y + torch.linalg.matrix_exp(y.detach())
+        return y + nn.functional.conv_transpose2d(torch.ones(1, 2, 16, 16), y.detach()).sum()
 
 
 def refused() -> nn.Module:
@@ -110,8 +110,7 @@ def test_what_layers_send_is_what_a_rank_sends(ranks: Callable[[int], Ranks]) ->
 def test_every_refusal_is_found_and_not_the_first_alone() -> None:
     findings = found("refused", "2,3,16,16", "height=4", 1)
     assert not findings["accepted"] and not findings["ended"]
-    operators = [refusal["operator"] for refusal in findings["refusals"]]
-    assert any("svd" in operator for operator in operators) and any("exp" in operator for operator in operators)
+    assert len(findings["refusals"]) == 2 and {each["layer"] for each in findings["refusals"]} == {"Refused"}
     assert all(
         refusal["kind"] == "refused" and "test_check.py:" in refusal["message"] for refusal in findings["refusals"]
     )

@@ -16,16 +16,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import distconv
 from distconv.refusal import in_words, placements_in_words
 
+
+def over_rows(x: Tensor) -> Tensor:
+    """A convolution whose weight is sharded along its rows."""
+    return nn.functional.conv2d(torch.ones(2, 4, 8, 8), x[:, :, :4])
+
+
 CALLS: dict[str, Callable[[Tensor], Any]] = {
-    "singular values": lambda x: torch.linalg.svdvals(x),
-    "unique": lambda x: x.unique(),
-    "nonzero": lambda x: x.nonzero(),
-    "counts": lambda x: torch.bincount(x[0, 0, :, 0].long().abs()),
+    "a weight's rows": over_rows,
+    "a transposed weight's rows": lambda x: nn.functional.conv_transpose2d(torch.ones(2, 2, 8, 8), x[:, :, :4]),
     "numbers": lambda x: x.detach().numpy(),
-    "a mask": lambda x: x[x > 0],
-    "weights over a sharded dim": lambda x: nn.functional.conv2d(torch.ones(2, 4, 8, 8), x[:, :, :4]),
 }
-"""What depends on all numbers of a tensor, or on their values."""
 
 
 class Layer(nn.Module):
@@ -47,7 +48,7 @@ class _BackwardRefused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.unique()
+        return over_rows(grad).sum().expand_as(grad)
 
 
 def refusals() -> dict[str, Any]:
@@ -91,7 +92,7 @@ def shown() -> tuple[str, str]:
     mesh = distconv.init("height=2", device_type="cpu")
     x = distconv.shard(torch.randn(2, 4, 8, 8), mesh)
     found = []
-    for attempt in (lambda y: y.unique(), lambda y: y.permute(0, 1)):
+    for attempt in (over_rows, lambda y: y.permute(0, 1)):
         model = distconv.parallelize(nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 1), _Last(attempt))), mesh)
         try:
             model(x)
