@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import distconv
 from benchmarks.operator_samples import Module, ModuleSample, Operator, Sample
-from distconv.partition import placements
+from distconv.mesh import placements
 from distconv.rules import small
 
 TOLERANCE = 1e-9

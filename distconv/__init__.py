@@ -8,36 +8,27 @@ whole = distconv.gather(y)
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from distconv.job.hash_seed import settle
-from distconv.job.place import is_run
 from distconv.job.signals import interrupts_are_silent
-
-if is_run():
-    interrupts_are_silent()
-settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
-
-import os
-from collections.abc import Sequence
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-
-from distconv import settings as _settings
-from distconv.channels import check_algorithm
-from distconv.gpu import take_gpu
-from distconv.mesh_options import channel_algorithms
-from distconv.model.checkpoint import whole_state
-from distconv.model.parallelize import distributed_script, parallelize, shard
-from distconv.model.parameters import partition_of
-from distconv.model.shard_gather import gather
-from distconv.partition import Partition, adopt, make_mesh
-from distconv.reading.opening import open
-from distconv.refusal import UnsupportedOperation
-from distconv.rules import decompositions
-from distconv.rules.registry import discover, install_guard
-from distconv.transfer.redistribution import redistribute
+from distconv.place import is_run
+from mucudnn.lazily import attributes
 from mucudnn.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    from distconv.interface import (
+        UnsupportedOperation,
+        distributed_script,
+        gather,
+        init,
+        is_first,
+        open,
+        parallelize,
+        redistribute,
+        shard,
+        whole_state,
+    )
 
 __all__ = [
     "UnsupportedOperation",
@@ -53,77 +44,8 @@ __all__ = [
     "whole_state",
 ]
 
-discover()
-install_guard()
-decompositions.install()
+if is_run():
+    interrupts_are_silent()
+settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
-
-def init(
-    partition: str | DeviceMesh | None = None,
-    *,
-    ranks: Sequence[int] | None = None,
-    device_type: str | None = None,
-    channel_algorithm: str | None = None,
-) -> DeviceMesh:
-    """Makes the mesh of a partition, over all ranks or over some. Every rank of the job must call it.
-
-    Uses the default process group where there is one. Else it starts one: over the backend of `DISTCONV_BACKEND`
-    (default: gloo, nccl for GPUs), with the ranks of torchrun's environment, or with this process alone. It may be
-    called again for another partition. On GPUs the current device becomes the one of the rank's local number: call
-    `init` before tensors go to "cuda".
-
-    Args:
-        partition: mesh axes and the ranks along each, such as `"sample=2,height=2"`; or a mesh whose axes have these
-            names. If not given, that of `distconv run`, else of `DISTCONV_PARTITION`.
-        ranks: the ranks of the job that make up the mesh, ascending; all of them if not given.
-        device_type: "cpu" or "cuda"; if not given, "cuda" where there is a GPU.
-        channel_algorithm: what stays where it is in layers whose channels are sharded: "x", "y", "w", or "auto", which
-            moves least. If not given, that of `distconv run`, else of `DISTCONV_CHANNEL_ALGORITHM`, else "auto".
-
-    Returns:
-        The mesh, for `shard` and `parallelize`.
-
-    Raises:
-        ValueError: one line, for a partition or an algorithm that is not accepted or does not fit the ranks.
-    """
-    if isinstance(partition, DeviceMesh):
-        mesh = adopt(partition)
-        _set_algorithm(mesh, partition_of(mesh), channel_algorithm)
-        return mesh
-    parsed: Partition | None = Partition.parse(partition) if partition is not None else _settings.value("partition")
-    if parsed is None:
-        raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
-    device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and torch.cuda.is_available():
-        take_gpu()
-    if not dist.is_initialized():
-        _init_process_group(device)
-    mesh = make_mesh(parsed, ranks=ranks, device_type=device)
-    _set_algorithm(mesh, parsed, channel_algorithm)
-    return mesh
-
-
-def is_first() -> bool:
-    """Whether this process is the job's first rank, or runs without a job.
-
-    It tells where to do what must be done once. A script that `distconv run` runs needs it only for side effects that
-    are not kept to one rank anyway, for example a subprocess that writes a file. What is done on the first rank alone
-    must not call the model.
-    """
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:
-    channel_algorithms[mesh] = check_algorithm(algorithm or _settings.value("channel_algorithm"), partition)
-
-
-def _init_process_group(device: str) -> None:
-    backend = _settings.value("backend") or ("nccl" if device == "cuda" else "gloo")
-    if backend == "mpi":
-        from distconv.mpi import init_process_group
-
-        init_process_group()
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+__getattr__ = attributes(__name__, {"distconv.interface": set(__all__) - {"__version__"}})

@@ -11,7 +11,7 @@ from typing import NoReturn
 from distconv import settings
 from distconv.commands import check, convert, plan, run, simulate
 from distconv.job.launcher import BadInput
-from distconv.job.place import find_place
+from distconv.place import find_place
 
 COMMANDS = (run, check, convert, plan, simulate)
 

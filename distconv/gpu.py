@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from distconv.job.place import find_place
+from distconv.place import find_place
 
 
 def take_gpu() -> None:

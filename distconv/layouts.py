@@ -9,7 +9,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.partition import nested_ownership, ownership, sharded_dims
+from distconv.mesh import sharded_dims
+from distconv.partition import nested_ownership, ownership
 from distconv.refusal import UnsupportedOperation, refuse
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]]

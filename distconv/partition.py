@@ -1,21 +1,17 @@
-"""From ``"sample=2,height=2"`` to a DeviceMesh, placements, and the interval of a dim that each rank owns.
+"""From ``"sample=2,height=2"`` to mesh axes, and the interval of a dim that each rank owns.
 
 An *axis* belongs to the mesh, a *dim* to a tensor. Which dim each axis shards is said by one table, `AXES`. Layouts are
-DTensor's canonical ones: ceil-sized shards, the last of them smaller or empty.
+DTensor's canonical ones: ceil-sized shards, the last of them smaller or empty. Nothing here needs torch, which takes
+seconds to import: the launcher reads partitions before it starts ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 Interval = tuple[int, int]
 
@@ -123,121 +119,6 @@ class Partition:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
-_groups: dict[DeviceMesh, dist.ProcessGroup | None] = {}
-"""Our meshes, and for each one group of all its ranks."""
-
-_meshes: dict[tuple[object, ...], DeviceMesh] = {}
-"""The meshes made so far, by the job's default group, partition, ranks and device type."""
-
-
-def make_mesh(partition: Partition, *, ranks: Sequence[int] | None = None, device_type: str = "cpu") -> DeviceMesh:
-    """The mesh of a partition over ``ranks`` (default: all); every rank of the job must call this together."""
-    world = dist.get_world_size()
-    if ranks is None:
-        if partition.ranks != world:
-            raise ValueError(f"partition {str(partition)!r} needs {partition.ranks} ranks, but {world} are running")
-        ranks = range(world)
-    elif len(ranks) != partition.ranks:
-        raise ValueError(f"partition {str(partition)!r} needs {partition.ranks} ranks, but ranks= names {len(ranks)}")
-    elif list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
-        raise ValueError(f"ranks={list(ranks)}: accepted: ascending ranks from 0 to {world - 1}")
-    # Every process group has threads and connections of its own: a partition asked for again keeps its groups.
-    key = (dist.group.WORLD, partition, tuple(ranks), device_type)
-    mesh = _meshes.get(key)
-    if mesh is None:
-        mesh = DeviceMesh(device_type, torch.tensor(list(ranks)).view(partition.sizes), mesh_dim_names=partition.names)
-        _meshes[key] = mesh
-        _groups[mesh] = _group_of(mesh, local=False)
-    return mesh
-
-
-def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
-    ranks = mesh.mesh.flatten().tolist()
-    if len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    if mesh.ndim == 1:
-        return mesh.get_group(0) if mesh.get_coordinate() is not None else None
-    return dist.new_group(ranks, use_local_synchronization=local)
-
-
-def adopt(mesh: DeviceMesh) -> DeviceMesh:
-    """Take a mesh made elsewhere: its axes must carry our names, its ranks ascend along every axis."""
-    names = mesh.mesh_dim_names or ()
-    unknown = [name for name in names if name not in AXES]
-    if not names or unknown:
-        raise ValueError(f"mesh axes {tuple(names)}: accepted: mesh_dim_names out of {', '.join(AXES)}")
-    for axis, size in enumerate(mesh.mesh.shape):
-        if size > 1 and not bool((mesh.mesh.diff(dim=axis) > 0).all()):
-            raise ValueError(
-                f"mesh axis {names[axis]!r}: accepted: ranks ascending along the axis, not {mesh.mesh.tolist()}"
-            )
-    if mesh not in _groups:
-        _groups[mesh] = _group_of(mesh, local=True)
-    return mesh
-
-
-def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh) -> DeviceMesh:
-    """The mesh of a partition over the ranks of one of our meshes; a mesh is taken as it is.
-
-    ValueError for another number of ranks, and for text where the mesh has a part of the job's ranks only: groups are
-    made by all ranks together.
-    """
-    if isinstance(partition, DeviceMesh):
-        return adopt(partition)
-    parsed = Partition.parse(partition) if isinstance(partition, str) else partition
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if parsed.ranks != len(ranks):
-        raise ValueError(f"partition {str(parsed)!r} needs {parsed.ranks} ranks, but the mesh has {len(ranks)}")
-    key = (dist.group.WORLD, parsed, tuple(ranks), mesh.device_type)
-    if len(ranks) < dist.get_world_size() and key not in _meshes:
-        raise ValueError(
-            f"partition {str(parsed)!r} over ranks {ranks}: accepted: the mesh that distconv.init gave for it, called"
-            f" with these ranks= on every rank"
-        )
-    return make_mesh(parsed, ranks=ranks, device_type=mesh.device_type)
-
-
-def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The process group of all ranks of one of our meshes."""
-    return _groups[mesh]
-
-
-def is_ours(mesh: DeviceMesh) -> bool:
-    """Whether distconv made or adopted this mesh."""
-    return mesh in _groups
-
-
-def splits_channels(mesh: DeviceMesh) -> bool:
-    """Whether the mesh has more than one rank along the axes that shard channels."""
-    names = mesh.mesh_dim_names or ()
-    return math.prod(mesh.size(axis) for axis, name in enumerate(names) if shards_channels(name)) > 1
-
-
-def placements(mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
-    """How a tensor (N, C, spatial...) of ``ndim`` dims lies on the mesh.
-
-    Tensors without spatial dims (fewer than 3 dims) are replicated along the spatial axes, those without channels along
-    the channel axes too, scalars along all. Along an axis of one rank every tensor is replicated, so that no rule meets
-    a shard that is none.
-    ValueError for a spatial axis of more than one rank that 3-dim or larger tensors of this size do not have.
-    """
-    return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim)
-
-
-@functools.cache
-def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
-    result: list[Placement] = []
-    for name, size in zip(names, sizes, strict=True):
-        dim = AXES[name].dim_of(ndim)
-        if dim is None and ndim >= 3 and size > 1:
-            raise ValueError(
-                f"partition axis {name}={size}: {ndim - 2}-D data (N, C, {ndim - 2} spatial dims) has no {name};"
-                f" accepted: {', '.join(axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None)}"
-            )
-        result.append(Replicate() if dim is None or size == 1 else Shard(dim))
-    return tuple(result)
-
-
 @functools.lru_cache(maxsize=4096)
 def ownership(extent: int, ranks: int) -> tuple[Interval, ...]:
     """The interval of a dim of ``extent`` that each of ``ranks`` owns under ``Shard``."""
@@ -259,10 +140,3 @@ def _nested_ownership(extent: int, sizes: tuple[int, ...]) -> tuple[Interval, ..
     for ranks in sizes:
         owned = tuple((a + x, a + y) for a, b in owned for x, y in ownership(b - a, ranks))
     return owned
-
-
-def sharded_dims(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[tuple[int, int]]:
-    """(mesh axis, tensor dim) for every ``Shard`` placement, in the order of the mesh axes."""
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            yield axis, placement.dim

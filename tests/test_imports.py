@@ -43,11 +43,12 @@ def test_packages_import_only_what_lies_beneath(folder: str) -> None:
 
 
 FLOORS = (
-    ("optimizer", "convolution", "devices", "sizes", "program", "log", "version"),
+    ("optimizer", "convolution", "devices", "sizes", "program", "log", "version", "lazily"),
     ("providers", "budgets", "reporting", "settings"),
     ("timing",),
     ("planning",),
     ("runtime", "networks"),
+    ("patching",),
     ("mucudnn",),
     ("commands",),
     ("__main__",),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
-from distconv.partition import whole_group
+from distconv.mesh import whole_group
 from distconv.transfer.gathering import all_gather
 
 ANSWER = timedelta(seconds=10)

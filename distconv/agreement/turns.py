@@ -12,7 +12,7 @@ from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Noted
 from distconv.agreement.disagreement import Site
 from distconv.layouts import coordinate
-from distconv.partition import is_ours, sharded_dims
+from distconv.mesh import is_ours, sharded_dims
 
 BYTES = 1 << 18
 """What a rank looks at in one comparison, or one tensor where that is larger: a fraction of a millisecond on a host."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.dtensors import wrap
 from distconv.layouts import local_shape
-from distconv.partition import is_ours
+from distconv.mesh import is_ours
 
 
 def stand_in(func: Any, args: Sequence[Any], kwargs: dict[str, Any], of: DTensor) -> Any:

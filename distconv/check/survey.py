@@ -18,9 +18,10 @@ from distconv import settings
 from distconv.check.collectives import alone
 from distconv.check.findings import Findings
 from distconv.check.watch import Watch
-from distconv.model.parallelize import distributed_script, parallelize
+from distconv.interface import distributed_script, parallelize
+from distconv.mesh import make_mesh
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition, make_mesh
+from distconv.partition import Partition
 from distconv.user_lines import line_of
 
 Inputs = Sequence[tuple[int, ...]]

@@ -11,9 +11,9 @@ from distconv import settings
 from distconv.channels import check_algorithm
 from distconv.job.keeper import keep_rank, started_by_launcher
 from distconv.job.launcher import BadInput, Job, start
-from distconv.job.place import Place, find_place
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
+from distconv.place import Place, find_place
 
 DESCRIPTION = f"""\
 Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every

@@ -23,7 +23,7 @@ from distconv.direct.border import FromRoot, ToRoot, apply
 from distconv.direct.paths import paths, running
 from distconv.direct.where import Where, where
 from distconv.dtensors import wrap
-from distconv.partition import is_ours
+from distconv.mesh import is_ours
 
 
 class Activation(DTensor):

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 
-from distconv.job.place import find_place, is_run
+from distconv.place import find_place, is_run
 
 VARIABLE = "PYTHONHASHSEED"
 

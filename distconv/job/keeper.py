@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -13,16 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import IO
-
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import IO, TYPE_CHECKING
 
 from distconv.job.files.private import FOLDER_VARIABLE, make_folder
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
 from distconv.job.signals import Signals
 from distconv.job.watch import STOP_SECONDS, Watch, shell_code
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LINGER_SECONDS = 8.0  # what a keeper waits for the other ranks after its own failed
 
@@ -60,11 +61,15 @@ class _Meeting:
         self._line.setblocking(False)
 
     def hold(self, host: str, port: int) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
         self.held = TCPStore(host, port, is_master=True, wait_for_workers=False)
         self._line.sendall(f"{self.held.port}\n".encode())
 
     def notices(self) -> Notices | None:
         if self._notices is None:
+            from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
             with contextlib.suppress(OSError):  # nothing to read yet, or never again
                 told = self._line.recv(1024).decode().split()
                 if told:
@@ -81,6 +86,7 @@ def keep_rank(rank: int, size: int | None, mpi: bool, captures: bool) -> int | W
     rank cannot tell that was killed, and ends it when another rank fails. It gets the rank's exit code.
     captures: whether what the rank writes to stderr beneath Python is held back.
     """
+
     held: IO[bytes] | None = tempfile.TemporaryFile() if captures else None  # noqa: SIM115 (as long as the process)
     ours, theirs = socket.socketpair()
     parent, hosts = os.getpid(), rank == 0 and (mpi or os.environ.get(_AGENT_STORE) != "True")
@@ -127,7 +133,7 @@ def _host(meeting: _Meeting, mpi: bool) -> str | None:
     host, port = ("127.0.0.1", 0) if mpi else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     try:
         meeting.hold(host, port)
-    except (dist.DistError, OSError) as error:
+    except (RuntimeError, OSError) as error:  # torch's errors of a network are RuntimeErrors
         return f"the ranks cannot meet at {host}:{port}: {error}"
     return None
 
@@ -203,8 +209,14 @@ def accompany(process: Process, bound: bool) -> int:
     return shell_code(code)
 
 
-def start_ranks(command: list[str], environments: Sequence[dict[str, str]], print_all: bool, store: TCPStore) -> int:
-    """Starts `command` once in each of the environments, rank by rank, and watches; the exit code of the job."""
+def start_ranks(
+    command: list[str], environments: Sequence[dict[str, str]], print_all: bool, listener: socket.socket
+) -> int:
+    """Starts `command` once in each of the environments, rank by rank, and watches; the exit code of the job.
+
+    listener: where the ranks meet, bound and listening already. The store that serves it is made when the ranks are on
+    their way: both they and it need torch, which takes seconds to import.
+    """
     size = len(environments)
     written: dict[int, IO[bytes]] = {}
     processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -216,8 +228,17 @@ def start_ranks(command: list[str], environments: Sequence[dict[str, str]], prin
         told = {_TOLD: ":".join(map(str, (os.getpid(), *handed)))}
         stdin = None if rank == 0 else subprocess.DEVNULL
         processes[rank] = subprocess.Popen(command, env={**environment, **told}, stdin=stdin, pass_fds=handed)
-    notices = Notices(store, size)
-    return Watch(processes, size, lambda: notices, written, bound=True).run()
+
+    @functools.cache
+    def notices() -> Notices:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host, port = listener.getsockname()
+        # The store takes the socket over and listens on it.
+        store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return Notices(store, size)
+
+    return Watch(processes, size, notices, written, bound=True).run()
 
 
 _TOLD = "DISTCONV_LAUNCHER"  # from the launcher to its ranks: its process id, and a file for stderr

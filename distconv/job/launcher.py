@@ -6,21 +6,18 @@ import functools
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.keeper import accompany, keep_launcher, start_ranks
-from distconv.job.place import MPI_VARIABLES, Place
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition, shards_data
+from distconv.place import MPI_VARIABLES, Place
 from mucudnn.commands.arguments import check_writable
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
@@ -47,8 +44,8 @@ class Job:
     show_ranks: bool = False
 
 
-def check(job: Job, size: int | None, backend: str) -> None:
-    """BadInput where `job` cannot run on `size` ranks over `backend`."""
+def check(job: Job, size: int | None, backend: str | None) -> None:
+    """BadInput where `job` cannot run on `size` ranks over `backend`; None stands for one that the ranks choose."""
     if size is not None and job.partition.ranks != size:
         ranks = f"{size} rank" + "s" * (size != 1)
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {ranks}")
@@ -64,6 +61,9 @@ def check(job: Job, size: int | None, backend: str) -> None:
     elif not os.path.exists(job.script):
         raise BadInput(f"there is no script {job.script!r}")
     if backend == "nccl":
+        import torch
+        import torch.distributed as dist
+
         if not (dist.is_nccl_available() and torch.cuda.is_available()):
             raise BadInput("backend 'nccl' needs a GPU and a torch built with NCCL; accepted here: gloo, mpi")
         devices = torch.cuda.device_count()
@@ -93,12 +93,15 @@ def divides_locally() -> bool:
     return any(os.environ.get(SETTINGS[name].variable) for name in names)
 
 
-def choose_backend(job: Job, place: Place | None) -> str:
+def choose_backend(job: Job, place: Place) -> str:
     """The backend asked for; else mpi under mpiexec, nccl where every rank has a GPU, gloo elsewhere."""
     if job.backend is not None:
         return job.backend
-    if place is not None and place.mpi:
+    if place.mpi:
         return "mpi"
+    import torch
+    import torch.distributed as dist
+
     if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= job.partition.ranks:
         return "nccl"
     return "gloo"
@@ -107,12 +110,11 @@ def choose_backend(job: Job, place: Place | None) -> str:
 def start(job: Job, command: list[str]) -> int:
     """Runs `command`, this process's own, on every rank of `job`; the exit code of the job."""
     size = job.partition.ranks
-    backend = choose_backend(job, None)
-    check(job, size, backend)
+    check(job, size, job.backend)
     environment = dict(os.environ)
     environment["PYTHONHASHSEED"] = drawn_seed(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
-    if backend == "mpi":
+    if job.backend == "mpi":
         for names in MPI_VARIABLES:
             for name in names:
                 environment.pop(name, None)
@@ -128,16 +130,16 @@ def start(job: Job, command: list[str]) -> int:
         if (code := keep_launcher()) is not None:
             return code
         # The ranks meet at a store in this process, as they do at torchrun's agent.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=size)
         environment.update(
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(store.port),
+            MASTER_PORT=str(listener.getsockname()[1]),
             TORCHELASTIC_USE_AGENT_STORE="True",
             WORLD_SIZE=str(size),
             LOCAL_WORLD_SIZE=str(size),
         )
         environments = [dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)]
-        return start_ranks(command, environments, job.print_all_ranks, store)
+        return start_ranks(command, environments, job.print_all_ranks, listener)
 
 
 def mpiexec(size: int) -> list[str]:

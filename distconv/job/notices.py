@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 _T = TypeVar("_T")
 
@@ -20,6 +20,9 @@ class Notices:
     """
 
     def __init__(self, store: Store, size: int) -> None:
+        from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+
+        self._gone = DistError
         while isinstance(store, PrefixStore):  # which torch may put around a rank's store, but not around a watcher's
             store = store.underlying_store
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store when it starts anew
@@ -94,7 +97,7 @@ class Notices:
     def _asked(self, question: Callable[[], Any], default: _T) -> _T:
         try:
             answer: _T = question()
-        except dist.DistError:
+        except self._gone:
             return default
         return answer
 

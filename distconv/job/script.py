@@ -18,10 +18,10 @@ from distconv.job.keeper import Watcher
 from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
-from distconv.job.place import Place
 from distconv.job.signals import interrupts_are_exceptions
 from distconv.job.surroundings import surroundings
-from distconv.partition import make_mesh
+from distconv.mesh import make_mesh
+from distconv.place import Place
 from mucudnn import program
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
 
 
 def _run_distributed(job: Job, store: Store) -> None:
-    from distconv.model.parallelize import distributed_script
+    from distconv.interface import distributed_script
 
     size = dist.get_world_size()
     if size != job.partition.ranks:

@@ -30,13 +30,13 @@ from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
 from distconv.direct.activation import Activation, from_dtensor
 from distconv.direct.paths import is_open, running
+from distconv.mesh import is_ours
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
 from distconv.model.images import refuse_images
 from distconv.model.meeting import Meeting, brought
 from distconv.model.shard_gather import to_shards
-from distconv.partition import is_ours
 from distconv.plain_tensors import plain, watchers
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.registry import checks

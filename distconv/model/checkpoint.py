@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv.mesh import is_ours
 from distconv.model.shard_gather import whole
-from distconv.partition import is_ours
 
 T = TypeVar("T")
 

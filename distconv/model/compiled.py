@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from distconv.direct.shares import as_sharded
 from distconv.dtensors import wrap
+from distconv.mesh import whole_group
 from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, home, used
-from distconv.partition import whole_group
 from distconv.transfer.all_reduce import AllReduce
 
 

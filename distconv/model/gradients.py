@@ -33,7 +33,7 @@ from distconv.direct.shares import use as use_parameter
 from distconv.direct.where import where
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
-from distconv.partition import whole_group
+from distconv.mesh import whole_group
 from distconv.transfer.group import joint_group
 
 FIRST_BUCKET_BYTES = 1 << 20

@@ -19,6 +19,7 @@ from distconv.agreement.ledger import before_step, finish, ledger, note_state
 from distconv.direct import discover
 from distconv.direct.activation import open_functions
 from distconv.implicit_replication import mix_plain_tensors
+from distconv.mesh import adopt, is_ours, whole_group
 from distconv.mesh_options import batch_norm_statistics
 from distconv.model.assignment import Assignment, assignments, meshes
 from distconv.model.calls import assigned, call, loaded, scripts
@@ -27,7 +28,6 @@ from distconv.model.compiled import original
 from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
-from distconv.partition import adopt, is_ours, whole_group
 from distconv.plain_tensors import plain
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard

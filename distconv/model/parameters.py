@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
-from distconv.channels import parameter_placements
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
+from distconv.mesh import is_ours
 from distconv.mesh_options import channel_algorithm
-from distconv.partition import Partition, is_ours
+from distconv.model.layers import parameter_placements
+from distconv.partition import Partition
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved

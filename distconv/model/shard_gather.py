@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from distconv.agreement.ledger import settle
 from distconv.dtensors import wrap
 from distconv.layouts import added_up, replicated
-from distconv.partition import placements
+from distconv.mesh import placements
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 

@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from distconv.partition import Partition
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)

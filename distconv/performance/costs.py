@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.layouts import box_at
+from distconv.mesh import placements
 from distconv.model.gradients import BUCKET_BYTES
-from distconv.partition import placements
 from distconv.performance.events import Kernel, Start, Step, Wait
 from distconv.performance.layers import Layer
 from distconv.performance.machine import Machine

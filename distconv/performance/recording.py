@@ -23,11 +23,13 @@ from torch.utils.flop_counter import flop_registry
 
 from distconv import settings
 from distconv.dtensors import wrap
+from distconv.interface import parallelize
 from distconv.layouts import local_shape
+from distconv.mesh import make_mesh, placements
 from distconv.model.gradients import Bucket
-from distconv.model.parallelize import enable, parallelize
+from distconv.model.parallelize import enable
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition, make_mesh, placements
+from distconv.partition import Partition
 from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
 
 aten = torch.ops.aten

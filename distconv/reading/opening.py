@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
 from distconv.layouts import local_box
-from distconv.partition import placements
+from distconv.mesh import placements
 from distconv.reading import array_functions
 from distconv.reading.array import LazyArray
 from distconv.reading.expression import Converted, Stored

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
 from distconv.layouts import local_shape
-from distconv.partition import sharded_dims
+from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.losses import common_layout
 from distconv.rules.reduction import reduced_layout

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
-from distconv.partition import is_ours
+from distconv.mesh import is_ours
 from distconv.refusal import UnsupportedOperation, complete, operands_of, refuse
 from distconv.user_lines import asked_for
 

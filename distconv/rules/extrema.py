@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, local_box, owners
-from distconv.partition import whole_group
+from distconv.mesh import whole_group
 from distconv.rules.reduction import lowest, reduced_axes, reduced_layout, reduced_shape, settled
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import exchange

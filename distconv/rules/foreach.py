@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap
 from distconv.layouts import refuse_partial, replicated
-from distconv.partition import sharded_dims
+from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import all_reduce

@@ -23,7 +23,8 @@ from torch.nn import functional
 from distconv.channels import ChannelMap
 from distconv.dtensors import wrap
 from distconv.layouts import coordinate, dim_axes, find_layout, input_layout, owners, replicated
-from distconv.partition import shards_channels, splits_channels
+from distconv.mesh import splits_channels
+from distconv.partition import shards_channels
 from distconv.rules.channel_split import Split, channel_layout, split
 from distconv.rules.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd, rule

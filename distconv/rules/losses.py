@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
 from distconv.layouts import Layout, added_up, dim_axes, find_layout, layout, local_box, local_shape, replicated
-from distconv.partition import sharded_dims
+from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.broadcasting import aligned
 from distconv.rules.reduction import all_reduce

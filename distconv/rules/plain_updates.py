@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.layouts import replicated
-from distconv.partition import sharded_dims
+from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.transfer.redistribution import moved
 

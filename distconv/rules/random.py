@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
 from distconv.layouts import Layout, layout, refuse_partial
-from distconv.partition import sharded_dims
+from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule

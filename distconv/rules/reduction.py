@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.layouts import Layout, layout
-from distconv.partition import sharded_dims, whole_group
+from distconv.mesh import sharded_dims, whole_group
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
 from distconv.transfer.all_reduce import MAX, MIN, SUM, all_reduced

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.layouts import undoes_shard
-from distconv.partition import is_ours
+from distconv.mesh import is_ours
 from distconv.plain_tensors import entering, plain
 from distconv.refusal import UnsupportedOperation, complete, operands_of
 from distconv.rules.stock import leave, leave_to_torch

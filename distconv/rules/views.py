@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.dtensors import wrap
 from distconv.layouts import box_at, layout, local_shape, refuse_partial, replicated
-from distconv.partition import AXES, Kind, sharded_dims
+from distconv.mesh import sharded_dims
+from distconv.partition import AXES, Kind
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
 from distconv.transfer.local_part import everywhere

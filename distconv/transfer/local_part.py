@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, has_partial, owners, replicated, undoes_shard
-from distconv.partition import ownership, sharded_dims
+from distconv.mesh import sharded_dims
+from distconv.partition import ownership
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.dtensors import wrap
 from distconv.layouts import added_up, box_at, replicated
 from distconv.memory_format import memory_format
-from distconv.partition import Partition, is_ours, mesh_like, placements, whole_group
+from distconv.mesh import is_ours, mesh_like, placements, whole_group
+from distconv.partition import Partition
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, unpacked

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.layouts import local_box
-from distconv.partition import sharded_dims, whole_group
+from distconv.mesh import sharded_dims, whole_group
 from distconv.transfer.route import Route
 from distconv.transfer.tracing import planned
 

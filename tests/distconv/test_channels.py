@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.channels import Block, ChannelMap, block, boxes, check_algorithm, moved, parameter_placements, weight_dims
+from distconv.channels import Block, ChannelMap, block, boxes, check_algorithm, moved, weight_dims
+from distconv.model.layers import parameter_placements
 from distconv.partition import Partition
 
 LAYERS = st.builds(

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distconv.job.data import loading
-from distconv.partition import Partition, make_mesh
+from distconv.mesh import make_mesh
+from distconv.partition import Partition
 
 
 def mesh_of(partition: str):

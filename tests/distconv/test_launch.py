@@ -12,7 +12,7 @@ from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch, needs_mpi
 
 from distconv import __main__ as command_line
 from distconv.job.launcher import divides_locally
-from distconv.job.place import Place, find_place
+from distconv.place import Place, find_place
 from mucudnn.reporting.run_file import Outcome
 
 HELLO, TRAIN, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "train.py", "shares.py"))

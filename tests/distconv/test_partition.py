@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.partition import Partition, _placements, nested_ownership, ownership
+from distconv.mesh import _placements
+from distconv.partition import Partition, nested_ownership, ownership
 
 
 @pytest.mark.parametrize(

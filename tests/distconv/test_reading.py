@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 import distconv
 from distconv.agreement.disagreement import Disagreement
 from distconv.job.data import loading
-from distconv.partition import Partition, make_mesh
+from distconv.mesh import make_mesh
+from distconv.partition import Partition
 from distconv.reading.fault import ReadError
 from distconv.reading.source import Source
 

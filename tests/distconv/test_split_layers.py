@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distconv
-from distconv.channels import ChannelMap, parameter_placements, weight_dims
+from distconv.channels import ChannelMap, weight_dims
 from distconv.dtensors import wrap
+from distconv.model.layers import parameter_placements
 from distconv.partition import Partition
 from distconv.transfer.local_part import local_as
 

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.mesh_options import channel_algorithm
-from distconv.rules.channel_split import held_as, layer_input, parameter_layout
+from distconv.partition import shards_channels
+from distconv.rules.channel_split import held_as, layer_input
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
@@ -58,10 +59,17 @@ def _plan_of(
 
 
 def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
-    """A weight or bias of a layer of such an input, on all ranks that need it whole."""
+    """A weight or bias whose channels are sharded, whole along those axes that shard other dims of x.
+
+    So it is in a layer whose length is what were channels, as channel attention makes them.
+    """
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
         return parameter
-    kept = parameter_layout(mesh, parameter.placements, placements)
+    names = mesh.mesh_dim_names or ()
+    kept = tuple(
+        Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
+        for name, of, p in zip(names, parameter.placements, placements, strict=True)
+    )
     return moved(parameter, mesh, kept) if kept != tuple(parameter.placements) else parameter
 
 

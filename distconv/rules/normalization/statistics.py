@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.layouts import box_at, dim_axes, owners
-from distconv.partition import sharded_dims
+from distconv.mesh import sharded_dims
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.exchange import exchange
 from distconv.transfer.gathering import all_gathered

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.dtensors import wrap
 from distconv.layouts import added_up, coordinate, input_layout, layout, local_shape, owners, shard_axes
 from distconv.memory_format import memory_format
-from distconv.partition import is_ours
-from distconv.partition import placements as partition_placements
+from distconv.mesh import is_ours
+from distconv.mesh import placements as partition_placements
 from distconv.refusal import refuse
 from distconv.rules.reduction import precise
 from distconv.rules.registry import rule

@@ -7,7 +7,8 @@ import json
 import small_network
 import torch.distributed as dist
 
-from distconv.partition import Partition, placements
+from distconv.mesh import placements
+from distconv.partition import Partition
 from distconv.performance.candidates import partitions
 from distconv.performance.choice import Planner
 from distconv.performance.costs import moved_bytes

@@ -1,0 +1,84 @@
+"""Dividing torch's convolutions in this process: what `patch` and its like do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Unpack
+
+from mucudnn import log
+from mucudnn.reporting.record import Record
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
+from mucudnn.settings import Given, Settings
+from mucudnn.timing.board import Board
+
+
+def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
+    """Divides torch's convolutions from here on, in all threads; called again, it starts anew with other settings.
+
+    What is not given comes from the environment (`MUCUDNN_WORKSPACE_LIMIT`, ...), else from the defaults.
+
+    Args:
+        board: where processes that run the same program share what they measure, and so come to the same plans.
+        workspace_limit: scratch memory that one convolution may use, in bytes: a number or "64MiB", "1GB", "unlimited";
+            "peak": as much as does not raise the peak memory of a training step; 0 leaves everything to torch.
+        memory_limit: bytes that all of the program's memory may come to: each convolution may use what is free at its
+            moment of a training step.
+        total_workspace_size: bytes that the workspaces of all convolutions may add up to, each layer and direction
+            having its own; if not given, they reuse one of `workspace_limit`.
+        policy: the micro-batch sizes that are tried: "undivided", "powerOfTwo" or "all".
+        database: the file of measured times, or ":memory:".
+        engines: of cuDNN that are tried on a GPU: "heuristic", those that it proposes, or "all".
+        benchmark_devices: GPUs that share the measuring: "all" or their numbers; if not given, a call's own alone.
+        progress: "auto", "on" or "off": a progress bar while measuring.
+        log: the least level of log lines that go to stderr.
+
+    Raises:
+        ValueError: for a value that is not accepted; one line names it and what is.
+        TypeError: for a name that is no setting.
+    """
+    session = _session(board, settings)
+    before = shim.install(session)
+    if before is not None:
+        before.close()
+
+
+def unpatch() -> None:
+    """Leaves torch as it was before `patch`."""
+    before = shim.install(None)
+    if before is not None:
+        before.close()
+
+
+@contextmanager
+def patched(*, board: Board | None = None, **settings: Unpack[Given]) -> Iterator[Session]:
+    """`patch` for a while; afterwards convolutions are as they were before. The arguments are those of `patch`.
+
+    Yields:
+        The session, whose `records()` are those of `report()`, also after the end.
+    """
+    session = _session(board, settings)
+    before = shim.install(session)
+    try:
+        yield session
+    finally:
+        shim.install(before)
+        session.close()
+
+
+def is_patched() -> bool:
+    """Whether convolutions are divided now."""
+    return shim.current() is not None
+
+
+def report() -> list[Record]:
+    """A record for every convolution met since `patch`, in the order of their first calls; empty where not patched."""
+    session = shim.current()
+    return session.records() if session is not None else []
+
+
+def _session(board: Board | None, given: Given) -> Session:
+    settings = Settings.from_environment(**given)
+    log.to_stderr(settings.log)
+    return Session(settings, board)
