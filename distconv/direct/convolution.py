@@ -15,7 +15,7 @@ from distconv.direct.shares import again
 from distconv.direct.where import Where, where
 from distconv.layouts import local_shape
 from distconv.mesh_options import channel_algorithm
-from distconv.rules.channel_split import channel_layout
+from distconv.rules.channel_split import channel_layout, parameter_layout
 from distconv.rules.convolution import convolution_gradients, convolved
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
 from distconv.transfer.needs import OWN
@@ -42,6 +42,8 @@ def _call(
     """None where the direct path cannot serve."""
     mesh = x.mesh
     if not x.is_spread or weight.mesh != mesh or channel_layout(mesh, x.placements) != x.placements:
+        return None
+    if parameter_layout(mesh, weight.placements, x.placements) != tuple(weight.placements):
         return None
     stride, padding, dilation, transposed, output_padding, groups = arguments
     plan = make_convolution_plan(

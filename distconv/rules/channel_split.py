@@ -59,6 +59,20 @@ def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple
     )
 
 
+def parameter_layout(
+    mesh: DeviceMesh, held: Sequence[Placement], placements: Sequence[Placement]
+) -> tuple[Placement, ...]:
+    """How a layer needs a parameter whose channels are sharded: whole along those axes that shard other dims of x.
+
+    So it is in a layer whose length is what were channels, as channel attention makes them.
+    """
+    names = mesh.mesh_dim_names or ()
+    return tuple(
+        Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
+        for name, of, p in zip(names, held, placements, strict=True)
+    )
+
+
 def layer_input(func: Any, x: Any, *others: Any) -> Layout:
     """The layout of a layer's input, its channels sharded where the mesh has an axis for them."""
     mesh, placements = input_layout(func, x, *others)

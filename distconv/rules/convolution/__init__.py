@@ -25,8 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.mesh_options import channel_algorithm
-from distconv.partition import shards_channels
-from distconv.rules.channel_split import held_as, layer_input
+from distconv.rules.channel_split import held_as, layer_input, parameter_layout
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
@@ -59,17 +58,10 @@ def _plan_of(
 
 
 def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
-    """A weight or bias whose channels are sharded, whole along those axes that shard other dims of x.
-
-    So it is in a layer whose length is what were channels, as channel attention makes them.
-    """
+    """A weight or bias of a layer of such an input, on all ranks that need it whole."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
         return parameter
-    names = mesh.mesh_dim_names or ()
-    kept = tuple(
-        Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
-        for name, of, p in zip(names, parameter.placements, placements, strict=True)
-    )
+    kept = parameter_layout(mesh, parameter.placements, placements)
     return moved(parameter, mesh, kept) if kept != tuple(parameter.placements) else parameter
 
 
