@@ -20,6 +20,7 @@ from distconv.check.findings import Findings
 from distconv.check.watch import Watch
 from distconv.interface import distributed_script, parallelize
 from distconv.mesh import make_mesh
+from distconv.model.gradients import Bucket
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from distconv.user_lines import line_of
@@ -156,12 +157,20 @@ def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator
         modules.register_module_forward_pre_hook(watch.entered),
         modules.register_module_forward_hook(watch.left, always_call=True),
     )
+    start = Bucket.start
+
+    def reducing(bucket: Bucket) -> None:
+        with watch.reducing():
+            start(bucket)
+
+    Bucket.start = reducing  # type: ignore[method-assign,assignment]
     try:
         with settings.options({"check": "off"}), alone(partition.ranks, watch.sent):
             yield make_mesh(partition, device_type="cpu")
     except Exception as error:
         findings.ended = _told(error)
     finally:
+        Bucket.start = start  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
         findings.refusals = list(watch.refusals.values())

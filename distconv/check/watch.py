@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Watch(TorchDispatchMode):
         self._layer_of: dict[int, str] = {}
         self._passing = False
         self._now: str | None = None
+        self._reducing = False
         self._propagating, self._depth = False, 0
         self._whole: Callable[..., Any] | None = None
 
@@ -115,12 +117,21 @@ class Watch(TorchDispatchMode):
         """Counts bytes for the layer that runs."""
         if not count or not self.counting:
             return
-        name = self._now if self._now is not None else GRADIENTS if in_backward() else self._layer()
+        name = GRADIENTS if self._reducing else self._now if self._now is not None else self._layer()
         layer = self.layers.setdefault(name, Layer(name, self._kinds.get(name, "")))
         if in_backward():
             layer.backward += count
         else:
             layer.forward += count
+
+    @contextlib.contextmanager
+    def reducing(self) -> Iterator[None]:
+        """Within it what is sent are gradients of parameters."""
+        before, self._reducing = self._reducing, True
+        try:
+            yield
+        finally:
+            self._reducing = before
 
     def entered(self, module: nn.Module, *_: Any) -> None:
         """A module is called; the names are those within the outermost one."""
@@ -129,11 +140,13 @@ class Watch(TorchDispatchMode):
         name = self._names.get(module, type(module).__name__)
         self._kinds[name] = type(module).__name__
         self._stack.append(name)
+        self._turn()
 
     def left(self, module: nn.Module, *_: Any) -> None:
         """The call of a module ended."""
         if self._stack:
             self._stack.pop()
+            self._turn()
 
     def _layer(self) -> str:
         """The layer that runs; in backward the one whose forward made autograd's node."""
@@ -141,8 +154,17 @@ class Watch(TorchDispatchMode):
             node = torch._C._current_autograd_node()
             at = 0 if node is None else bisect.bisect_right(self._nodes, node._sequence_nr() + 1)
             return self._layer_of[self._nodes[at - 1]] if at else OUTSIDE
+        # Autograd has made the node of an operator that is seen here, so the node's number is one less.
+        return self._note(torch._C._autograd._get_sequence_nr())
+
+    def _turn(self) -> None:
+        """Another layer runs: it makes the nodes of autograd from now on."""
+        if not in_backward():
+            self._note(torch._C._autograd._get_sequence_nr() + 1)
+
+    def _note(self, number: int) -> str:
+        """Notes that the nodes of autograd from `number` - 1 on are of the layer that runs, which it gives."""
         name = self._stack[-1] if self._stack else OUTSIDE
-        number = torch._C._autograd._get_sequence_nr()
         if not self._nodes or number > self._nodes[-1]:
             self._nodes.append(number)
         self._layer_of[number] = name

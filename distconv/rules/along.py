@@ -67,7 +67,7 @@ def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
 
 MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(
-        ("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
+        ("cumprod", "logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
         Meeting(_along("dim")),
     ),
     **dict.fromkeys(

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
+from small_tensors import gathered_up_to
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 import distconv
-from distconv.rules import small
 from distconv.rules.along import layout_beside
 
 
@@ -64,21 +64,22 @@ def compare(table: dict[str, Callable[[Tensor], Tensor]], partition: str, shape:
     """{operator: what differs from one process, in results and gradients}; tensors of so many bytes are small."""
     mesh = distconv.init(partition, device_type="cpu")
     wrong = {}
-    usual, small.MOST_BYTES = small.MOST_BYTES, bytes
     for name, operator in table.items():
         alone = random(*shape, seed=5).requires_grad_()
         here = alone.detach().clone().requires_grad_()
-        expected, found = operator(alone), distconv.gather(operator(distconv.shard(here, mesh)))
+        expected = operator(alone)
+        with gathered_up_to(bytes):
+            found = distconv.gather(operator(distconv.shard(here, mesh)))
         errors = [_error(found, expected)]
         if expected.requires_grad:
             weights = random(*expected.shape, seed=6)
             (expected * weights).sum().backward()
-            (found * weights).sum().backward()
+            with gathered_up_to(bytes):
+                (found * weights).sum().backward()
             assert here.grad is not None and alone.grad is not None
             errors.append(_error(here.grad, alone.grad))
         if not max(errors) < 1e-9:
             wrong[name] = errors
-    small.MOST_BYTES = usual
     return wrong
 
 
@@ -110,13 +111,12 @@ def test_small_tensors(ranks: Callable[[int], Ranks]) -> None:
 def refusals() -> dict[str, str]:
     x = distconv.shard(random(1, 1, 5, 1, seed=1), distconv.init("height=4", device_type="cpu"))
     said = {}
-    usual, small.MOST_BYTES = small.MOST_BYTES, x.numel() * x.element_size() - 1
     for name, operator in (WHOLE | {"cumulative sum": lambda x: x.cumsum(2)}).items():
         try:
-            operator(x)
+            with gathered_up_to(x.nbytes - 1):
+                operator(x)
         except distconv.UnsupportedOperation as error:
             said[name] = str(error)
-    small.MOST_BYTES = usual
     return said
 
 
