@@ -27,9 +27,14 @@ def fitting(grad: Tensor, place: Where) -> DTensor:
         return grad
     if torch.is_grad_enabled() and isinstance(grad, DTensor):
         return relaid(grad, place.mesh, place.placements)
+    return wrap(own_part(grad, place), place.mesh, place.placements, place.shape)
+
+
+def own_part(grad: Tensor, place: Where) -> Tensor:
+    """This rank's part of a gradient of what lies at a place; it may be a view. Collective where it must be moved."""
     if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
-        return moved(grad, place.mesh, place.placements)
-    return wrap(local_as(grad, place.mesh, place.placements), place.mesh, place.placements, place.shape)
+        return moved(grad, place.mesh, place.placements)._local_tensor
+    return local_as(grad, place.mesh, place.placements)
 
 
 class FromRoot(torch.autograd.Function):
@@ -43,8 +48,9 @@ class FromRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = fitting(grad, ctx.where)
-        return apply(ToRoot, grad) if torch.is_grad_enabled() else grad._local_tensor, None
+        if torch.is_grad_enabled():
+            return apply(ToRoot, fitting(grad, ctx.where)), None
+        return own_part(grad, ctx.where), None
 
 
 class ToRoot(torch.autograd.Function):

@@ -57,7 +57,8 @@ def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
     same = sorted(tensor.device_mesh.mesh.flatten().tolist()) == sorted(mesh.mesh.flatten().tolist())
     if not same or not all(placement.is_replicate() for placement in tensor.placements):
         raise UnsupportedOperation(
-            f"tensors on two meshes: {tensor.device_mesh} and {mesh}; distconv.redistribute brings one to the other"
+            f"tensors on two meshes: {tensor.device_mesh} and {mesh};"
+            " use distconv.redistribute, which brings one to the other"
         )
     return replicated(mesh)
 

@@ -181,7 +181,6 @@ def modes() -> dict[str, bool]:
         y = nn.functional.interpolate(x, scale_factor=2)
         y.backward(torch.ones_like(y))
         for name, attempt in {
-            "antialias": lambda: nn.functional.interpolate(x, size=(4, 4), mode="bilinear", antialias=True),
             "integers": lambda: torch.ops.aten.upsample_nearest2d(distconv.shard(x.detach().long(), mesh), [9, 9]),
             "bicubic that keeps both": lambda: nn.functional.interpolate(x, scale_factor=1.01, mode="bicubic"),
             "size 0": lambda: nn.functional.interpolate(x, size=(0, 4)),
