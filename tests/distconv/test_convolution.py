@@ -117,7 +117,12 @@ def test_convolutions_equal_one_process(
 
 def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> tuple[Any, int]:
     """As ``wrong``, edges apart wherever that is possible, and how many convolutions that was."""
+    from distconv.direct.where import where
     from distconv.rules.convolution import edges, overlap, plan
+
+    def forget() -> None:
+        plan.make_convolution_plan.cache_clear()
+        where.cache_clear()  # which keeps what calls have decided
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edges, "MOST_EDGE", 1)
@@ -131,11 +136,11 @@ def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> t
                 return stock(*args)
 
             patch.setattr(overlap, name, counted)
-        plan.make_convolution_plan.cache_clear()
+        forget()
         try:
             return wrong([(partition, cases)], tolerance), min(map(taken.count, ("forward", "backward")))
         finally:
-            plan.make_convolution_plan.cache_clear()
+            forget()
 
 
 @pytest.mark.parametrize(
