@@ -120,9 +120,9 @@ def command(options: Any) -> int:
     """Plans, and prints or writes what was found."""
     from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
     from distconv.performance.choice import Planner
+    from distconv.performance.imagined import imagined_job
     from distconv.performance.layers import trace
     from distconv.performance.machine import read
-    from distconv.performance.recording import imagined_job
 
     with one_line():
         if options.ranks < 1:

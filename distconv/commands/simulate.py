@@ -79,7 +79,8 @@ def command(options: Any) -> int:
 
 
 def _points(options: Any, model: Any, shape: tuple[int, ...], ranks: int, machine: Any) -> list[dict[str, Any]]:
-    from distconv.performance.recording import imagined_job, mesh_of, record_step
+    from distconv.performance.imagined import imagined_job, mesh_of
+    from distconv.performance.recording import record_step
     from distconv.performance.replay import replay
     from distconv.refusal import UnsupportedOperation
 

@@ -14,9 +14,10 @@ from distconv.partition import Partition
 from distconv.performance.candidates import fits
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
 from distconv.performance.events import Step
+from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph, alike
 from distconv.performance.machine import Machine
-from distconv.performance.recording import mesh_of, record_step
+from distconv.performance.recording import record_step
 from distconv.performance.replay import Times, replay
 from distconv.refusal import UnsupportedOperation
 from mucudnn.optimizer import DoesNotFit, assign, assign_within

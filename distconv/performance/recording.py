@@ -21,52 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from distconv import settings
 from distconv.dtensors import wrap
 from distconv.interface import parallelize
-from distconv.layouts import local_shape
-from distconv.mesh import make_mesh, placements
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import enable
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition
 from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
+from distconv.performance.imagined import empty_shard
 
 aten = torch.ops.aten
-
-
-@contextlib.contextmanager
-def imagined_job(ranks: int) -> Iterator[int]:
-    """A job of so many ranks of which only this process is there; gives its rank. Messages go nowhere.
-
-    The rank is a third of their number, rounded down: in numbers to the base of two its digits alternate, so that on
-    every axis of four or more ranks it has neighbours on both sides.
-
-    Raises:
-        RuntimeError: where the process is in a job already.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise RuntimeError("an imagined job needs a process that is in no job")
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
-    try:
-        with settings.options({"check": "off"}):
-            yield ranks // 3
-    finally:
-        dist.destroy_process_group()
-
-
-def mesh_of(partition: Partition) -> DeviceMesh:
-    """The mesh of a partition in an imagined job, over its first ranks where the job has more."""
-    ranks = range(partition.ranks) if partition.ranks < dist.get_world_size() else None
-    return make_mesh(partition, ranks=ranks)
-
-
-def empty_shard(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
-    """This rank's part of an activation without data."""
-    layout = placements(mesh, len(shape))
-    return wrap(torch.empty(local_shape(mesh, layout, shape), device="meta", dtype=dtype), mesh, layout, tuple(shape))
 
 
 def record_step(

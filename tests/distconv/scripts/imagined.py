@@ -13,9 +13,10 @@ from distconv.performance.candidates import partitions
 from distconv.performance.choice import Planner
 from distconv.performance.costs import moved_bytes
 from distconv.performance.events import Kernel, Start
+from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.layers import trace
 from distconv.performance.machine import read
-from distconv.performance.recording import imagined_job, mesh_of, on_meta, record_step
+from distconv.performance.recording import on_meta, record_step
 from distconv.transfer.redistribution import redistribution
 from mucudnn.optimizer import DoesNotFit
 

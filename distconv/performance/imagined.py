@@ -1,0 +1,51 @@
+"""A job of many ranks of which only this process is there, and its tensors without data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distconv import settings
+from distconv.dtensors import wrap
+from distconv.layouts import local_shape
+from distconv.mesh import make_mesh, placements
+from distconv.partition import Partition
+
+
+@contextlib.contextmanager
+def imagined_job(ranks: int) -> Iterator[int]:
+    """A job of so many ranks of which only this process is there; gives its rank. Messages go nowhere.
+
+    The rank is a third of their number, rounded down: in numbers to the base of two its digits alternate, so that on
+    every axis of four or more ranks it has neighbours on both sides.
+
+    Raises:
+        RuntimeError: where the process is in a job already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("an imagined job needs a process that is in no job")
+    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
+    try:
+        with settings.options({"check": "off"}):
+            yield ranks // 3
+    finally:
+        dist.destroy_process_group()
+
+
+def mesh_of(partition: Partition) -> DeviceMesh:
+    """The mesh of a partition in an imagined job, over its first ranks where the job has more."""
+    ranks = range(partition.ranks) if partition.ranks < dist.get_world_size() else None
+    return make_mesh(partition, ranks=ranks)
+
+
+def empty_shard(mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype) -> DTensor:
+    """This rank's part of an activation without data."""
+    layout = placements(mesh, len(shape))
+    return wrap(torch.empty(local_shape(mesh, layout, shape), device="meta", dtype=dtype), mesh, layout, tuple(shape))
