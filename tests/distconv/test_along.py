@@ -15,6 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 import distconv
 from distconv.rules.along import layout_beside
 
+pytestmark = pytest.mark.gloo
+
 
 def symmetric(x: Tensor) -> Tensor:
     return x @ x.mT + 3 * torch.eye(x.shape[-2], dtype=x.dtype)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 Attention = Callable[[Tensor], Tensor]
 
 

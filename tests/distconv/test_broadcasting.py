@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 Operator = Callable[[Tensor], Any]
 
 

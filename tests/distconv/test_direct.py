@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 
 class Square(torch.autograd.Function):
     """A script's own function."""

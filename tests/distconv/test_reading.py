@@ -23,6 +23,8 @@ from distconv.partition import Partition
 from distconv.reading.fault import ReadError
 from distconv.reading.source import Source
 
+pytestmark = pytest.mark.gloo
+
 HAS_ZARR = importlib.util.find_spec("zarr") is not None
 if HAS_ZARR:
     import zarr

@@ -14,6 +14,8 @@ import small_network
 from jobs import ENVIRONMENT, ROOT
 from ranks import Ranks
 
+pytestmark = pytest.mark.gloo
+
 SCRIPT = Path(__file__).with_name("scripts") / "imagined.py"
 
 

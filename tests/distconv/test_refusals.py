@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import distconv
 from distconv.refusal import in_words, placements_in_words
+
+pytestmark = pytest.mark.gloo
 
 
 def over_rows(x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from ranks import Ranks
 from reference import errors
 from vision_blocks import BLOCKS
 
+pytestmark = pytest.mark.gloo
+
 
 def compare(partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """{block: its errors} of those that differ from one process."""

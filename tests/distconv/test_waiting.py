@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 READS = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__")
 """The methods of a tensor that wait for its values."""
 
