@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
 from distconv.partition import AXES
+from distconv.performance.machine import built_in
+from mucudnn.commands.network import NAMES, add_network
 from mucudnn.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -43,17 +45,15 @@ OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
 
 def add(commands: Any) -> None:
     """Add the command to those of the command line."""
-    from distconv.performance.machine import built_in
-
     parser = commands.add_parser(
         "plan",
         help="choose the partition of every layer by a performance model",
-        description=DESCRIPTION + _names(),
+        description=DESCRIPTION + NAMES,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_network_and_machine(parser, built_in())
+    add_network_and_machine(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
     parser.add_argument(
         "--memory", metavar="BYTES", help="the most that a rank may hold: parameters, optimizer, activations (16GiB)"
@@ -74,19 +74,11 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=command)
 
 
-def _names() -> str:
-    from mucudnn.commands.network import NAMES
-
-    return NAMES
-
-
-def add_network_and_machine(parser: Any, machines: list[str]) -> None:
+def add_network_and_machine(parser: Any) -> None:
     """NETWORK with its input and batch, the machine, and what batch norm does."""
-    from mucudnn.commands.network import add_network
-
     add_network(parser)
     parser.add_argument(
-        "--machine", required=True, metavar="FILE", help=f"a TOML file, or one of {', '.join(machines)}"
+        "--machine", required=True, metavar="FILE", help=f"a TOML file, or one of {', '.join(built_in())}"
     )
     parser.add_argument(
         "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"

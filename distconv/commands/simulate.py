@@ -26,8 +26,6 @@ examples:
 
 def add(commands: Any) -> None:
     """Add the command to those of the command line."""
-    from distconv.performance.machine import built_in
-
     parser = commands.add_parser(
         "simulate",
         help="predict how a training step scales with the ranks of a machine",
@@ -36,7 +34,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    add_network_and_machine(parser, built_in())
+    add_network_and_machine(parser)
     parser.add_argument("--ranks", required=True, metavar="N,...", help="numbers of ranks")
     parser.add_argument(
         "--weak",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mucudnn.commands.arguments import Parser
-from mucudnn.networks import layers
-from mucudnn.networks.layers import LayerCall
 from mucudnn.program import NotFound
+
+if TYPE_CHECKING:
+    from mucudnn.networks.layers import LayerCall
 
 NAMES = (
     "NETWORK is module:attribute or file.py:attribute, the attribute a torch.nn.Module or something that\n"
@@ -32,6 +33,8 @@ def layers_of(arguments: Any) -> list[LayerCall]:
     Raises:
         NotFound: where there is no such network, or the shape of a sample is not known.
     """
+    from mucudnn.networks import layers  # which needs torch; the options above do not
+
     network = layers.find(arguments.network)
     shape = arguments.input or network.input_shape
     if shape is None:
