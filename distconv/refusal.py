@@ -14,7 +14,7 @@ Operand = tuple[tuple[int, ...], Sequence[Placement], DeviceMesh]
 
 
 class UnsupportedOperation(NotImplementedError):
-    """An operator that cannot run on its shards; raised alike on every rank before any communication.
+    """An operator that cannot run on its shards; raised alike on every rank, before the operator communicates.
 
     ``operator`` is its name, ``why`` the reason, ``operands`` the shapes of its whole distributed tensors with their
     layouts in words, ``line`` the line of the program that asked for it; empty where they are not known.
