@@ -38,7 +38,7 @@ drawn = {
     "torch": torch.rand(2).tolist(),
     "python": random.random(),
     "sample": random.sample(range(1000), 3),
-    "numpy": np.random.permutation(5).tolist(),
+    "numpy": np.random.permutation(50).tolist(),
     "default_rng": np.random.default_rng().random(),
     "RandomState": np.random.RandomState().rand(),
     "Random": random.Random().random(),
