@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.transfer.local_part import local_as
+from distconv.rules.operands import part_of
 
 
 def aligned(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> Tensor:
@@ -23,4 +23,4 @@ def aligned(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], s
     for placement in placements:
         dim = placement.dim - missing if isinstance(placement, Shard) else -1
         target.append(Shard(dim) if dim >= 0 and tensor.shape[dim] == shape[dim + missing] else Replicate())
-    return local_as(tensor, mesh, target)
+    return part_of(tensor, mesh, target)

@@ -14,6 +14,7 @@ from distconv.layouts import Layout, has_partial, layout, refuse_partial, replic
 from distconv.rules.broadcasting import aligned
 from distconv.rules.decompositions import has_strategy
 from distconv.rules.losses import common_layout
+from distconv.rules.operands import common_subscripts, operand
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
@@ -143,22 +144,12 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
-    """How the result of tensors that broadcast to a shape lies: each mesh axis shards what it shards of one of them.
-
-    That is one which has all elements of the dim, where there is one.
-    """
+    """How the result of tensors that broadcast to a shape lies."""
     mesh, _ = common_layout(*tensors)
-    result: list[Placement] = [Replicate()] * mesh.ndim
-    whole = [False] * mesh.ndim
-    for tensor in tensors:
-        missing = len(shape) - tensor.dim()
-        here = isinstance(tensor, DTensor) and tensor.device_mesh == mesh
-        for axis, placement in enumerate(tensor.placements if here else ()):  # type: ignore[attr-defined]
-            if isinstance(placement, Shard) and not whole[axis]:
-                fits = tensor.shape[placement.dim] == shape[placement.dim + missing]
-                if fits or not isinstance(result[axis], Shard):
-                    result[axis], whole[axis] = Shard(placement.dim + missing), fits
-    return mesh, tuple(result)
+    every = tuple(range(len(shape)))
+    operands = tuple(operand(tensor, mesh, every[len(shape) - tensor.dim() :]) for tensor in tensors)
+    chosen = common_subscripts(mesh, operands, tuple(shape), every)
+    return mesh, tuple(Replicate() if dim is None else Shard(dim) for dim in chosen)
 
 
 def _plain(arg: Any) -> Any:

@@ -1,0 +1,78 @@
+"""Tensors of one operator that lie differently: which dim is sharded then, and the result, against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks
+from reference import differing
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+
+from distconv.rules.operands import Operand, common_subscripts
+
+pytestmark = pytest.mark.gloo
+
+
+def map_of(x: Tensor) -> Tensor:
+    """(rows, columns)."""
+    return x.mean((0, 1))
+
+
+CONFLICTS: dict[str, Callable[[Tensor], Any]] = {
+    "sum of rows and columns": lambda x: x + x.transpose(2, 3),
+    "where": lambda x: torch.where(x.transpose(1, 2) > 0, x, x.transpose(2, 3)),
+    "outer product": lambda x: x.mean((1, 3))[:, :, None] * x.mean((1, 3))[:, None],
+    "outer sum": lambda x: x.mean((0, 1, 3)) + x[..., :1],
+    "in place": lambda x: (x * 1).add_(x.transpose(2, 3)).mul_(x.mean((0, 1, 3))),
+    "products": lambda x: [map_of(x) @ map_of(x), map_of(x) @ map_of(x).t(), map_of(x).t() @ map_of(x)],
+    "sum with a product": lambda x: torch.addmm(map_of(x).t(), map_of(x), map_of(x).t(), alpha=2),
+    "batches": lambda x: [x @ x.transpose(1, 2), torch.einsum("nchw,ncwh->nc", x, x.transpose(1, 2))],
+}
+
+
+def compare(partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    return differing(CONFLICTS, partition, shape)
+
+
+@pytest.mark.parametrize(
+    "partition, shape",
+    [("height=4", (2, 5, 5, 5)), ("height=2,width=2", (2, 5, 5, 5)), ("channel=2,height=2", (2, 3, 3, 3))],
+)
+def test_operands_that_lie_differently(ranks: Callable[[int], Ranks], partition: str, shape: tuple[int, ...]) -> None:
+    for wrong in ranks(4).run(compare, partition, shape):
+        assert not wrong
+
+
+WHOLE = Replicate()
+
+
+class FourByTwo:
+    """Stands for a mesh of two axes."""
+
+    ndim = 2
+
+    def size(self, axis: int) -> int:
+        return (4, 2)[axis]
+
+
+@pytest.mark.parametrize(
+    "operands, extents, result, expected",
+    [
+        # The first tensor's, where both would move as much.
+        ([((0, 1), (8, 8), (Shard(1), WHOLE)), ((0, 1), (8, 8), (Shard(0), WHOLE))], (8, 8), (0, 1), (1, None)),
+        # The larger tensor's; the smaller one comes whole.
+        ([((1,), (8,), (Shard(0), WHOLE)), ((0, 1), (9, 8), (Shard(0), Shard(1)))], (9, 8), (0, 1), (0, 1)),
+        # An axis that shards a single element shards the longer dim beside it.
+        ([((0, 1), (8, 1), (Shard(1), WHOLE)), ((0, 1), (8, 8), (WHOLE, WHOLE))], (8, 8), (0, 1), (1, None)),
+        # Of a product the summed dim is sharded only where its allreduce is cheaper than to bring a tensor.
+        ([((0, 1), (90, 8), (Shard(0), WHOLE)), ((1, 2), (8, 90), (Shard(1), WHOLE))], (90, 8, 90), (0, 2), (0, None)),
+        ([((0, 1), (4, 80), (Shard(0), WHOLE)), ((1, 2), (80, 4), (Shard(1), WHOLE))], (4, 80, 4), (0, 2), (1, None)),
+    ],
+)
+def test_what_moves_least_is_chosen(operands: list, extents: tuple, result: tuple, expected: tuple) -> None:
+    read = tuple(Operand(placements, shape, subscripts) for subscripts, shape, placements in operands)
+    assert common_subscripts(FourByTwo(), read, extents, result) == expected  # type: ignore[arg-type]
