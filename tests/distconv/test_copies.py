@@ -14,6 +14,8 @@ from torch import Tensor
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 
 def added(x: Tensor, to: Tensor) -> Tensor:
     to += 1

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 CASES: dict[str, Case] = {
     "batch": (nn.BatchNorm2d, (3,), {}, (4, 3, 8, 6)),
     "batch, uneven": (nn.BatchNorm2d, (3,), {}, (5, 3, 9, 7)),

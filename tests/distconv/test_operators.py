@@ -12,6 +12,8 @@ from ranks import Ranks
 from reference import differing, random
 from torch import Tensor
 
+pytestmark = pytest.mark.gloo
+
 Operator = Callable[[Tensor], Tensor]
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from distconv.rules.padding import index_map, restricted
 
+pytestmark = pytest.mark.gloo
+
 Padding = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 CASES: dict[str, Padding] = {

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 import distconv
 from distconv.model.strategy import Strategy
 
+pytestmark = pytest.mark.gloo
+
 
 class Net(nn.Module):
     """A residual block between convolutions; a scale and a convolution that two layers share."""

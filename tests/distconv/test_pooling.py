@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import distconv
 
+pytestmark = pytest.mark.gloo
+
 CASES: dict[str, Case] = {
     "max 2": (nn.MaxPool2d, (2,), {}, (2, 3, 8, 8)),
     "max 2, odd": (nn.MaxPool2d, (2,), {}, (3, 2, 9, 11)),

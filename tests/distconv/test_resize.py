@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import distconv
 from distconv.rules.resize.taps import linear_taps, nearest_taps
 
+pytestmark = pytest.mark.gloo
+
 
 class Resized(nn.Module):
     def __init__(self, **keywords: Any) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 import distconv
 from distconv.rules.views import dim_groups
 
+pytestmark = pytest.mark.gloo
+
 
 def both_flattened(x: Tensor) -> Tensor:
     """One map flattened twice, once transposed: after the views nothing tells the two apart."""
