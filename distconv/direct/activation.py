@@ -12,6 +12,7 @@ share instead: those of all ranks that hold the parameter add up to the gradient
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -135,9 +136,12 @@ class Activation(DTensor):
 @functools.cache
 def open_functions() -> None:
     """From now on a script's own functions of autograd are given DTensors for activations."""
-    stock = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    method = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or from torch 2.14 on of C++
 
-    @functools.wraps(stock)
+    def stock(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    @functools.wraps(torch.autograd.Function.apply)
     def given(cls: Any, *args: Any, **kwargs: Any) -> Any:
         found = any(holds_activation(arg) for arg in args) or any(map(holds_activation, kwargs.values()))
         running.closed += 1
