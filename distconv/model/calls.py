@@ -1,12 +1,11 @@
 """What calling a module does: its inputs come to its mesh, and its parameters are read as DTensors.
 
 At the outermost call of a module its plain tensor inputs are sharded and, until it returns, reading a parameter from
-any of its modules gives a DTensor. Nothing else changes: the parameters that optimizers, state_dict and schedulers see
-stay what they are.
+any of its modules gives a DTensor. The parameters that optimizers, state_dict and schedulers see stay what they are.
 
-The modules of one model may run on several meshes. The inputs of a module that runs, with all modules within it, on one
-mesh are brought to that mesh. What a module computes between the calls of others runs on the mesh of its tensors; where
-these come from several meshes, on the module's own.
+The modules of one model may run on several meshes. The inputs of a module that runs on one mesh, with all modules in
+it, are brought there. What a module computes between the calls of others runs on the mesh of its tensors; where these
+come from several meshes, on the module's own.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from distconv.direct.paths import is_open, running
 from distconv.mesh import is_ours
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
+from distconv.model.containers import Containers
 from distconv.model.gradients import uses
 from distconv.model.images import refuse_images
 from distconv.model.meeting import Meeting, brought
@@ -174,6 +174,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:
         return _call_alone(wrapper, made, args, kwargs)
+    given = args, kwargs
     args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
     fixed = assignment if assignment is not None and assignment.fixed else None
     if made is not None and fixed is not None and not (fixed.uniform and theirs in (None, mesh)):
@@ -189,6 +190,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         direct = is_open() and (fixed is None or (fixed.uniform and fixed.outer == mesh))
         if direct:
             args, kwargs = tree_map_only(DTensor, _direct, (args, kwargs))
+        containers = Containers(given, (args, kwargs))
         if fixed is None:
             with _running(module, _Run({}, mesh), direct):
                 result = _call_uncompiled(module, *args, **kwargs)
@@ -198,12 +200,17 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             with _running(module, run, direct), meeting:
                 result = _nested(module, fixed, run, args, kwargs)
         # What a checkpoint computes again in backward is given activations, and gives them, as the first time.
-        if not any(type(leaf) is Activation for leaf in leaves):
-            result = tree_map_only(Activation, Activation.as_dtensor, result)
+        leaving = (lambda y: y) if any(type(leaf) is Activation for leaf in leaves) else _as_dtensors
+        result = leaving(result)
+        containers.give_back(leaving)
         return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     finally:
         if recording:
             checks.remove(user_lines.keep_line)
+
+
+def _as_dtensors(result: Any) -> Any:
+    return tree_map_only(Activation, Activation.as_dtensor, result)
 
 
 def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
@@ -274,8 +281,11 @@ def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwa
                 came.append((x, here, _version(here)))
             return here
 
-        args, kwargs = tree_map_only(DTensor, bring, (args, kwargs))
+        given = args, kwargs
+        args, kwargs = tree_map_only(DTensor, bring, given)
+        containers = Containers(given, (args, kwargs))
         result = _call_uncompiled(module, *args, **kwargs)
+        containers.give_back(lambda item: item)
         for x, here, version in came:
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input
                 x.copy_(relaid(here, x.device_mesh, x.placements))

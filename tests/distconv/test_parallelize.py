@@ -198,3 +198,43 @@ def another_partition() -> list[float]:
 def test_init_again_for_another_partition(ranks: Callable[[int], Ranks]) -> None:
     for found in ranks(2).run(another_partition):
         assert max(found) < 1e-12
+
+
+class Remembering(nn.Module):
+    """Convolves beside what the call before left in a list; counts calls in a dict, and lets the list grow once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor, cache: list[Any], counts: dict[str, int]) -> Tensor:
+        counts["calls"] = counts.get("calls", 0) + 1
+        last = x if cache[0] is None else cache[0]
+        cache[0] = x * 2
+        if len(cache) == 1:
+            cache.append("kept")
+        return self.convolution(torch.cat([x, last], 1))
+
+
+def remembered(partition: str) -> tuple[float, Any]:
+    """The largest difference over three calls from those of one process, and what the caller's containers hold."""
+    mesh = distconv.init(partition, device_type="cpu")
+    torch.manual_seed(1)
+    plain = Remembering().double()
+    model = distconv.parallelize(copy.deepcopy(plain), mesh)
+    caches, counts = ([None], [None]), ({}, {})
+    largest = 0.0
+    for _ in range(3):
+        x = torch.randn(2, 2, 5, 4, dtype=torch.float64)
+        expected = plain(x, caches[0], counts[0])
+        y = distconv.gather(model(x, cache=caches[1], counts=counts[1]))
+        largest = max(largest, float((y - expected).abs().max()))
+    assert isinstance(caches[1][0], DTensor)
+    return largest, (counts[1], caches[1][1])
+
+
+@pytest.mark.parametrize("partition", ["height=2", "channel=2"])
+def test_containers_that_a_model_changes_are_the_callers(ranks: Callable[[int], Ranks], partition: str) -> None:
+    for largest, held in ranks(2).run(remembered, partition):
+        assert largest < 1e-12
+        assert held == ({"calls": 3}, "kept")
