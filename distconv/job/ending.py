@@ -21,6 +21,7 @@ import torch.distributed as dist
 from distconv.job.launcher import BadInput
 from distconv.job.notices import Notices, how_it_ended
 from distconv.job.output import Prefixed
+from distconv.reading.fault import of_a_library
 from distconv.refusal import UnsupportedOperation
 from mucudnn import program
 
@@ -47,10 +48,11 @@ class Ending:
     nothing about itself; it tells how the other one ended, where that one's watcher has not told yet.
     """
 
-    def __init__(self, rank: int, shown: TextIO) -> None:
+    def __init__(self, rank: int, shown: TextIO, *, reads_parts: bool = False) -> None:
+        """With `reads_parts`, an error of a library that opens or reads an array in a file is one line."""
         self.code = 0
         self.notices: Notices | None = None
-        self._rank, self._shown = rank, shown
+        self._rank, self._shown, self._reads_parts = rank, shown, reads_parts
 
     def explain(self, error: BaseException) -> None:
         """Sets the exit code for an exception that ended the script, and tells of it if this rank is to tell."""
@@ -83,7 +85,8 @@ class Ending:
             else:
                 told = self._first_rank_tells("".join(traceback.format_exception_only(error)))
             if not told:
-                self._show(as_python_prints(error), whose=True)
+                line = _of_a_file(error) if self._reads_parts else None
+                self._show(as_python_prints(error) if line is None else line, whose=True)
 
     def _first_rank_tells(self, error: str) -> bool:
         """Whether rank 0 fails with the same error, and so tells of it as of the script's, not of one rank's."""
@@ -172,6 +175,21 @@ def refusal_of(error: BaseException) -> str | None:
     places = [(name, line) for name, line in frames if not name.startswith(_PACKAGES) and "/torch/" not in name]
     text = " ".join(str(error).split())
     return f"{os.path.relpath(places[-1][0])}:{places[-1][1]}: {text}" if places else text
+
+
+def _of_a_file(error: BaseException) -> str | None:
+    """The line for an error of a library that opens or reads arrays in files, with the script's line; None for any
+    other."""
+    text = of_a_library(error)
+    if text is None:
+        return None
+    places = [
+        (name, line)
+        for name, line in _frames(error.__traceback__)
+        if os.path.isabs(name) and not name.startswith(_PACKAGES) and f"{os.sep}site-packages{os.sep}" not in name
+    ]
+    place = f"{os.path.relpath(places[-1][0])}:{places[-1][1]}: " if places else ""
+    return f"distconv: {place}{text}\n"
 
 
 def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:

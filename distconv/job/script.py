@@ -32,7 +32,8 @@ def run(job: Job, place: Place, watcher: Watcher) -> int:
     """Runs the script on this rank; its exit code. A failure is shown by the first rank that fails, and by no other."""
     backend = choose_backend(job, place)
     check(job, place.size, backend)
-    ending = Ending(place.rank, direct_output(place.rank, job.print_all_ranks, watcher.stderr))
+    output = direct_output(place.rank, job.print_all_ranks, watcher.stderr)
+    ending = Ending(place.rank, output, reads_parts=job.shard_data)
     try:
         interrupts_are_exceptions()
         store = _join(backend, place, watcher)

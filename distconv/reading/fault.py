@@ -6,6 +6,9 @@ import contextlib
 
 _NOTED = "_distconv_read"
 
+_LIBRARIES = ("h5py", "zarr", "nibabel", "numpy")
+"""What opens and reads arrays in files."""
+
 
 class ReadError(ValueError):
     """Something cannot be read; the message is one line that names the file, the key and, where it is known, the
@@ -30,6 +33,29 @@ def as_read_error(error: BaseException, sample: object) -> ReadError | None:
     path, key, place = found
     if place is not None and isinstance(sample, list) and place < len(sample):
         sample = sample[place]
-    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
     named = f"{path}: {key!r}" if key else path
-    return ReadError(f"{named}, sample {sample}: {text or type(error).__name__}")
+    return ReadError(f"{named}, sample {sample}: {_text(error)}")
+
+
+def of_a_library(error: BaseException) -> str | None:
+    """One line for an error of a library that opens or reads arrays in files, outside of samples; None for any other.
+
+    An OSError and what zarr raises name the file themselves; for a key that is missing, the file is the one of the
+    object that was asked for it.
+    """
+    if not isinstance(error, OSError | KeyError):
+        return None
+    trace, room, file = error.__traceback__, "", ""
+    while trace is not None:
+        name = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+        room = room if name == "distconv" else name  # which may stand in for `open`
+        file = getattr(getattr(trace.tb_frame.f_locals.get("self"), "file", None), "filename", file)
+        trace = trace.tb_next
+    if room not in _LIBRARIES:
+        return None
+    return f"{file}: {_text(error)}" if isinstance(error, KeyError) and file else _text(error)
+
+
+def _text(error: BaseException) -> str:
+    text = " ".join(str(error.args[0] if isinstance(error, KeyError) and error.args else error).split())
+    return text or type(error).__name__

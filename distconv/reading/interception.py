@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,19 +15,12 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from distconv.reading import array_functions, tensor_functions
 from distconv.reading.array import LazyArray, is_lazy
-from distconv.reading.expression import Stored
 from distconv.reading.fault import note
-from distconv.reading.source import Hdf5, Raw, Source, ZarrStore, depth, reading, shown
+from distconv.reading.formats import of_hdf5, of_memmap, of_zarr
+from distconv.reading.source import depth, shown
 from distconv.reading.tensor import LazyTensor, from_array
 
 _FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
-
-LEAST = 256
-"""Elements below which an array is read at once."""
-
-_READABLE = "biufc"
-"""Kinds of NumPy's dtypes that are read lazily."""
-
 
 _lock = threading.Lock()
 _users = 0
@@ -88,99 +79,15 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch, "from_numpy", _from_numpy
     yield torch, "as_tensor", _of_torch
     yield torch, "tensor", _of_torch
-    yield numpy.memmap, "__getitem__", _of_memmap
+    yield numpy.memmap, "__getitem__", of_memmap
     h5py, zarr = sys.modules.get("h5py"), sys.modules.get("zarr")
     if h5py is not None and hasattr(h5py, "File"):
-        yield h5py.Dataset, "__getitem__", _of_hdf5
+        yield h5py.Dataset, "__getitem__", of_hdf5
         yield h5py.Group, "__getitem__", _named(lambda group, key: (group.file.filename, str(key)))
         yield h5py.File, "__init__", _named(lambda file, path: (str(path), ""))
     if zarr is not None and hasattr(zarr, "Array"):
-        yield zarr.Array, "__getitem__", _of_zarr
+        yield zarr.Array, "__getitem__", of_zarr
         yield zarr.Group, "__getitem__", _named(lambda group, key: (str(group.store_path), str(key)))
-
-
-def lazy(source: Source, key: Any = ()) -> Any:
-    """What `key` chooses of an array in a file, lazily; None where that is to be read at once."""
-    if source.dtype.kind not in _READABLE:
-        return None
-    keys = key if isinstance(key, tuple) else (key,)
-    if any(each is None or (isinstance(each, slice) and each.step is not None and each.step < 0) for each in keys):
-        return None
-    try:
-        chosen = LazyArray(Stored(source)).view(lambda view: view.index(keys), lambda array: array[keys])
-    except IndexError:
-        return None  # and fails as it does
-    if chosen is None or chosen.ndim < 2 or chosen.size < LEAST:
-        return None
-    return LazyArray(chosen.expression)
-
-
-def _of_hdf5(read: Any) -> Any:
-    def getitem(dataset: Any, key: Any, new_dtype: Any = None) -> Any:
-        made = None
-        if depth.value and new_dtype is None:
-            made = lazy_hdf5(dataset, key)
-        if made is not None:
-            return made
-        with reading(dataset.file.filename, dataset.name or "") if depth.value else contextlib.nullcontext():
-            return read(dataset, key, new_dtype)
-
-    return getitem
-
-
-def lazy_hdf5(dataset: Any, key: Any) -> Any:
-    """None where it is to be read at once: what the program writes to, and files that are not on a disk."""
-    file = dataset.file
-    if file.mode != "r" or file.driver != "sec2" or dataset.shape is None or not dataset.name:
-        return None
-    if not os.path.isfile(file.filename):
-        return None
-    return lazy(Hdf5(os.path.abspath(file.filename), dataset.name, dataset.shape, dataset.dtype), key)
-
-
-def _of_zarr(read: Any) -> Any:
-    def getitem(array: Any, key: Any) -> Any:
-        if not depth.value:
-            return read(array, key)
-        made = lazy_zarr(array, key)
-        if made is not None:
-            return made
-        with reading(str(array.store_path), array.name or ""):
-            return read(array, key)
-
-    return getitem
-
-
-def lazy_zarr(array: Any, key: Any) -> Any:
-    """None where it is to be read at once: what the program writes to, and stores that are no folder."""
-    root = getattr(array.store_path.store, "root", None)
-    if root is None or not os.path.isdir(root) or not array.read_only:
-        return None
-    return lazy(ZarrStore(os.path.abspath(root), array.store_path.path, array.shape, array.dtype), key)
-
-
-def _of_memmap(read: Any) -> Any:
-    def getitem(array: Any, key: Any) -> Any:
-        made = lazy_memmap(array, key) if depth.value else None
-        return read(array, key) if made is None else made
-
-    return getitem
-
-
-def lazy_memmap(array: Any, key: Any) -> Any:
-    """None where it is to be read at once: what the program may write to, and parts of arrays with gaps."""
-    if array.mode != "r" or array.filename is None or array._mmap is None:
-        return None
-    if not (array.flags.c_contiguous or array.flags.f_contiguous) or not array.size:
-        return None
-    start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-    offset = start + _address(array) - _address(numpy.frombuffer(array._mmap, numpy.uint8))
-    order = "C" if array.flags.c_contiguous else "F"
-    return lazy(Raw(os.path.abspath(array.filename), "", array.shape, array.dtype, offset, order), key)
-
-
-def _address(array: numpy.ndarray) -> int:
-    return array.__array_interface__["data"][0]
 
 
 def _read(value: Any) -> Any:

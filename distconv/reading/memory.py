@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Lazy:
             if self.memory.content is None:
                 if not self.memory.is_shared(self):
                     self.look(self.expression)
-                tell(why, self.memory.expression)
+                tell(why, self.memory.expression.sources())
                 self.memory.content = self.memory.expression.read(whole(self.memory.expression.shape), Source.read)
             self.content = self.memory.content
             for step in self.steps:
@@ -74,13 +74,14 @@ class Lazy:
         return self.content
 
 
-def tell(why: str, expression: Expression) -> None:
-    """One line about an operation that needs the whole, once for each line of the script and operation."""
+def tell(why: str, read: Iterable[object]) -> None:
+    """One line about an operation that needs the whole of what is read, once for each line of the script and
+    operation."""
     worker = torch.utils.data.get_worker_info()
     place = script_line()
     if (place, why) not in _told and (worker is None or worker.id == 0):
         _told.add((place, why))
-        source = next((f" of {source}" for source in expression.sources()), "")
+        source = next((f" of {source}" for source in read), "")
         print(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it", file=sys.stderr)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -191,3 +193,26 @@ def test_types_stay_what_programs_ask_for() -> None:
     with lazily():
         assert isinstance(array(), np.ndarray) and isinstance(torch.as_tensor(array()), torch.Tensor)
         assert type(torch.tensor(array(), dtype=torch.float64)) is LazyTensor
+
+
+@pytest.mark.parametrize("kind", ["hdf5 r+", "hdf5 core", "hdf5 astype", "hdf5 indices", "memmap r+", "memmap c"])
+def test_what_is_read_at_once_is_told(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how, mode = kind.split()
+    if how == "hdf5":
+        path = tmp_path / "v.h5"
+        with h5py.File(path, "w") as file:
+            file["volume"] = WHOLE
+        opened = h5py.File(path, mode if mode == "r+" else "r", driver="core" if mode == "core" else None)
+        array = opened["volume"].astype("f8") if mode == "astype" else opened["volume"]
+    else:
+        path = tmp_path / "v.raw"
+        WHOLE.tofile(path)
+        array = np.memmap(path, np.float32, mode, shape=SHAPE)
+    with lazily():
+        found = array[[0, 1, 2]] if mode == "indices" else array[:, 1:]
+        small = array[0, 0, 0]
+    np.testing.assert_array_equal(found, WHOLE if mode == "indices" else WHOLE[:, 1:])
+    np.testing.assert_array_equal(small, WHOLE[0, 0, 0])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"needs the whole of {path}" in line and "test_lazy_arrays.py" in line
+    assert mode in line or mode == "indices"
