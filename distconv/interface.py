@@ -75,8 +75,8 @@ def init(
         mesh = adopt(partition)
         _set_algorithm(mesh, partition_of(mesh), channel_algorithm)
         return mesh
-    parsed: Partition | None = Partition.parse(partition) if partition is not None else settings.value("partition")
-    if parsed is None:
+    parsed = Partition.parse(partition) if partition is not None else settings.value("partition")
+    if not isinstance(parsed, Partition):
         raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available():

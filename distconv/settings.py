@@ -39,8 +39,12 @@ class Option(Setting):
             raise SettingError(f"{name}: {error}") from None
 
 
-def _parse_partition(given: object) -> Partition:
-    return given if isinstance(given, Partition) else Partition.parse(str(given))
+AUTO = "auto"
+"""The partition that stands for the one which `distconv run` is to choose."""
+
+
+def _parse_partition(given: object) -> Partition | str:
+    return given if isinstance(given, Partition) or given == AUTO else Partition.parse(str(given))
 
 
 def _parse_backend(given: object) -> str:
@@ -67,7 +71,7 @@ SETTINGS = {
         lambda: None,
         "axis=ranks,...",
         "mesh axes and the ranks along each; their product is the number of ranks (default: that of '*' in the "
-        "strategy)",
+        "strategy); auto chooses one for every layer, see below",
         _parse_partition,
         "AXIS=RANKS,...",
     ),

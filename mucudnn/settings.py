@@ -78,10 +78,10 @@ def _parse_level(value: object) -> str:
 
 
 def _default_database() -> str:
-    return str(_cache_folder() / "times.sqlite")
+    return str(cache_folder() / "times.sqlite")
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
     """Where this system keeps what can be computed again; without platformdirs, where the XDG standard says."""
     try:
         import platformdirs

@@ -112,8 +112,8 @@ def command(options: argparse.Namespace) -> int:
 
 def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
     try:
-        partition: Partition | None = settings.value("partition")
-        if partition is None:
+        partition = settings.value("partition")
+        if not isinstance(partition, Partition):
             raise ValueError("no partition: give --partition AXIS=RANKS,... or set DISTCONV_PARTITION")
         check_algorithm(settings.value("channel_algorithm"), partition)
         return partition, None if options.strategy is None else read(options.strategy, partition.ranks)

@@ -78,7 +78,10 @@ def add_network_and_machine(parser: Any) -> None:
     """NETWORK with its input and batch, the machine, and what batch norm does."""
     add_network(parser)
     parser.add_argument(
-        "--machine", required=True, metavar="FILE", help=f"a TOML file, or one of {', '.join(built_in())}"
+        "--machine",
+        required=True,
+        metavar="FILE",
+        help=f"a TOML file, here (see calibrate), or one of {', '.join(built_in())}",
     )
     parser.add_argument(
         "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
@@ -110,16 +113,18 @@ def network_of(options: Any) -> tuple[nn.Module, tuple[int, ...], int]:
 
 def command(options: Any) -> int:
     """Plans, and prints or writes what was found."""
+    from distconv.performance.automatic import machine_here
     from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
     from distconv.performance.choice import Planner
     from distconv.performance.imagined import imagined_job
+    from distconv.performance.kept import Kept, kept_here
     from distconv.performance.layers import trace
-    from distconv.performance.machine import read
+    from distconv.performance.machine import HERE, read
 
     with one_line():
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
-        machine = read(options.machine)
+        machine = machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read(options.machine)
         limit = math.inf if options.memory is None else parse_bytes(options.memory)
         model, sample, batch = network_of(options)
         shape = (batch, *sample)
@@ -178,8 +183,9 @@ def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, gr
         )
     times = plan.times
     hidden = f"{1e3 * times.hidden:.2f} ms of messages hidden, {1e3 * times.exposed:.2f} ms waited for"
+    kernels = "by a roofline" if planner.machine.measured is None else "as measured here"
     sentences = [
-        f"machine: {planner.machine.name}; kernels by a roofline, messages by latency and bandwidth",
+        f"machine: {planner.machine.name}; kernels {kernels}, messages by latency and bandwidth",
         f"one step: {1e3 * times.total:.2f} ms ({1e3 * times.compute:.2f} ms of kernels, {hidden}),"
         f" {format_bytes(int(plan.memory(planner.states)))} on a rank",
         *(

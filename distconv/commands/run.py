@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from distconv import settings
@@ -13,6 +17,7 @@ from distconv.job.keeper import keep_rank, started_by_launcher
 from distconv.job.launcher import BadInput, Job, start
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
+from distconv.performance.machine import here
 from distconv.place import Place, find_place
 
 DESCRIPTION = f"""\
@@ -30,6 +35,7 @@ examples:
   mpiexec -n 4 python -m distconv run --partition depth=4 train.py            one or more machines
   torchrun --nproc-per-node 4 -m distconv run --partition height=2,width=2 train.py
   python -m distconv run --partition sample=2,channel=2 train.py              wide layers, without more samples
+  python -m distconv run --partition auto --nproc 4 train.py                  what is predicted to be the fastest
 
 strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
 model.named_modules() gives; a pattern is as of the shell, stands for all within the layers it matches, and the first
@@ -37,6 +43,13 @@ one decides. What moves between layers is redistributed. For example:
   [layers]
   "layer4.*" = "channel=4"
   "*" = "sample=4"
+"""
+
+AUTOMATIC = """\
+auto: the script is started once alone, up to the first call of its model; the files that it writes are removed. A step
+is recorded under partitions of --nproc ranks (default: the cores), its kernels are measured here, and the partition of
+every layer is kept for the next start. What this machine's network does is measured before, once: python -m distconv
+calibrate. Under mpiexec and torchrun choose before: python -m distconv plan.
 """
 
 VARIABLES = """\
@@ -53,10 +66,13 @@ exit codes: the script's own; 1 for an exception, and for a rank that ended earl
 job that cannot run as given; 128 + n where signal n ended a rank, or the job: 130 for Ctrl-C, 143 for SIGTERM.
 """
 
+CHOSEN = "DISTCONV_CHOSEN"
+"""Where `distconv run --partition auto` tells the ranks that it starts of the strategy that was chosen."""
+
 
 def _epilog() -> str:
     defaults = [f"  {s.variable:<27} default of {settings.flag(name)}" for name, s in settings.SETTINGS.items()]
-    return "\n".join([EXAMPLES, "environment:", *defaults, VARIABLES, EXIT_CODES])
+    return "\n".join([EXAMPLES, AUTOMATIC, "environment:", *defaults, VARIABLES, EXIT_CODES])
 
 
 def add(commands: Any) -> None:
@@ -113,13 +129,59 @@ def add(commands: Any) -> None:
 
 
 def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
-    partition: Partition | None = settings.value("partition")
-    strategy = None if options.strategy is None else read(options.strategy, partition.ranks if partition else None)
+    given: Partition | str | None = settings.value("partition")
+    chosen = os.environ.get(CHOSEN) if given == settings.AUTO else None
+    if given == settings.AUTO and chosen is None:
+        raise ValueError(
+            "--partition auto: accepted without a launcher; for mpiexec and torchrun choose by python -m distconv plan"
+        )
+    partition = given if isinstance(given, Partition) else None
+    path = chosen or options.strategy
+    strategy = None if path is None else read(path, partition.ranks if partition else None)
     if partition is None and strategy is not None:
         partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
     if partition is None:
         raise ValueError("no partition: give --partition AXIS=RANKS,... or set DISTCONV_PARTITION")
-    return partition, strategy
+    return partition, strategy if strategy is None or len(strategy.layers) > 1 or not chosen else None
+
+
+@contextlib.contextmanager
+def _chosen(options: argparse.Namespace) -> Iterator[None]:
+    """Within it the ranks are told of a strategy that is chosen for the script.
+
+    Raises:
+        BadInput: for options that leave nothing to choose.
+        _NothingChosen: where a process that had to measure or to choose has failed, and said why.
+    """
+    if options.strategy is not None:
+        raise BadInput("--partition auto chooses a strategy: leave out --strategy, or auto")
+    ranks = options.nproc or os.cpu_count() or 1
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    python = [sys.executable, "-m"]
+    if not here().is_file():
+        print(f"distconv: --partition auto: measuring this machine with {ranks} ranks, once", file=sys.stderr)
+        _do([*python, "distconv", "calibrate", "--nproc", str(ranks)], environment)
+    with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
+        path = os.path.join(folder, "strategy.toml")
+        kind = "module" if options.module else "script"
+        names = [str(ranks), options.batch_norm, path, kind, options.script, *options.arguments]
+        _do([*python, "distconv.performance.automatic", *names], environment)
+        os.environ[CHOSEN] = path
+        try:
+            yield
+        finally:
+            del os.environ[CHOSEN]
+
+
+class _NothingChosen(Exception):
+    """A process has failed; its exit code."""
+
+
+def _do(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise _NothingChosen(done.returncode)
 
 
 def _job(options: argparse.Namespace, place: Place | None) -> Job:
@@ -154,7 +216,13 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
 def command(options: argparse.Namespace) -> int:
     """Start the ranks, or be one of those that a launcher started; the exit code of the job or of the script."""
     place = find_place(os.environ)
-    with settings.options({name: getattr(options, name) for name in settings.SETTINGS}):
+    with contextlib.ExitStack() as around:
+        around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
+        if place is None and settings.value("partition") == settings.AUTO:
+            try:
+                around.enter_context(_chosen(options))
+            except _NothingChosen as failed:
+                return int(failed.args[0])
         job = _job(options, place)
         if place is None:
             return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])

@@ -18,7 +18,7 @@ from distconv.performance.events import Kernel, Start, Step, Wait
 from distconv.performance.layers import Layer
 from distconv.performance.machine import Machine
 from distconv.performance.recording import record_step
-from distconv.performance.replay import kernel_seconds, message_seconds, replay
+from distconv.performance.replay import message_seconds, replay
 from distconv.refusal import UnsupportedOperation
 
 Numbers = npt.NDArray[np.float64]
@@ -99,7 +99,7 @@ def without_gradients(step: Step) -> tuple[Step, list[Start]]:
 def _meeting(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
     """Seconds: forward reads all inputs and writes the output, backward reads its gradient and writes theirs."""
     size = local_bytes(layer.output, mesh)
-    one = kernel_seconds(machine, Kernel("meeting", 0, int(size * (layer.inputs + 1))))
+    one = machine.kernel_seconds(Kernel("meeting", 0, int(size * (layer.inputs + 1))))
     return 2 * max(one, machine.host.operator) if machine.host.asynchronous else 2 * (one + machine.host.operator)
 
 

@@ -2,12 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
 class Operator:
-    """The host runs one operator of the program: what it takes is on top of the kernels that it launches."""
+    """The host runs one operator of the program on distributed tensors, on top of the kernels that it launches."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor without its numbers."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a kernel was called, so that it can be run again.
+
+    Attributes:
+        operator: of torch.
+        args: with a `Shape` in the place of each tensor.
+        kwargs: likewise, as pairs.
+    """
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.operator} {self.args} {self.kwargs}"
 
 
 @dataclass(frozen=True)
@@ -18,11 +49,13 @@ class Kernel:
         name: torch's, such as "aten.convolution.default".
         flops: multiplications and additions.
         bytes: read and written.
+        call: how it was called; None where that is not known.
     """
 
     name: str
     flops: int
     bytes: int
+    call: Call | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -70,6 +103,11 @@ class Step:
     rank: int
     saved: int
     parameters: int
+
+    @property
+    def launches(self) -> int:
+        """Operators, kernels and collectives, each of which takes the host a moment."""
+        return sum(not isinstance(event, Wait) for event in self.events)
 
     @property
     def sent(self) -> int:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from distconv.performance.events import Kernel
+from mucudnn.settings import cache_folder
 from mucudnn.sizes import parse_bytes
+
+HERE = "here"
+"""The name of the machine that `distconv calibrate` has measured."""
 
 MACHINES = resources.files("distconv.performance") / "machines"
 """The files of the machines that ship with the package."""
@@ -42,7 +48,8 @@ class Host:
     """What runs the program.
 
     Attributes:
-        operator: seconds that it takes to run one operator of the program under distconv, kernels apart.
+        operator: seconds that it takes to run an operator on distributed tensors, or to launch a kernel or a
+            collective, what the kernel itself takes apart.
         asynchronous: whether kernels run while the host goes on, as on a GPU.
     """
 
@@ -84,6 +91,8 @@ class Machine:
 
     Attributes:
         name: for people.
+        measured: tells the seconds of a kernel, None for one that it does not know; where it is None itself, and for
+            such kernels, the roofline of the device does.
     """
 
     name: str
@@ -91,6 +100,22 @@ class Machine:
     host: Host
     node: Node
     network: Network
+    measured: Callable[[Kernel], float | None] | None = field(default=None, compare=False)
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        """As measured; else by the roofline: as long as arithmetic or memory takes, whichever is more, and what any
+        kernel takes (Williams, Waterman and Patterson 2009)."""
+        seconds = None if self.measured is None else self.measured(kernel)
+        if seconds is not None:
+            return seconds
+        device = self.device
+        arithmetic = kernel.flops / (device.flops * device.efficiency)
+        return device.kernel + max(arithmetic, kernel.bytes / device.bandwidth)
+
+
+def here() -> Path:
+    """The file in which `distconv calibrate` keeps what it has measured: the machine of the name "here"."""
+    return cache_folder() / "machine.toml"
 
 
 def built_in() -> list[str]:
@@ -106,9 +131,13 @@ def read(source: str) -> Machine:
     """
     if source in built_in():
         return parse((MACHINES / f"{source}.toml").read_text(), f"machine {source}")
-    path = Path(source)
+    if source == HERE and not here().is_file():
+        raise MachineError("machine here: it has not been measured; run python -m distconv calibrate")
+    path = here() if source == HERE else Path(source)
     if not path.is_file():
-        raise MachineError(f"machine {source!r}: no such file; accepted: a TOML file, or {', '.join(built_in())}")
+        raise MachineError(
+            f"machine {source!r}: no such file; accepted: a TOML file, {HERE}, or {', '.join(built_in())}"
+        )
     try:
         return parse(path.read_text(), f"machine {source!r}")
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +150,7 @@ def parse(text: str, where: str = "machine") -> Machine:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise MachineError(f"{where}: {error}") from None
-    kinds: dict[str, Any] = get_type_hints(Machine)
+    kinds: dict[str, Any] = {name: kind for name, kind in get_type_hints(Machine).items() if name != "measured"}
     tables = {name: kind for name, kind in kinds.items() if name != "name"}
     unknown = sorted(set(content) - set(kinds))
     if unknown:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from distconv.dtensors import wrap
@@ -26,7 +26,7 @@ from distconv.interface import parallelize
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import enable
 from distconv.model.strategy import Strategy
-from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
+from distconv.performance.events import Call, Event, Kernel, Operator, Shape, Start, Step, Wait
 from distconv.performance.imagined import empty_shard
 
 aten = torch.ops.aten
@@ -243,7 +243,16 @@ class _Kernels(TorchDispatchMode):
         moved = {_key(tensor): _bytes(tensor) for tensor in (*inputs, *outputs)}
         formula = flop_registry.get(func.overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        self.events.append(Kernel(str(func), flops, sum(moved.values())))
+        self.events.append(Kernel(str(func), flops, sum(moved.values()), _call(func, args, kwargs)))
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Call:
+    args, kwargs = tree_map(_shape, (tuple(args), dict(kwargs)))
+    return Call(func, args, tuple(sorted(kwargs.items())))
+
+
+def _shape(leaf: Any) -> Any:
+    return Shape(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
 
 _FREE = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from distconv.performance.events import Kernel, Operator, Start, Step, Wait
+from distconv.performance.events import Kernel, Start, Step, Wait
 from distconv.performance.machine import Machine
 
 
@@ -31,12 +31,6 @@ class Times:
     def hidden(self) -> float:
         """Seconds of messages behind which the rank computes."""
         return max(0.0, math.fsum(self.messages.values()) - self.exposed)
-
-
-def kernel_seconds(machine: Machine, kernel: Kernel) -> float:
-    """By the roofline: as long as arithmetic or memory takes, whichever is more, and what any kernel takes."""
-    device = machine.device
-    return device.kernel + max(kernel.flops / (device.flops * device.efficiency), kernel.bytes / device.bandwidth)
 
 
 def message_seconds(machine: Machine, start: Start, rank: int) -> float:
@@ -87,11 +81,11 @@ def replay(step: Step, machine: Machine) -> Times:
     messages: dict[str, float] = {}
     alone = not machine.host.asynchronous
     for event in step.events:
-        if isinstance(event, Operator):
+        if not isinstance(event, Wait):
             host += machine.host.operator
             worked += machine.host.operator
-        elif isinstance(event, Kernel):
-            seconds = kernel_seconds(machine, event)
+        if isinstance(event, Kernel):
+            seconds = machine.kernel_seconds(event)
             kernels = max(host, kernels) + seconds
             compute += seconds
         elif isinstance(event, Start):

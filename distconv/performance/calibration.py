@@ -1,0 +1,175 @@
+"""What this machine does in a second, measured by all ranks of a job at the same time, as they share it in a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from distconv.interface import parallelize, shard
+from distconv.mesh import make_mesh
+from distconv.partition import Partition
+from distconv.performance.kept import Kept
+from distconv.performance.kernels import Measured
+from distconv.performance.machine import Device, Host, Machine, Network, Node
+from distconv.performance.recording import on_meta, record_step
+from distconv.performance.replay import replay
+
+RUNS = 7
+SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)
+"""Bytes of the messages that are timed."""
+
+SQUARE = 1024
+COPIED = 2**26
+
+CONVOLUTIONS = (
+    ((4, 64, 56, 56), (64, 64, 3, 3)),
+    ((4, 128, 28, 28), (128, 128, 3, 3)),
+    ((2, 16, 32, 32, 32), (32, 16, 3, 3, 3)),
+)
+"""Inputs and weights that stand for a network's convolutions."""
+
+
+def calibrate() -> Machine:
+    """This machine, by what its ranks measure. Every rank of the job must call it; the first one's is to be used."""
+    ranks = dist.get_world_size()
+    nodes: list[str] = [""] * ranks
+    dist.all_gather_object(nodes, platform.node())
+    local_ranks = nodes.count(nodes[0])
+    flops = _rate(2 * SQUARE**3, _product())
+    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_ranks)
+    bandwidth = _rate(2 * COPIED, _copy())
+    device = Device(
+        flops=flops,
+        efficiency=min(1.0, statistics.median(_convolution(*each) for each in CONVOLUTIONS) / flops),
+        bandwidth=bandwidth,
+        kernel=_smallest(),
+        memory=memory,
+    )
+    near = dist.new_group(list(range(local_ranks)))  # on the other nodes as on this one
+    node = _links(near, bandwidth) if dist.get_rank() < local_ranks else (0.0, bandwidth)
+    network = node if ranks == local_ranks else _links(dist.group.WORLD, bandwidth)
+    machine = Machine(
+        name=f"{platform.node()}, {ranks} ranks",
+        device=device,
+        host=Host(operator=0.0, asynchronous=False),
+        node=Node(local_ranks, *node),
+        network=Network(*network),
+    )
+    return replace(machine, host=Host(_operator(machine), asynchronous=False))
+
+
+def _rate(amount: float, call: Callable[[], object]) -> float:
+    return amount / _median(call)
+
+
+def _median(call: Callable[[], object], group: dist.ProcessGroup | None = None) -> float:
+    """Seconds of a call that all ranks of a group begin together."""
+    call()
+    times = []
+    for _ in range(RUNS):
+        dist.barrier(group)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _product() -> Callable[[], object]:
+    a, b = torch.randn(SQUARE, SQUARE), torch.randn(SQUARE, SQUARE)
+    return lambda: a @ b
+
+
+def _copy() -> Callable[[], object]:
+    source = torch.ones(COPIED // 4)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _convolution(input_shape: Sequence[int], weight_shape: Sequence[int]) -> float:
+    x, weight = torch.randn(*input_shape), torch.randn(*weight_shape)
+    convolution = F.conv2d if x.ndim == 4 else F.conv3d
+    y = convolution(x, weight, padding=1)
+    return _rate(2 * y.numel() * weight[0].numel(), lambda: convolution(x, weight, padding=1))
+
+
+def _smallest() -> float:
+    x = torch.ones(8)
+    return _median(lambda: [x.neg() for _ in range(1000)]) / 1000
+
+
+def _links(group: dist.ProcessGroup | None, otherwise: float) -> tuple[float, float]:
+    """Latency and bandwidth of messages from each rank to all others; of one rank, no time and that of its memory."""
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return 0.0, otherwise
+    seconds = []
+    for size in SIZES:
+        sent = torch.zeros(ranks * size, dtype=torch.uint8)
+        received = torch.empty_like(sent)
+        seconds.append(_median(lambda x=sent, y=received: dist.all_to_all_single(y, x, group=group), group))  # type: ignore[misc]
+    return _line([(ranks - 1) * size for size in SIZES], seconds, ranks - 1)
+
+
+def _line(sizes: Sequence[int], seconds: Sequence[float], messages: int) -> tuple[float, float]:
+    """Latency of one message, and bandwidth, from the times of some: least squares of the relative error."""
+    terms = np.array([[messages, size] for size in sizes], dtype=float) / np.array(seconds)[:, None]
+    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(sizes)), rcond=None)[0]
+    fastest = max(size / took for size, took in zip(sizes, seconds, strict=True))
+    return max(0.0, float(latency)), float(1 / per_byte) if per_byte > 0 else fastest
+
+
+def _operator(machine: Machine) -> float:
+    """Seconds of the host for each operator, from a step of a network too small for its kernels to take any."""
+    mesh = make_mesh(Partition((("sample", dist.get_world_size()),)), device_type="cpu")
+    shape = (dist.get_world_size(), 3, 16, 16)
+    recorded = record_step(on_meta(_tiny), mesh, shape)
+    predicted = replay(recorded, replace(machine, measured=Measured(torch.get_num_threads(), Kept()))).total
+    model, x = parallelize(_tiny(), mesh), shard(torch.randn(shape), mesh)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).sum().backward()
+
+    for _ in range(3):
+        step()
+    return max(0.0, _median(step) - predicted) / recorded.launches
+
+
+def _tiny() -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels in (3, *[8] * 11):
+        layers += [nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def as_toml(machine: Machine) -> str:
+    """The text of a machine file, as `distconv.performance.machine.parse` reads it."""
+    lines = [f"name = {json.dumps(machine.name)}"]
+    for table in ("device", "host", "node", "network"):
+        lines += ["", f"[{table}]"]
+        lines += [f"{name} = {_value(each)}" for name, each in vars(getattr(machine, table)).items()]
+    return "\n".join([*lines, ""])
+
+
+def _value(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    found = calibrate()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(as_toml(found))
+        print(f"{sys.argv[1]}: {as_toml(found)}")

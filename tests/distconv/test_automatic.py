@@ -1,0 +1,149 @@
+"""A partition chosen on this machine: what it is measured to do, what a script trains, and the run that follows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import ENVIRONMENT, SCRIPTS
+from torch import nn
+
+from distconv.partition import Partition
+from distconv.performance.calibration import _line, as_toml
+from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.first_call import NoModel, first_call
+from distconv.performance.imagined import imagined_job, mesh_of
+from distconv.performance.kept import Kept
+from distconv.performance.kernels import Measured
+from distconv.performance.machine import parse, read
+from distconv.performance.recording import on_meta, record_step
+
+MATRIX = Shape((8, 8), (8, 1), torch.float32)
+
+
+def test_a_machine_written_is_the_machine_read() -> None:
+    rounded = parse(as_toml(read("lassen")))
+    assert rounded.device.memory == pytest.approx(16 * 2**30, rel=1e-3)
+    assert parse(as_toml(rounded)) == rounded
+
+
+@pytest.mark.parametrize("latency", [0.0, 2e-5])
+def test_latency_and_bandwidth_of_a_line(latency: float) -> None:
+    sizes = [3 * size for size in (256, 2**16, 2**22)]
+    found = _line(sizes, [3 * latency + size / 1e9 for size in sizes], 3)
+    assert found[0] == pytest.approx(latency, abs=1e-12) and found[1] == pytest.approx(1e9)
+
+
+def test_a_kernel_is_measured_once_for_all() -> None:
+    """A transposed and an expanded matrix among its arguments: they are made as they were recorded."""
+    transposed, expanded = replace(MATRIX, strides=(1, 8)), replace(MATRIX, strides=(0, 1))
+    calls = []
+
+    def operator(*tensors: torch.Tensor, out: float) -> torch.Tensor:
+        calls.append([x.stride() for x in tensors])
+        return tensors[0] @ tensors[1]
+
+    kernel = Kernel("product", 0, 0, Call(operator, (transposed, expanded), (("out", 1.0),)))
+    kept = Kept()
+    seconds = Measured(1, kept)(kernel)
+    assert seconds is not None and seconds > 0
+    assert calls[0] == [(1, 8), (0, 1)]
+    count = len(calls)
+    assert Measured(1, kept)(kernel) == seconds and len(calls) == count
+    assert Measured(1, kept)(Kernel("unknown", 1, 1)) is None
+
+
+def test_a_machine_takes_what_is_measured_and_the_roofline_elsewhere() -> None:
+    machine = replace(read("lassen"), measured=lambda kernel: 7.0 if kernel.name == "known" else None)
+    assert machine.kernel_seconds(Kernel("known", 10, 10)) == 7.0
+    assert machine.kernel_seconds(Kernel("other", 0, 0)) == machine.device.kernel
+
+
+def test_every_kernel_of_a_step_can_be_run_again() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)))
+    with imagined_job(2):
+        step = record_step(model, mesh_of(Partition.parse("height=2")), (2, 3, 16, 16))
+    measured = Measured(1, Kept())
+    kernels = [event for event in step.events if isinstance(event, Kernel)]
+    assert len(kernels) > 10 and all((measured(kernel) or 0) > 0 for kernel in kernels)
+
+
+def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+    note = tmp_path / "note.txt"
+
+    def script() -> None:
+        note.write_text("started")
+        nn.Flatten()(torch.randn(2, 3))
+        model.eval()(torch.randn(1, 3, 8, 8))
+        with torch.no_grad():
+            model.train()(torch.randn(1, 3, 8, 8))
+        try:
+            model(torch.randn(4, 3, 16, 16))
+        except Exception:
+            pytest.fail("the script has caught what ends it")
+
+    assert first_call(script) == (model, (4, 3, 16, 16))
+    assert not note.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        (lambda: None, "ends before it calls a model"),
+        (lambda: sys.exit(0), "ends before it calls a model"),
+        (lambda: nn.Bilinear(2, 2, 2)(torch.ones(2), torch.ones(2)), "Bilinear is called with 2 arguments"),
+    ],
+)
+def test_a_script_without_such_a_model_is_one_line(script, complaint: str) -> None:
+    with pytest.raises(NoModel, match=complaint):
+        first_call(script)
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distconv", "run", *options, str(SCRIPTS / "chosen.py")]
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_a_script_runs_under_what_is_chosen(tmp_path: Path) -> None:
+    plain = subprocess.run(
+        [sys.executable, str(SCRIPTS / "chosen.py")], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    os.remove(tmp_path / "starts.txt")
+    done = run(tmp_path, "--partition", "auto", "--nproc", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    assert "measuring this machine with 2 ranks, once" in done.stderr
+    assert "ms a step, one process" in done.stderr
+    assert (tmp_path / "starts.txt").read_text() == "started\n"
+    machine = parse((tmp_path / "cache" / "mucudnn" / "machine.toml").read_text())
+    assert machine.node.ranks == 2 and machine.host.operator > 0 and machine.network.bandwidth > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--partition", "auto", "--strategy", "s.toml"), "leave out --strategy"),
+        (("--partition", "automatic"), "automatic"),
+    ],
+)
+def test_what_leaves_nothing_to_choose_is_one_line(tmp_path: Path, options: tuple[str, ...], complaint: str) -> None:
+    done = run(tmp_path, *options)
+    assert done.returncode == 2
+    assert complaint in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_ranks_that_a_launcher_has_started_cannot_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setitem(ENVIRONMENT, name, value)
+    done = run(tmp_path, "--partition", "auto")
+    assert done.returncode == 2
+    assert "choose by python -m distconv plan" in done.stderr and done.stderr.count("\n") == 1
