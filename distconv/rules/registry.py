@@ -94,6 +94,8 @@ def above_autograd(operator: str) -> Callable[[H], H]:
             before = None if taken_apart else torch.library.get_kernel(operator, key)
             run = functools.partial(kernel, before)
             _library.impl(operator.removeprefix("aten::"), run, key, with_keyset=True)
+            # What torch.compile has traced before has made torch remember the kernel that ran then.
+            stock_operator._uncache_dispatch(getattr(torch._C.DispatchKey, key))
         return function
 
     return register

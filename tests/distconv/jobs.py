@@ -57,14 +57,16 @@ def command(way: str, ranks: int, *arguments: str) -> list[str]:
     return [*prefix, "-m", "distconv", "run", *arguments]
 
 
-def launch(way: str, ranks: int, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def launch(
+    way: str, ranks: int, *arguments: str, seconds: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(way, ranks, *arguments),
         env={**ENVIRONMENT, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
     )
 
 
