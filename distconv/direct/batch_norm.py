@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import Placement
 
 from distconv.direct.activation import Activation, activation, is_parameter
 from distconv.direct.border import apply
 from distconv.direct.paths import path, running
 from distconv.direct.shares import again
 from distconv.direct.where import Where, where
-from distconv.layouts import local_shape
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.normalization.batch import batch_share
 from distconv.rules.normalization.statistics import (
@@ -120,12 +120,17 @@ def _fits(place: Where, *vectors: Any) -> bool:
     """Whether the parameters have a number for each of this rank's channels, and nobody else counts the same twice."""
     if not place.is_spread or len(place.shape) < 2:
         return False
-    wanted = local_shape(place.mesh, vector_layout(place.placements), place.shape[1:2])
+    wanted = _shards(place, vector_layout(place.placements))
     return all(
         vector is None
         or (
             (vector._place.mesh == place.mesh and vector._place.shape == place.shape[1:2])
-            and tuple(vector.local().shape) == wanted
+            and _shards(place, vector._place.placements) == wanted
         )
         for vector in vectors
     )
+
+
+def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:
+    """Along the axes of more than one rank."""
+    return [placement for axis, placement in enumerate(placements) if place.mesh.size(axis) > 1]

@@ -79,6 +79,20 @@ def layer_input(func: Any, x: Any, *others: Any) -> Layout:
     return mesh, channel_layout(mesh, placements)
 
 
+def norm_input(func: Any, x: Any, *others: Any) -> Layout:
+    """The layout in which a norm of each channel takes its input.
+
+    An axis that shards channels may shard another dim of x, as attention leaves its heads. Where the norm's weight is
+    sharded along it, x trades that dim for its channels: these are as many numbers, and nothing is gathered.
+    """
+    mesh, placements = layer_input(func, x, *others)
+    vectors = [other for other in others if isinstance(other, DTensor) and other.dim() == 1]
+    return mesh, tuple(
+        Shard(1) if p.is_shard() and any(vector.placements[axis].is_shard() for vector in vectors) else p
+        for axis, p in enumerate(placements)
+    )
+
+
 def split(
     func: Any,
     mesh: DeviceMesh,

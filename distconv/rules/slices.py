@@ -132,7 +132,7 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
     if not extent and sizes is not None:  # of nothing torch makes one piece, or as many as sizes are named
         return [_alias(x) for _ in (sizes if not isinstance(sizes, int) else [0])]
     if not _sharding_axes(x, dim):
-        return stock(func, (x, *args))
+        return _pieces(func, x, dim, args)
     if sizes is None:
         return [select(func, x, dim, index) for index in range(extent)]
     if isinstance(sizes, int):
@@ -141,6 +141,18 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
         raise RuntimeError(f"split_with_sizes: sizes {list(sizes)} do not sum to {extent}, the extent of dim {dim}")
     bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     return [slice_of(func, x, dim, a, b) if b - a < extent else _alias(x) for a, b in itertools.pairwise(bounds)]
+
+
+def _pieces(func: Any, x: DTensor, dim: int, args: Sequence[Any]) -> Sequence[DTensor]:
+    """Views of this rank's part, of a dim that is not sharded."""
+    mesh, placements = layout(x)
+    parts = func(x._local_tensor, *args)
+    if func._schema.name.endswith("unbind"):
+        after = tuple(_after_removal(p, dim) for p in placements)
+        shape, strides = (tuple(of[d] for d in range(x.dim()) if d != dim) for of in (x.shape, x.stride()))
+        return [wrap_strided(part, mesh, after, shape, strides) for part in parts]
+    shapes = [_replaced(x.shape, dim, part.shape[dim]) for part in parts]
+    return [wrap_strided(part, mesh, placements, of, x.stride()) for part, of in zip(parts, shapes, strict=True)]
 
 
 def _alias(x: DTensor) -> DTensor:

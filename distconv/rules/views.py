@@ -5,8 +5,8 @@ A view splits into groups of dims that merge into, or divide from, one another. 
 one dim before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the
 other: flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes
 its partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations
-(``height`` to the last but one), else to the first dim of the group. A sharded dim of extent 1 that becomes no dim at
-all is replicated afterwards: every rank gets its element.
+(``height`` to the last but one), else to those dims of the group with which nothing moves. A sharded dim of extent 1
+that becomes no dim at all is replicated afterwards: every rank gets its element.
 
 The backward of a view divides what its forward merged, and must lay the gradient out as the forward's input lay. That
 layout is kept on the autograd node that computed the input, where the backward finds it as its next node.
@@ -70,13 +70,39 @@ def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, 
     return tuple(groups)
 
 
-def _divided(mesh: DeviceMesh, axis: int, dims: Sequence[int], shape: Sequence[int], ndim: int) -> int:
-    """The dim, out of several, that an axis shards."""
+def _usual(mesh: DeviceMesh, axis: int, dims: Sequence[int], ndim: int) -> int | None:
+    """The dim that an axis shards in activations, if it is one of several."""
+    if len(dims) == 1:
+        return dims[0]
     row = AXES[(mesh.mesh_dim_names or ())[axis]]
     usual = row.dim_of(ndim)
-    if ndim >= 3 and usual is not None and usual in dims and row.kind is not Kind.CHANNELS:
-        return usual
-    return next((dim for dim in dims if shape[dim] > 1), dims[0])
+    return usual if ndim >= 3 and usual in dims and row.kind is not Kind.CHANNELS else None
+
+
+def _spread(
+    mesh: DeviceMesh,
+    free: Sequence[int],
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: list[Placement],
+    after: tuple[int, ...],
+    group: Group,
+) -> None:
+    """Lets some axes shard dims that a dim divides into: so that nothing moves, or else no rank is left without any."""
+    dims = [dim for dim in group[1] if after[dim] > 1] or group[1][:1]
+    for choice in itertools.product(dims, repeat=len(free)):
+        for axis, dim in zip(free, choice, strict=True):
+            result[axis] = Shard(dim)
+        if _keeps(mesh, placements, before, tuple(result), after, group):
+            return
+    parts = {
+        dim: math.prod(mesh.size(axis) for axis, p in enumerate(result) if p == Shard(dim) and axis not in free)
+        for dim in dims
+    }
+    for axis in free:
+        even = (dim for dim in dims if after[dim] % (parts[dim] * mesh.size(axis)) == 0)
+        dim = next(even, max(dims, key=lambda dim: after[dim] // parts[dim]))
+        result[axis], parts[dim] = Shard(dim), parts[dim] * mesh.size(axis)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,12 +119,17 @@ def view_layout(
         sharded = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins]
         if not sharded:
             continue
+        free = []
         for axis in sharded:
             there = None if wanted is None else wanted[axis]
-            if isinstance(there, Shard) and there.dim in outs:
-                result[axis] = Shard(there.dim)
+            usual = there.dim if isinstance(there, Shard) and there.dim in outs else None
+            usual = _usual(mesh, axis, outs, len(after)) if usual is None else usual
+            if usual is None:
+                free.append(axis)
             else:
-                result[axis] = Shard(outs[0] if len(outs) == 1 else _divided(mesh, axis, outs, after, len(after)))
+                result[axis] = Shard(usual)
+        if free:
+            _spread(mesh, free, placements, before, result, after, (ins, outs))
     return tuple(result)
 
 
@@ -146,23 +177,51 @@ def stays(
     after: tuple[int, ...],
 ) -> bool:
     """Whether every rank owns the same elements before and after."""
-    if not math.prod(before):
+    groups = dim_groups(before, after) if math.prod(before) else ()
+    return all(_keeps(mesh, placements, before, result, after, group) for group in groups)
+
+
+def _keeps(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: tuple[Placement, ...],
+    after: tuple[int, ...],
+    group: Group,
+) -> bool:
+    """The same of one group of dims."""
+    ins, outs = group
+    axes = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins and mesh.size(axis) > 1]
+    if not axes or (len(ins) == len(outs) == 1):
         return True
-    for ins, outs in dim_groups(before, after):
-        axes = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins and mesh.size(axis) > 1]
-        if not axes or (len(ins) == len(outs) == 1):
-            continue
-        sizes = [range(mesh.size(axis)) for axis in axes]
-        for coordinates in itertools.product(*sizes):
-            at = dict(zip(axes, coordinates, strict=True))
-            here = [at.get(axis, 0) for axis in range(mesh.ndim)]
-            runs = []
-            for lying, shape, dims in ((placements, before, ins), (result, after, outs)):
-                box = box_at(mesh, lying, shape, here)
-                runs.append(is_run([box[dim] for dim in dims], [shape[dim] for dim in dims]))
-            if runs[0] is None or runs[0] != runs[1]:
-                return False
+    for coordinates in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
+        at = dict(zip(axes, coordinates, strict=True))
+        here = [at.get(axis, 0) for axis in range(mesh.ndim)]
+        runs = []
+        for lying, shape, dims in ((placements, before, ins), (result, after, outs)):
+            box = box_at(mesh, lying, shape, here)
+            runs.append(is_run([box[dim] for dim in dims], [shape[dim] for dim in dims]))
+        if runs[0] is None or runs[0] != runs[1]:
+            return False
     return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: tuple[Placement, ...],
+    after: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The shapes without their last dims that are not sharded, and the elements of these, which move together."""
+    sharded = {dim for _, dim in sharded_dims(mesh, placements)}, {dim for _, dim in sharded_dims(mesh, result)}
+    ends, row = [len(before), len(after)], 1
+    for ins, outs in reversed(dim_groups(before, after)):
+        if sharded[0].intersection(ins) or sharded[1].intersection(outs):
+            break
+        ends, row = [ends[0] - len(ins), ends[1] - len(outs)], row * math.prod(before[dim] for dim in ins)
+    return before[: ends[0]], after[: ends[1]], row
 
 
 @rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
@@ -180,7 +239,8 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     moves = not stays(mesh, tuple(placements), before, result, after)
     if moves:
         refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
-        local = make_reshuffle(mesh, (tuple(placements), before), (result, after)).fetch(local)
+        outer, rows, row = _rows(mesh, tuple(placements), before, result, after)
+        local = make_reshuffle(mesh, (tuple(placements), outer), (result, rows)).fetch(local, row)
     y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
     return copy_of(y, given) if (moves or x is not given) and "unsafe" not in func._schema.name else y
 

@@ -25,23 +25,24 @@ Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Reshuffle:
-    """This rank's share: elements of the local tensor in the order sent, and the places of those received."""
+    """This rank's share: rows of the local tensor in the order sent, and the places of those received."""
 
     sending: Tensor
     placing: Tensor
     route: Route
 
-    def fetch(self, local: Tensor) -> Tensor:
-        """The elements this rank owns afterwards, flat, from those it owned before."""
-        return _moved(local, self.sending, self.route, self.placing)
+    def fetch(self, local: Tensor, row: int = 1) -> Tensor:
+        """The rows this rank owns afterwards, from those it owned before, each of so many elements."""
+        return _moved(local.reshape(-1, row), self.sending, self.route, self.placing)
 
-    def adjoint(self, grad: Tensor) -> Tensor:
-        """The gradient of the elements it owned before, flat."""
-        return _moved(grad, self.placing, self.route.back, self.sending)
+    def adjoint(self, grad: Tensor, row: int = 1) -> Tensor:
+        """The gradient of the rows it owned before."""
+        return _moved(grad.reshape(-1, row), self.placing, self.route.back, self.sending)
 
 
-def _moved(local: Tensor, sending: Tensor, route: Route, placing: Tensor) -> Tensor:
-    arrived = route.send([local.reshape(-1)[sending]], local).wait()
+def _moved(rows: Tensor, sending: Tensor, route: Route, placing: Tensor) -> Tensor:
+    row = rows.shape[1]
+    arrived = route.send([rows[sending]], rows, row).wait().view(-1, row)
     result = torch.empty_like(arrived)
     result[placing] = arrived
     return result

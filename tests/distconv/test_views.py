@@ -45,12 +45,23 @@ def flattened_in_turn(x: Tensor) -> Tensor:
     return (x * 3).transpose(2, 3).flatten(2).square().flatten(1) + (x * 1).flatten(2).flatten(1)
 
 
+def windows(x: Tensor) -> Tensor:
+    """Windows of 2x2 as attention within them partitions a map, and the map again."""
+    n, c, h, w = x.shape
+    parts = x.permute(0, 2, 3, 1).view(n, h // 2, 2, w // 2, 2, c).transpose(2, 3).reshape(-1, 4, c)
+    scores = parts @ parts.transpose(1, 2)
+    scores = scores.view(n, -1, 4, 4) + torch.arange(4, dtype=x.dtype).view(1, -1, 1, 1)
+    back = (scores.view(-1, 4, 4) @ parts).view(n, h // 2, w // 2, 2, 2, c).transpose(2, 3).reshape(n, h, w, c)
+    return back.permute(0, 3, 1, 2) + x
+
+
 VIEWS = (
     both_flattened,
     flattened_again_without_grad,
     transposed_again_without_grad,
     leaf_flattened,
     flattened_in_turn,
+    windows,
 )
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.mesh_options import channel_algorithm
+from distconv.rules.as_gradient import as_gradient
 from distconv.rules.channel_split import held_as, layer_input, parameter_layout
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
@@ -63,16 +64,6 @@ def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement])
         return parameter
     kept = parameter_layout(mesh, parameter.placements, placements)
     return moved(parameter, mesh, kept) if kept != tuple(parameter.placements) else parameter
-
-
-def _as_gradient(placements: tuple[Placement, ...], grad: Tensor) -> tuple[Placement, ...]:
-    """How x is to lie in backward: where every rank has it whole, a slice of it, if the gradient is sharded there."""
-    if not isinstance(grad, DTensor):
-        return placements
-    return tuple(
-        of if p.is_replicate() and isinstance(of, Shard) and of.dim != 1 else p
-        for p, of in zip(placements, grad.placements, strict=True)
-    )
 
 
 def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Sequence[int]) -> tuple[Placement, ...]:
@@ -143,7 +134,7 @@ def convolution_backward(
     """dL/dx sharded as x is; dL/dweight and dL/dbias as partial sums over the shards of samples and space."""
     *arguments, mask = rest
     mesh, placements = layer_input(func, x, grad, weight)
-    placements = _as_gradient(placements, grad)
+    placements = as_gradient(placements, grad)
     weight = _gathered(weight, mesh, placements)
     plan = _plan_of(x, weight, None, mesh, placements, arguments)
     parts = plan.split

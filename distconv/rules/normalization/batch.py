@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Placement
 from distconv.dtensors import wrap
 from distconv.layouts import layout, replicated
 from distconv.mesh_options import batch_norm_statistics
-from distconv.rules.channel_split import layer_input
+from distconv.rules.as_gradient import as_gradient
+from distconv.rules.channel_split import norm_input
 from distconv.rules.normalization.statistics import (
     Share,
     check_vector,
@@ -50,7 +51,7 @@ def batch_norm(
 
     These are always those of the whole batch, alike on all ranks, even where each rank normalizes by its own.
     """
-    mesh, placements = layer_input(func, x, weight, bias)
+    mesh, placements = norm_input(func, x, weight, bias)
     local, channels, of = local_as(x, mesh, placements), x.shape[1], vector_layout(placements)
     named = {"weight": weight, "bias": bias, "running mean": running_mean, "running variance": running_var}
     for name, vector in named.items():
@@ -129,7 +130,9 @@ def batch_norm_backward(
     mask: list[bool],
 ) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
     """dL/dx as x is laid out, dL/dweight and dL/dbias as partial sums."""
-    mesh, placements = layer_input(func, x, grad, weight)
+    mesh, placements = norm_input(func, x, grad, weight)
+    if batch_norm_statistics.get(mesh) != "local":
+        placements = as_gradient(placements, grad)
     local, of = local_as(x, mesh, placements), vector_layout(placements)
     w = None if weight is None else local_as(weight, mesh, of)
     own_grad = local_as(grad, mesh, placements)

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, layout, local_box, owners
-from distconv.rules.channel_split import layer_input
+from distconv.rules.as_gradient import as_gradient
+from distconv.rules.channel_split import norm_input
 from distconv.rules.normalization.statistics import (
     Pool,
     Share,
@@ -115,7 +116,7 @@ def group_norm(
     eps: float,
 ) -> tuple[DTensor, DTensor, DTensor]:
     """y, and the mean and 1 / sqrt(variance + eps) of each (sample, group)."""
-    mesh, placements = layer_input(func, x, weight, bias)
+    mesh, placements = norm_input(func, x, weight, bias)
     for name, vector in (("weight", weight), ("bias", bias)):
         check_vector(func, vector, name, channels)
     if group < 1 or channels % group:
@@ -157,7 +158,8 @@ def group_norm_backward(
     mask: list[bool],
 ) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
     """dL/dx as x is laid out, dL/dweight and dL/dbias as partial sums over samples and space."""
-    mesh, placements = layer_input(func, x, grad, weight)
+    mesh, placements = norm_input(func, x, grad, weight)
+    placements = as_gradient(placements, grad)
     local, own_grad = local_as(x, mesh, placements), local_as(grad, mesh, placements)
     w = None if weight is None else local_as(weight, mesh, vector_layout(placements))
     groups, here, own = groups_of(mesh, placements, tuple(x.shape), group), local.shape[0], local.shape[1]

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from distconv.dtensors import wrap
 from distconv.layouts import coordinate, input_layout, local_box, owners, shard_axes
+from distconv.rules.as_gradient import cut_as_gradient
 from distconv.rules.pooling.operator import forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved, placed
 from distconv.rules.reduction import lowest, precise
@@ -185,6 +186,7 @@ def _mean(side: Bins, x: Tensor) -> Tensor:
 @rule("aten::_adaptive_avg_pool2d_backward", "aten::_adaptive_avg_pool3d_backward")
 def average_backward(func: Any, grad: Tensor, x: DTensor) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
+    x = cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial_dims(func) :])
     local, shape = local_as(grad, mesh, plan.placements), x._local_tensor.shape
     dtype = local.dtype
@@ -244,7 +246,7 @@ def _first_of(x: Tensor, index: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 @rule("aten::adaptive_max_pool2d_backward", "aten::adaptive_max_pool3d_backward")
 def maximum_backward(func: Any, grad: Tensor, x: DTensor, indices: DTensor) -> DTensor:
     """Every gradient goes to where the maximum was found."""
-    spatial = spatial_dims(func)
+    spatial, x = spatial_dims(func), cut_as_gradient(x, grad)
     plan, mesh = _planned(forward_of(func), x, grad.shape[-spatial:])
     local, index = local_as(grad, mesh, plan.placements), local_as(indices, mesh, plan.placements)
     own, lead = x._local_tensor, x.dim() - spatial

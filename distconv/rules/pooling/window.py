@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap
 from distconv.layouts import Layout, coordinate, input_layout, local_shape, owners, shard_axes
+from distconv.rules.as_gradient import cut_as_gradient
 from distconv.rules.pooling.adaptive import average as adaptive_average
 from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
 from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
@@ -201,7 +202,7 @@ def maximum_backward(
     indices: DTensor,
 ) -> DTensor:
     """Every gradient goes to where the maximum was found."""
-    forward, spatial = forward_of(func), spatial_dims(func)
+    forward, spatial, x = forward_of(func), spatial_dims(func), cut_as_gradient(x, grad)
     plan, (mesh, placements) = _planned(forward, x, kernel, stride, padding, dilation, ceil_mode, True, None)
     if plan.single:
         return adaptive_maximum_backward(adaptive("max", spatial, "_backward"), grad, x, indices)
@@ -265,7 +266,7 @@ def average_backward(
     divisor_override: int | None,
 ) -> DTensor:
     """Every gradient, over its window's count, goes to all elements of the window."""
-    options = (ceil_mode, count_include_pad, divisor_override)
+    options, x = (ceil_mode, count_include_pad, divisor_override), cut_as_gradient(x, grad)
     plan, (mesh, placements) = _planned(forward_of(func), x, kernel, stride, padding, (1,), *options)
     if plan.single:
         return adaptive_average_backward(adaptive("avg", spatial_dims(func), "_backward"), grad, x)
