@@ -7,6 +7,7 @@ This is the one place that reads the environment for them. An argument of a call
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from distconv.channels import ALGORITHMS
 from distconv.partition import Partition
 from mucudnn.settings import Setting, SettingError
 
-__all__ = ["BACKENDS", "SETTINGS", "Option", "SettingError", "flag", "options", "value"]
+__all__ = ["BACKENDS", "SETTINGS", "Option", "SettingError", "StoreOption", "flag", "options", "value"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -57,6 +58,29 @@ def _parse_algorithm(given: object) -> str:
     if given not in ALGORITHMS:
         raise ValueError(f"channel algorithm {given!r}: accepted: {', '.join(ALGORITHMS)}")
     return str(given)
+
+
+@dataclass(frozen=True)
+class StoreOption:
+    """How much a rank may keep of what it has read, and whether the rest may be read from files again.
+
+    Attributes:
+        gib: the most GiB of a rank; None for a share of the memory that is free.
+        disk: what does not fit is read from files in every epoch; else it is refused.
+    """
+
+    gib: float | None
+    disk: bool
+
+
+_STORE = re.compile(r"memory(?:=(\d+(?:\.\d*)?|\.\d+))?(\+disk)?")
+
+
+def _parse_store(given: object) -> StoreOption:
+    found = _STORE.fullmatch(str(given))
+    if found is None:
+        raise ValueError(f"store {given!r}: accepted: memory, memory=GIB, memory+disk, memory=GIB+disk")
+    return StoreOption(None if found[1] is None else float(found[1]), found[2] is not None)
 
 
 def _parse_check(given: object) -> str:
@@ -102,6 +126,16 @@ SETTINGS = {
         "(default: on)",
         _parse_check,
         "on|off",
+    ),
+    "store": Option(
+        "DISTCONV_STORE",
+        lambda: None,
+        "memory, memory=GIB, memory+disk, memory=GIB+disk",
+        "with --shard-data: each rank keeps in memory what it has read of files, at most GIB (default: its part of "
+        "half of what the machine has free), and later epochs get it from there and from other ranks; what does not "
+        "fit is refused, or read from files (+disk)",
+        _parse_store,
+        "memory[=GIB][+disk]",
     ),
 }
 """Every setting by its name. A new one is an entry here: `distconv run` then has its option and names its variable."""

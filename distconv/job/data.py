@@ -17,12 +17,13 @@ from distconv.job.random_state import set_generators, state_of_generators
 from distconv.job.samples import Samples
 from distconv.partition import shards_data
 from distconv.reading.fetching import install
+from distconv.settings import StoreOption
 
 _STATE_BYTES = 16384  # the states of all generators, pickled, take about 10,000
 
 
 @contextlib.contextmanager
-def loading(mesh: DeviceMesh, *, shard: bool = False) -> Iterator[None]:
+def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None = None) -> Iterator[None]:
     """Within it, every rank of `mesh` draws the same batches from any DataLoader, as one process would.
 
     Before each batch all ranks take the random state of the mesh's first rank, so that shuffling and augmentation stay
@@ -34,12 +35,12 @@ def loading(mesh: DeviceMesh, *, shard: bool = False) -> Iterator[None]:
     sharded on dim 0, and by its dims of space where it was read in parts. Random augmentation then differs from one
     process (a rank draws for its own samples only). ValueError for a mesh that shards nothing but channels, a loader
     without batches of indices (an IterableDataset, or batch_size=None), one with in_order=False, and a collate_fn that
-    returns tensors not of shape (n_local, ...).
+    returns tensors not of shape (n_local, ...). With `store`, a rank keeps what it reads of arrays in files.
     """
     if shard and not shards_data(mesh.mesh_dim_names or ()):
         raise ValueError(f"sharded data needs an axis sample or one of space in the partition: {mesh.mesh_dim_names}")
     alike = _Alike(mesh)
-    samples = Samples(mesh) if shard else None
+    samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     indices: Any = DataLoader._index_sampler
 
@@ -66,6 +67,8 @@ def loading(mesh: DeviceMesh, *, shard: bool = False) -> Iterator[None]:
         DataLoader.__iter__, _BaseDataLoaderIter.__next__ = begin, following  # type: ignore[method-assign]
         DataLoader._index_sampler = indices  # type: ignore[method-assign]
         install(None)
+        if samples:
+            samples.close()
 
 
 class _Alike:

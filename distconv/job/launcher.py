@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from distconv import settings
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.keeper import accompany, keep_launcher, start_ranks
@@ -51,6 +52,8 @@ def check(job: Job, size: int | None, backend: str | None) -> None:
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {ranks}")
     if job.shard_data and not shards_data(job.partition.names):
         raise BadInput(f"--shard-data needs an axis sample or one of space, which {str(job.partition)!r} lacks")
+    if not job.shard_data and settings.value("store") is not None:
+        raise BadInput("--store keeps what the ranks read apart: it needs --shard-data")
     if job.module:
         try:
             found = importlib.util.find_spec(job.script) is not None

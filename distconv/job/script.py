@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from distconv import settings
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
@@ -87,7 +88,7 @@ def _run_distributed(job: Job, store: Store) -> None:
                 around.callback(_write_report, job.report, session)
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
-        around.enter_context(loading(mesh, shard=job.shard_data))
+        around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))
         around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         _execute(job)
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data._utils import fetch as fetching
 
+from distconv.reading.draft import Draft, Order, Part, Sent, Unread
 from distconv.reading.expression import Expression, Joined, empty
 from distconv.reading.fault import ReadError, as_read_error
 from distconv.reading.interception import lazily, renew
 from distconv.reading.share import Share
-from distconv.reading.source import Source
+from distconv.reading.source import Keeper, Source
 from distconv.reading.tensor import LazyTensor
 
 
@@ -44,43 +45,107 @@ class Fault:
     line: str
 
 
-class Fetching:
-    """Stands in for what makes a batch of a Dataset with indices. It can be sent to a worker process."""
+Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
+"""What is entered while the sample of an index is made or read."""
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
+
+class Fetching:
+    """Stands in for what makes a batch of a Dataset with indices. It can be sent to a worker process.
+
+    With `drafts` a batch is a `Draft`; a worker reads for it what it was ordered to read, and in the script's own
+    process nothing is read. `keeper` and `around` are for the samples that this process makes.
+    """
+
+    def __init__(self, share: Share, *, drafts: bool = False) -> None:
+        self.share, self._drafts = share, drafts
+        self.begin: Callable[[], None] | None = None
+        self.keeper: Keeper | None = None
+        self.around: Around = contextlib.nullcontext
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "begin": None, "keeper": None, "around": contextlib.nullcontext}
+
+    def of_a_worker(self) -> Fetching:
+        """The same, without what belongs to the script's own process."""
+        return Fetching(self.share, drafts=self._drafts)
 
     def __call__(self, fetcher: Any, indices: Any) -> Any:
+        if self.begin is not None:
+            self.begin()
         try:
-            with lazily():
-                samples = _samples(fetcher.dataset, indices)
-                with _at(indices):
+            with lazily(self.keeper):
+                samples = self._samples(fetcher.dataset, indices)
+                with self.around(indices[0]), _at(indices):
                     batch = fetcher.collate_fn(samples)
-                return self._finished(batch, indices)
+                unread = tree_map(_unread, batch)
+                if not self._drafts:
+                    return self.finished(unread, indices, Source.read)
+                reads = self.keeper is None and getattr(indices, "read", True)
+                return Draft(unread, list(indices), self._read_for(unread, indices) if reads else ())
         except ReadError as error:
             return Fault(str(error))
 
-    def _finished(self, batch: Any, indices: Sequence[Any]) -> Any:
+    def finished(self, batch: Any, indices: Sequence[Any], part: Part) -> Any:
+        """The batch with every `Unread` leaf read by `part`. ReadError where one cannot be read."""
+
         def finished(leaf: Any) -> Any:
-            if type(leaf) is not LazyTensor:
+            if not isinstance(leaf, Unread):
                 return leaf
-            if leaf.present is not None:
-                return leaf.present
-            told = zlib.crc32("\n".join(leaf.expression.tells()).encode())
-            return Slab(self._read(leaf.expression, indices), tuple(leaf.shape), told)
+            pieces = list(self._pieces(leaf, indices))
+            if not _is_stacked(leaf.expression):
+                ((expression, region, sample),) = pieces
+                with self.around(sample), _at(list(indices)):
+                    return Slab(expression.read(region, part), leaf.shape, leaf.told)
+            whole = self.share.region(leaf.shape)
+            local = empty([len(positions) for positions in whole], leaf.expression.dtype)
+            for place, (expression, region, sample) in enumerate(pieces):
+                with self.around(sample), _at(sample):
+                    local[place] = expression.read(region, part)
+            return Slab(local, leaf.shape, leaf.told)
 
         return tree_map(finished, batch)
 
-    def _read(self, expression: Expression, indices: Sequence[Any]) -> Tensor:
-        region = self.share.region(expression.shape)
-        if not (isinstance(expression, Joined) and expression.stacked and not expression.dim):
+    def _pieces(self, leaf: Unread, indices: Sequence[Any]) -> Iterator[tuple[Expression, Any, Any]]:
+        """Of what expressions, in which region, it is made, and of which sample each is; the first one's where a batch
+        was made otherwise than by stacking."""
+        region = self.share.region(leaf.shape)
+        if _is_stacked(leaf.expression):
+            for part, sample in zip(leaf.expression.parts, indices, strict=True):  # type: ignore[attr-defined]
+                yield part, region[1:], sample
+        else:
+            yield leaf.expression, region, indices[0]
+
+    def _read_for(self, batch: Any, indices: Sequence[Any]) -> list[Sent]:
+        sent = []
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Unread):
+                for expression, wanted, sample in self._pieces(leaf, indices):
+                    with _at(sample):
+                        sent += [Sent.read(*need) for need in expression.needs(wanted)]
+        return sent
+
+    def _samples(self, dataset: Any, indices: Any) -> list[Any]:
+        if getattr(dataset, "__getitems__", None):
             with _at(list(indices)):
-                return expression.read(region, Source.read)
-        local = empty([len(positions) for positions in region], expression.dtype)
-        for place, (part, sample) in enumerate(zip(expression.parts, indices, strict=True)):
-            with _at(sample):
-                local[place] = part.read(region[1:], Source.read)
-        return local
+                return dataset.__getitems__(list(indices) if isinstance(indices, Order) else indices)
+        samples = []
+        for index in indices:
+            with self.around(index), _at(index):
+                samples.append(dataset[index])
+            renew()
+        return samples
+
+
+def _unread(leaf: Any) -> Any:
+    if type(leaf) is not LazyTensor:
+        return leaf
+    if leaf.present is not None:
+        return leaf.present
+    return Unread(leaf.expression, tuple(leaf.shape), zlib.crc32("\n".join(leaf.expression.tells()).encode()))
+
+
+def _is_stacked(expression: Expression) -> bool:
+    return isinstance(expression, Joined) and expression.stacked and not expression.dim
 
 
 @contextlib.contextmanager
@@ -95,18 +160,6 @@ def _at(sample: Any) -> Iterator[None]:
         raise found from error
 
 
-def _samples(dataset: Any, indices: Sequence[Any]) -> list[Any]:
-    if getattr(dataset, "__getitems__", None):
-        with _at(list(indices)):
-            return dataset.__getitems__(indices)
-    samples = []
-    for index in indices:
-        with _at(index):
-            samples.append(dataset[index])
-        renew()
-    return samples
-
-
 class WorkerStart:
     """What a worker process runs first: the program's own function, after it has learnt how to read."""
 
@@ -114,7 +167,7 @@ class WorkerStart:
         self._fetch, self._start = fetch, start
 
     def __call__(self, worker: int) -> None:
-        install(self._fetch)
+        install(self._fetch.of_a_worker())
         if self._start is not None:
             self._start(worker)
 

@@ -20,6 +20,8 @@ LEAST = 256
 _READABLE = "biufc"
 """Kinds of NumPy's dtypes that are read lazily."""
 
+_SMALL = "a small array"
+
 
 def of_hdf5(read: Any) -> Any:
     def getitem(dataset: Any, key: Any, new_dtype: Any = None) -> Any:
@@ -60,7 +62,10 @@ def _chosen(source: Source | str, key: Any, path: str, name: str, read: Callable
         else:
             return made
     with reading(path, name):
-        found = read()
+        if depth.keeper is not None and isinstance(source, Source) and reason == _SMALL:
+            found = depth.keeper.small(source, repr(key), read)
+        else:
+            found = read()
     if type(found) is not LazyArray and isinstance(found, numpy.ndarray) and found.ndim > 1 and found.size >= LEAST:
         tell(reason, [f"{shown(path)}: {name}" if name else shown(path)])
     return found
@@ -80,7 +85,7 @@ def lazy(source: Source, key: Any) -> Any:
     if chosen is None:
         return "an index of more than numbers and slices"
     if chosen.ndim < 2 or chosen.size < LEAST:
-        return "a small array"
+        return _SMALL
     return LazyArray(chosen.expression)
 
 

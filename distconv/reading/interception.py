@@ -17,7 +17,7 @@ from distconv.reading import array_functions, tensor_functions
 from distconv.reading.array import LazyArray, is_lazy
 from distconv.reading.fault import note
 from distconv.reading.formats import of_hdf5, of_memmap, of_zarr
-from distconv.reading.source import depth, shown
+from distconv.reading.source import Keeper, depth, shown
 from distconv.reading.tensor import LazyTensor, from_array
 
 _FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
@@ -28,8 +28,8 @@ _replaced: list[tuple[Any, str, Any]] = []
 
 
 @contextlib.contextmanager
-def lazily() -> Iterator[None]:
-    """Within it, in this thread, reading a file gives lazy arrays."""
+def lazily(keeper: Keeper | None = None) -> Iterator[None]:
+    """Within it, in this thread, reading a file gives lazy arrays; what is read is asked of the keeper, if any."""
     global _users
     with _lock:
         if not _users:
@@ -38,10 +38,12 @@ def lazily() -> Iterator[None]:
         _users += 1
         _replace()
     depth.value += 1
+    before, depth.keeper = depth.keeper, keeper
     try:
         yield
     finally:
         depth.value -= 1
+        depth.keeper = before
         with _lock:
             _users -= 1
             if not _users:

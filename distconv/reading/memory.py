@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from distconv.reading.expression import Expression, whole
-from distconv.reading.source import Source
+from distconv.reading.source import fetched
 
 Step = Callable[[Any], Any]
 """Makes a view: of an array or a tensor another one that shares its memory."""
@@ -67,7 +68,10 @@ class Lazy:
                 if not self.memory.is_shared(self):
                     self.look(self.expression)
                 tell(why, self.memory.expression.sources())
-                self.memory.content = self.memory.expression.read(whole(self.memory.expression.shape), Source.read)
+                content = self.memory.expression.read(whole(self.memory.expression.shape), fetched)
+                if isinstance(content, numpy.ndarray) and not content.flags.writeable:
+                    content = content.copy()  # what is kept stays as it is
+                self.memory.content = content
             self.content = self.memory.content
             for step in self.steps:
                 self.content = step(self.content)

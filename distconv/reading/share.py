@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -33,6 +34,18 @@ class Share:
             return 0, count
         axis = self.names.index("sample")
         return ownership(count, self.sizes[axis])[self.coordinate[axis]]
+
+    def portion(self, batch: Sequence[Any], coordinate: int | None = None) -> Sequence[Any]:
+        """Of the indices of a batch those that a rank makes, by default this one; others by their coordinate on the
+        axis of samples.
+
+        A rank with no sample of a batch makes one all the same: it tells shape and dtype.
+        """
+        if "sample" not in self.names:
+            return batch
+        axis = self.names.index("sample")
+        start, stop = ownership(len(batch), self.sizes[axis])[self.of_samples if coordinate is None else coordinate]
+        return batch[start:stop] if stop > start else batch[:1]
 
     @property
     def of_samples(self) -> int:

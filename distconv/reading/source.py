@@ -13,9 +13,9 @@ import math
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
 
@@ -42,13 +42,30 @@ def shown(path: str) -> str:
     return _APART.sub("", path)
 
 
+class Keeper(Protocol):
+    """What may hold parts of arrays in files already."""
+
+    def part(self, source: Source, wanted: Region) -> numpy.ndarray: ...
+
+    def small(self, source: Source, index: str, read: Callable[[], Any]) -> Any: ...
+
+
 class Depth(threading.local):
-    """How many samples, one within another, this thread makes lazily now; none while it reads what is needed."""
+    """How many samples, one within another, this thread makes lazily now; none while it reads what is needed.
+
+    `keeper` is asked before a file is read.
+    """
 
     value = 0
+    keeper: Keeper | None = None
 
 
 depth = Depth()
+
+
+def fetched(source: Source, wanted: Region) -> numpy.ndarray:
+    """A region of an array, from the file or from what this thread's keeper holds; it may be not to be written to."""
+    return source.read(wanted) if depth.keeper is None else depth.keeper.part(source, wanted)
 
 
 @contextlib.contextmanager

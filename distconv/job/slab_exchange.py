@@ -1,0 +1,113 @@
+"""Parts of arrays that ranks with the same place in space send one another for a batch."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.reading.store import Key
+from distconv.transfer.all_to_all import AllToAll
+
+_T = TypeVar("_T")
+
+ALIGNED = 64
+"""Bytes: where an array begins in what is sent."""
+
+
+class SlabExchange:
+    """All-to-alls along a mesh's axis of samples, on the host and in groups of their own, so in any thread."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ()
+        self._group: dist.ProcessGroup | None = None
+        self.size = 1
+        if "sample" in names and mesh.size(names.index("sample")) > 1:
+            axis = names.index("sample")
+            self.size = mesh.size(axis)
+            host = "gloo" if dist.get_backend() == "nccl" else None
+            for line in mesh.mesh.movedim(axis, -1).reshape(-1, self.size).tolist():
+                group = dist.new_group(line, backend=host)
+                if dist.get_rank() in line:
+                    self._group = group
+
+    def __call__(self, parts: Sequence[Sequence[tuple[Key, Any]]]) -> list[tuple[Key, Any]]:
+        """Sends `parts[i]` to coordinate i; what the others have sent. Collective over the group."""
+        parcels = [_packed(each) for each in parts]
+        sent = [parcel.numel() for parcel in parcels]
+        counts = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        each = [1] * self.size
+        received: list[int] = AllToAll(torch.empty_like(counts), counts, each, each, self._group).wait().tolist()
+        output = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
+        flat = AllToAll(output, torch.cat(parcels), received, sent, self._group).wait()
+        return [part for parcel in flat.split(received) for part in _unpacked(parcel)]
+
+
+def _packed(parts: Sequence[tuple[Key, Any]]) -> Tensor:
+    """Parts as bytes: how long the rest of the head is, the head, and the arrays, each at a multiple of ALIGNED."""
+    if not parts:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    arrays = [numpy.ascontiguousarray(array) for _, array in parts]
+    scalars = [isinstance(array, numpy.generic) for _, array in parts]
+    known = [(key, array.dtype, array.shape) for (key, _), array in zip(parts, arrays, strict=True)]
+    head = pickle.dumps((known, scalars))
+    sizes = [8 + len(head), *(array.nbytes for array in arrays)]
+    result = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device="cpu")
+    content = result.numpy()
+    content[: sizes[0]] = numpy.frombuffer(len(head).to_bytes(8, "little") + head, numpy.uint8)
+    start = _padded(sizes[0])
+    for array in arrays:
+        content[start : start + array.nbytes] = array.reshape(-1).view(numpy.uint8)
+        start += _padded(array.nbytes)
+    return result
+
+
+def _unpacked(parcel: Tensor) -> list[tuple[Key, Any]]:
+    if not parcel.numel():
+        return []
+    content = parcel.numpy()
+    length = int.from_bytes(content[:8].tobytes(), "little")
+    known, scalars = pickle.loads(content[8 : 8 + length].tobytes())
+    parts, start = [], _padded(8 + length)
+    for (key, dtype, shape), scalar in zip(known, scalars, strict=True):
+        count = int(numpy.prod(shape, dtype=numpy.int64)) * dtype.itemsize
+        array = content[start : start + count].view(dtype).reshape(shape)
+        array.flags.writeable = False
+        parts.append((key, array.reshape(())[()] if scalar else array))
+        start += _padded(count)
+    return parts
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+class Task(Generic[_T]):
+    """A function that runs in a thread of its own."""
+
+    def __init__(self, function: Callable[[], _T]) -> None:
+        self._function = function
+        self._results: list[_T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._function())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> _T:
+        """What the function returned or raised, when it has."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._results[0]

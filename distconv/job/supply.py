@@ -1,0 +1,194 @@
+"""Where the parts of the next batch come from when ranks keep what they have read: memory, other ranks, files."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.job.slab_exchange import SlabExchange, Task
+from distconv.mesh import whole_group
+from distconv.reading.share import Share
+from distconv.reading.store import Key, Sample, Store
+from distconv.settings import StoreOption
+
+GIB = 1 << 30
+
+DEFAULT_SHARE = 0.5
+"""Of the memory that is free when the job starts, what all ranks of a machine keep together where no limit is given."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A batch before it was cut.
+
+    Attributes:
+        count: of its samples.
+        indices: of its samples, as text.
+        samples: of each coordinate on the axis of samples.
+        of_epoch: how many samples an epoch has, about.
+    """
+
+    count: int
+    indices: str
+    samples: tuple[tuple[Sample, ...], ...] = ()
+    of_epoch: int = 0
+
+
+class Supply:
+    """A store on every rank, and who owns which sample: the rank that was the first to make it. All ranks see the
+    indices of whole batches, so each knows the owners without being told."""
+
+    def __init__(self, mesh: DeviceMesh, share: Share, option: StoreOption) -> None:
+        self._share, self._option = share, option
+        self._limit_of = f"memory={option.gib:g}" if option.gib is not None else "memory"
+        self.store = Store(int(option.gib * GIB) if option.gib is not None else _free_memory(mesh))
+        self._exchange = SlabExchange(mesh)
+        self._owners: dict[Sample, int] = {}
+        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._count = 0
+        self._begun: set[int] = set()
+        self._ready: Cut | None = None
+        self._ahead: tuple[Cut, Task[list[tuple[Key, Any]]]] | None = None
+        self._told: set[str] = set()
+
+    def number(self, dataset: Any) -> int:
+        """Of a data set, in the order in which they are read."""
+        known = self._numbers.get(id(dataset))
+        if known is None or known[0]() is not dataset:
+            try:
+                reference: Callable[[], Any] = weakref.ref(dataset)
+            except TypeError:
+                reference = lambda: dataset  # noqa: E731
+            known = self._numbers[id(dataset)] = reference, self._count
+            self._count += 1
+        return known[1]
+
+    def cut(self, number: int, batch: Sequence[Any], of_epoch: int) -> Cut:
+        samples = tuple(
+            tuple(sample(number, index) for index in self._share.portion(batch, coordinate))
+            for coordinate in range(self._exchange.size)
+        )
+        return Cut(len(batch), str(list(batch)), samples, of_epoch)
+
+    def is_known(self, cut: Cut) -> bool:
+        """Whether all samples that this rank makes of the batch have been made before."""
+        return all(sample in self._owners for sample in cut.samples[self._share.of_samples])
+
+    def moves(self, cut: Cut) -> bool:
+        """Whether a rank makes a sample that another one owns: the same answer on every rank with these samples."""
+        return any(
+            self._owners.get(sample, coordinate) != coordinate
+            for coordinate, samples in enumerate(cut.samples)
+            for sample in samples
+        )
+
+    def is_ready(self, cut: Cut) -> bool:
+        """Whether `ready` needs no other rank that has not agreed to the batch."""
+        return cut is self._ready or (self._ahead is not None and self._ahead[0] is cut) or not self.moves(cut)
+
+    def ready(self, cut: Cut) -> None:
+        """Brings what the batch needs and others hold, if it was not brought ahead. Collective where samples move."""
+        if cut is self._ready:
+            return
+        self._ready = cut
+        self.store.drop_batch()
+        ahead, self._ahead = self._ahead, None
+        brought = ahead[1].result() if ahead is not None else []
+        if ahead is None or ahead[0] is not cut:
+            brought = self._bring(cut)
+        self.store.bring(brought)
+
+    def go_ahead(self, cut: Cut) -> None:
+        """Starts to bring what the batch after this one needs. Ranks have agreed to it."""
+        if self._ahead is not None:
+            self._ahead[1].result()
+            self._ahead = None
+        if self.moves(cut):
+            self._ahead = cut, Task(lambda: self._bring(cut))
+
+    def _bring(self, cut: Cut) -> list[tuple[Key, Any]]:
+        if not self.moves(cut):
+            return []
+        mine = self._share.of_samples
+        return self._exchange(
+            [
+                self.store.parts_of(each for each in samples if coordinate != mine and self._owners.get(each) == mine)
+                for coordinate, samples in enumerate(cut.samples)
+            ]
+        )
+
+    def refusal(self, number: int, cut: Cut) -> str:
+        """Why the samples of a data set cannot be kept, asked when its first batch has been made; "" where they can.
+
+        A data set that comes when others are kept already is read from files, as far as it does not fit.
+        """
+        if number in self._begun:
+            return ""
+        self._begun.add(number)
+        own = cut.samples[self._share.of_samples]
+        here, source = self.store.asked_bytes(), self.store.an_asked_source()
+        if source is None:
+            self._tell("this data set: it reads no arrays of HDF5, Zarr or memory maps in parts", "keeps nothing of")
+            return ""
+        needed = here / len(set(own)) * max(cut.of_epoch, cut.count) * len(own) / cut.count
+        if self.store.bytes + needed <= self.store.limit:
+            return ""
+        left = max(self.store.limit - self.store.bytes, 0)
+        what = f"the parts of about {max(cut.of_epoch, cut.count)} samples that a rank reads, such as of {source}"
+        if self._option.disk or len(self._begun) > 1:
+            self._tell(f"{left / needed:.0%} of {what}; the rest is read from files in every epoch")
+            return ""
+        return (
+            f"--store {self._limit_of}: {what}, take {_gib(self.store.bytes + needed)} GiB, of which a rank may keep "
+            f"{_gib(self.store.limit)}; accepted: memory=GIB with more, or memory+disk"
+        )
+
+    def end(self, cut: Cut) -> None:
+        """Keeps what this rank owns of the batch that has been made."""
+        for coordinate, samples in enumerate(cut.samples):
+            for each in samples:
+                self._owners.setdefault(each, coordinate)
+        mine = self._share.of_samples
+        self.store.end_batch({each for each in cut.samples[mine] if self._owners[each] == mine})
+
+    def close(self) -> None:
+        """Waits for what is on its way."""
+        if self._ahead is not None:
+            self._ahead[1].result()
+            self._ahead = None
+
+    def _tell(self, what: str, verb: str = "keeps") -> None:
+        line = f"distconv: --store {verb} {what}"
+        if line not in self._told:
+            self._told.add(line)
+            print(line, file=sys.stderr)
+
+
+def sample(number: int, index: Any) -> Sample:
+    """How a sample of a data set is known."""
+    known: Hashable = index if isinstance(index, int | str) else repr(index)
+    return number, known
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g}"
+
+
+def _free_memory(mesh: DeviceMesh) -> int:
+    """Of this rank, among those of its machine. Collective."""
+    names: list[str] = [""] * mesh.size()
+    dist.all_gather_object(names, socket.gethostname(), group=whole_group(mesh))
+    try:
+        with open("/proc/meminfo") as lines:
+            free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(DEFAULT_SHARE * free) // names.count(socket.gethostname())

@@ -1,0 +1,71 @@
+"""A batch whose parts are still to be read: what becomes of it where a store answers for files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from distconv.reading.expression import Expression
+from distconv.reading.source import Source
+from distconv.reading.view import Region
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A rank's part of a batch, `shape` (samples, ...) without the cuts; `told` as in `Slab`."""
+
+    expression: Expression
+    shape: tuple[int, ...]
+    told: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A region of an array, read by a worker process, on its way in memory that both see."""
+
+    source: Source
+    region: Region
+    content: Tensor
+    dtype: numpy.dtype[Any]
+
+    @classmethod
+    def read(cls, source: Source, region: Region) -> Sent:
+        array = numpy.ascontiguousarray(source.read(region))
+        return cls(source, region, torch.from_numpy(array.reshape(-1).view(numpy.uint8)), array.dtype)
+
+    def array(self) -> numpy.ndarray:
+        array = self.content.numpy().view(self.dtype).reshape([len(positions) for positions in self.region])
+        array.flags.writeable = False
+        return array
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A batch made of samples `indices`, with `Unread` leaves, and what has been read for it already."""
+
+    batch: Any
+    indices: Sequence[Any]
+    parts: Sequence[Sent]
+
+    def pin_memory(self, device: Any = None) -> Draft:
+        return self
+
+
+class Order(list[Any]):
+    """Indices of samples, and whether a worker is to read what they are made of."""
+
+    read = True
+
+
+def ordered(indices: Sequence[Any], *, read: bool) -> Order:
+    order = Order(indices)
+    order.read = read
+    return order
+
+
+Part = Callable[[Source, Region], numpy.ndarray]

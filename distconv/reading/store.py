@@ -1,0 +1,157 @@
+"""What a rank keeps in memory of what it has read: parts of arrays in files, by the samples that were made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any
+
+import numpy
+
+from distconv.reading.source import Source
+from distconv.reading.view import Region
+
+Sample = tuple[int, Hashable]
+"""The number of a data set, and the index of one of its samples."""
+
+Key = tuple[Source, Region | str]
+"""An array in a file, and its region; or the text of an index that was read at once."""
+
+_Stamp = tuple[int, ...] | None
+
+
+class Store:
+    """Parts of arrays in files, kept until the process ends.
+
+    A part is kept when the first batch with its sample has been made, by the rank that owns the sample. What a sample
+    reads anew each time, such as crops whose place is drawn, is given up when it turns out to be so. A part is an
+    answer only while its file is the one that it was read from.
+
+    Attributes:
+        limit: the most bytes of parts that are kept.
+        bytes: how many are.
+        bytes_read: of all that came from files.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes, self.bytes_read = limit, 0, 0
+        self._parts: dict[Key, tuple[_Stamp, Any]] = {}
+        self._of: dict[Sample, set[Key]] = {}
+        self._brought: dict[Key, Any] = {}
+        self._asked: dict[Sample, dict[Key, tuple[_Stamp, Any]]] = {}
+        self._sample: Sample | None = None
+
+    @contextlib.contextmanager
+    def of(self, sample: Sample) -> Iterator[None]:
+        """Within it, what is asked for is part of this sample."""
+        before, self._sample = self._sample, sample
+        try:
+            yield
+        finally:
+            self._sample = before
+
+    def part(self, source: Source, wanted: Region) -> numpy.ndarray:
+        """A region of an array in a file, not to be written to."""
+
+        def read() -> numpy.ndarray:
+            array = source.read(wanted)
+            array.flags.writeable = False
+            return array
+
+        return self._answer((source, wanted), read)
+
+    def small(self, source: Source, index: str, read: Callable[[], Any]) -> Any:
+        """What `read` gives, which `index` chooses of an array in a file; only numbers and arrays are kept."""
+        found = self._answer((source, f"[{index}]"), read)
+        return found.copy() if isinstance(found, numpy.ndarray) else found
+
+    def _answer(self, key: Key, read: Callable[[], Any]) -> Any:
+        stamp = _stamp(key[0])
+        array = self._brought.get(key)
+        if array is None:
+            kept = self._parts.get(key)
+            array = kept[1] if kept is not None and kept[0] == stamp else None
+        if array is None:
+            array = read()
+            if not isinstance(array, numpy.generic) and type(array) is not numpy.ndarray:
+                return array
+            self.bytes_read += array.nbytes
+        if self._sample is not None:
+            self._asked.setdefault(self._sample, {})[key] = (stamp, array)
+        return array
+
+    def bring(self, parts: Iterable[tuple[Key, Any]]) -> None:
+        """Parts that others have read for the batch that is made next."""
+        self._brought.update(parts)
+
+    def asked_bytes(self) -> int:
+        """Of the parts of the batch that is being made."""
+        return sum(array.nbytes for asked in self._asked.values() for _, array in asked.values())
+
+    def an_asked_source(self) -> Source | None:
+        """One of the arrays that the batch is made of, a large one."""
+        parts = [(array.nbytes, key[0]) for asked in self._asked.values() for key, (_, array) in asked.items()]
+        return max(parts, key=lambda part: part[0])[1] if parts else None
+
+    def end_batch(self, owned: Collection[Sample]) -> bool:
+        """Keeps what the batch that has been made asked for, of the samples that are this rank's to keep.
+
+        Returns whether all of that is kept.
+        """
+        fits = True
+        for sample, asked in self._asked.items():
+            if sample not in owned:
+                continue
+            keys = self._of.setdefault(sample, set(asked))
+            if keys.isdisjoint(asked):
+                self._give_up(keys)
+            for key, (stamp, array) in asked.items():
+                if key in keys:
+                    fits = self._keep(key, stamp, array) and fits
+        self.drop_batch()
+        return fits
+
+    def drop_batch(self) -> None:
+        """Forgets what was asked and brought for a batch."""
+        self._asked, self._brought = {}, {}
+
+    def _give_up(self, keys: set[Key]) -> None:
+        for key in keys:
+            if (kept := self._parts.pop(key, None)) is not None:
+                self.bytes -= kept[1].nbytes
+        keys.clear()
+
+    def _keep(self, key: Key, stamp: _Stamp, array: Any) -> bool:
+        kept = self._parts.get(key)
+        if kept is not None and kept[0] == stamp:
+            return True
+        freed = 0 if kept is None else kept[1].nbytes
+        if self.bytes - freed + array.nbytes > self.limit:
+            return False
+        # A copy of its own: of a larger array, or of memory that a worker shares, only this is kept.
+        own = array if array.base is None else numpy.array(array)
+        if isinstance(own, numpy.ndarray):
+            own.flags.writeable = False
+        self._parts[key] = (stamp, own)
+        self.bytes += own.nbytes - freed
+        return True
+
+    def parts_of(self, samples: Iterable[Sample]) -> list[tuple[Key, Any]]:
+        """What is kept of these samples, as far as it is what the files still hold."""
+        found = []
+        for sample in samples:
+            for key in self._of.get(sample, ()):
+                kept = self._parts.get(key)
+                if kept is not None and kept[0] == _stamp(key[0]):
+                    found.append((key, kept[1]))
+        return found
+
+
+def _stamp(source: Source) -> _Stamp:
+    """Another one where the file is another one than before; None where there is none."""
+    try:
+        status = os.stat(source.path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

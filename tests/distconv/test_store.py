@@ -1,0 +1,294 @@
+"""Epochs from memory against the same epochs from files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from jobs import launch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+
+from distconv.agreement.disagreement import Disagreement
+from distconv.job import supply
+from distconv.job.data import loading
+from distconv.mesh import make_mesh
+from distconv.partition import Partition
+from distconv.reading.fault import ReadError
+from distconv.reading.source import Raw, Source
+from distconv.reading.store import Store
+from distconv.settings import SETTINGS, StoreOption
+
+SAMPLES, SHAPE, EPOCHS = 7, (2, 6, 9, 8), 3
+OF_SAMPLE = int(np.prod(SHAPE)) * 4 + int(np.prod(SHAPE[1:])) + 8  # bytes of a volume, a label and an age
+
+
+def write(folder: Path) -> str:
+    rng = np.random.default_rng(2)
+    with h5py.File(folder / "v.h5", "w") as file:
+        file["volume"] = rng.normal(size=(SAMPLES, *SHAPE)).astype("f4")
+        file["age"] = rng.normal(size=(SAMPLES,))
+    rng.integers(0, 5, (SAMPLES, *SHAPE[1:])).astype("u1").tofile(folder / "label.raw")
+    return str(folder)
+
+
+class Volumes(Dataset):
+    """Volumes with noise that is drawn anew each time, labels and a number."""
+
+    def __init__(self, folder: str, length: int = SAMPLES) -> None:
+        self.folder, self.length, self.opened = Path(folder), length, (0, None, None)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.opened[0] != os.getpid():
+            labels = np.memmap(self.folder / "label.raw", np.uint8, "r", shape=(SAMPLES, *SHAPE[1:]))
+            self.opened = os.getpid(), h5py.File(self.folder / "v.h5", "r"), labels
+        _, file, labels = self.opened
+        image = torch.from_numpy(file["volume"][index]) + torch.rand(())
+        image.mul_(2)
+        return {"image": image, "label": labels[index].astype(np.int64), "age": float(file["age"][index])}
+
+
+class Watched(Store):
+    """Checks that what is brought is what the rank needs and does not hold."""
+
+    made: ClassVar[list[Watched]] = []
+    brought_bytes = 0
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit)
+        Watched.made.append(self)
+
+    def end_batch(self, owned: Any) -> bool:
+        needed = {key for asked in self._asked.values() for key in asked if key not in self._parts}
+        if self.bytes_read == self.before:
+            assert set(self._brought) == needed
+        self.brought_bytes += sum(part.nbytes for part in self._brought.values())
+        self.before = self.bytes_read
+        return super().end_batch(owned)
+
+    before = 0
+
+
+class Counted(supply.Task):
+    """Exchanges that began while a step computes."""
+
+    count = 0
+
+    def __init__(self, function: Any) -> None:
+        Counted.count += 1
+        super().__init__(function)
+
+
+def locals_of(batch: dict[str, Any]) -> list[torch.Tensor]:
+    return [value.to_local() if isinstance(value, DTensor) else value for value in batch.values()]
+
+
+def read(partition: str, folder: str, workers: int, start: str | None, option: StoreOption | None) -> Any:
+    """What each epoch gives this rank, how many bytes were read from files until its end, and the store."""
+    reads = multiprocessing.Value("q", 0)
+    plain = Source.read
+
+    def counted(source: Source, wanted: Any) -> Any:
+        part = plain(source, wanted)
+        with reads.get_lock():
+            reads.value += part.nbytes
+        return part
+
+    Watched.made.clear()
+    Counted.count = 0
+    torch.manual_seed(3)
+    epochs, bytes_read = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "read", counted)
+        patch.setattr(supply, "Store", Watched)
+        patch.setattr(supply, "Task", Counted)
+        with loading(make_mesh(Partition.parse(partition)), shard=True, store=option):
+            loader = DataLoader(
+                Volumes(folder), 3, shuffle=True, num_workers=workers, multiprocessing_context=start,
+                persistent_workers=bool(workers),
+            )  # fmt: skip
+            for _ in range(EPOCHS):
+                epochs.append([locals_of(batch) for batch in loader])
+                bytes_read.append(reads.value)
+    return epochs, bytes_read, Watched.made[0] if option else None
+
+
+def compare(partition: str, folder: str, workers: int, start: str | None, option: StoreOption) -> Any:
+    """Bytes read from files and brought from other ranks with a store, when batches are those without one."""
+    expected, without, _ = read(partition, folder, workers, start, None)
+    found, bytes_read, store = read(partition, folder, workers, start, option)
+    assert without[-1] > 0 or start == "spawn"
+    for epoch, plain in zip(found, expected, strict=True):
+        assert len(epoch) == len(plain) == 3
+        for batch, others in zip(epoch, plain, strict=True):
+            for one, other in zip(batch, others, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert not torch.equal(found[0][0][0], found[1][0][0])
+    return bytes_read, store.bytes, store.bytes_read, store.brought_bytes, Counted.count
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("partition", "workers", "start"),
+    [("sample=2", 0, None), ("sample=2,depth=2", 0, None), ("depth=2", 0, None), ("sample=2", 1, "fork"),
+     ("sample=2,height=2", 1, "spawn")],
+)  # fmt: skip
+def test_batches_are_those_without_a_store_and_later_epochs_read_nothing(ranks, tmp_path, partition, workers, start):
+    parsed = Partition.parse(partition)
+    results = ranks(parsed.ranks).run(compare, partition, write(tmp_path), workers, start, StoreOption(1.0, False))
+    for bytes_read, _, answered, _, _ in results:
+        assert bytes_read[0] == bytes_read[1] == bytes_read[2]
+        assert bytes_read[0] > 0 or start == "spawn"
+        if not workers:
+            # The last batch has one sample, which the rank without one reads as well.
+            assert answered <= OF_SAMPLE * (SAMPLES / 2 + 1.5) * (1 if partition == "sample=2" else 1.01)
+    if not workers:
+        copies = sum(kept for _, kept, *_ in results)
+        age = 8 * (parsed.ranks // dict(parsed.axes).get("sample", 1) - 1) * SAMPLES  # is on all ranks of a sample
+        assert copies == OF_SAMPLE * SAMPLES + age
+    if "sample" in partition:
+        for *_, brought, ahead in results:
+            assert brought > 0 and 2 <= ahead <= (EPOCHS - 1) * 2  # of each epoch's three batches not the first
+
+
+def test_a_store_over_mpi(ranks, tmp_path):
+    """The exchange runs in a thread, which MPI has to bear."""
+    if ranks(2).backend == "gloo":
+        pytest.skip("as above")
+    ranks(2).run(compare, "sample=2", write(tmp_path), 0, None, StoreOption(1.0, False))
+
+
+def read_little(folder: str, option: StoreOption) -> str:
+    with loading(make_mesh(Partition.parse("sample=2")), shard=True, store=option):
+        try:
+            for _ in DataLoader(Volumes(folder), 3):
+                raise AssertionError("a batch came before the refusal")
+        except ReadError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.gloo
+def test_what_does_not_fit_is_refused_before_the_first_batch_or_read_from_files(ranks, tmp_path):
+    folder, gib = write(tmp_path), 8000 / (1 << 30)
+    lines = ranks(2).run(read_little, folder, StoreOption(gib, False))
+    assert len(set(lines)) == 1 and "\n" not in lines[0]
+    assert f"--store memory={gib:g}" in lines[0] and "v.h5: /volume" in lines[0] and "memory+disk" in lines[0]
+    for bytes_read, kept, *_ in ranks(2).run(compare, "sample=2", folder, 0, None, StoreOption(gib, True)):
+        assert 0 < kept <= 8000
+        assert 0 < bytes_read[2] - bytes_read[1] < bytes_read[0]
+
+
+class Apart(Volumes):
+    def __len__(self) -> int:
+        return 4 if torch.distributed.get_rank() else 6
+
+
+def read_apart(folder: str) -> str:
+    with loading(make_mesh(Partition.parse("sample=2")), shard=True, store=StoreOption(1.0, False)):
+        list(DataLoader(Volumes(folder, 6), 2))
+        try:
+            list(DataLoader(Apart(folder), 2))
+        except Disagreement as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.gloo
+def test_other_batches_on_another_rank_are_found_and_nobody_waits(ranks, tmp_path):
+    lines = ranks(2).run(read_apart, write(tmp_path))
+    assert len(set(lines)) == 1 and "rank 0 has" in lines[0] and "[4, 5]" in lines[0]
+
+
+def raw(path: Path) -> Raw:
+    return Raw(str(path), "", (4, 300), np.dtype("u1"), 0, "C")
+
+
+def whole(store: Store, source: Source, rows: range) -> np.ndarray:
+    with store.of((0, rows.start)):
+        part = store.part(source, (rows, range(300)))
+    store.end_batch({(0, rows.start)})
+    return part
+
+
+def test_a_file_that_is_replaced_is_read_anew(tmp_path):
+    path, store = tmp_path / "v.raw", Store(1 << 20)
+    first = np.arange(1200, dtype="u1").reshape(4, 300)
+    first.tofile(path)
+    assert np.array_equal(whole(store, raw(path), range(0, 2)), first[:2]) and store.bytes == 600
+    whole(store, raw(path), range(0, 2))
+    assert store.bytes_read == 600
+    (first + 1).tofile(tmp_path / "new")
+    os.replace(tmp_path / "new", path)
+    assert store.parts_of([(0, 0)]) == []
+    assert np.array_equal(whole(store, raw(path), range(0, 2)), first[:2] + 1)
+    assert store.bytes == 600 and store.bytes_read == 1200 and len(store.parts_of([(0, 0)])) == 1
+
+
+def test_crops_that_change_are_given_up(tmp_path):
+    path, store = tmp_path / "v.raw", Store(1 << 20)
+    np.arange(1200, dtype="u1").tofile(path)
+    for stop in (2, 3, 4):
+        whole(store, raw(path), range(0, stop))
+    assert store.bytes == 0 and store.bytes_read == 300 * 9
+
+
+@pytest.mark.parametrize(
+    ("text", "gib", "disk"),
+    [("memory", None, False), ("memory=2.5", 2.5, False), ("memory+disk", None, True), ("memory=8+disk", 8.0, True)],
+)
+def test_what_store_accepts(text, gib, disk):
+    assert SETTINGS["store"].parse(text) == StoreOption(gib, disk)
+
+
+@pytest.mark.parametrize("text", ["", "disk", "memory=", "memory=-1", "memory=2GB", "on"])
+def test_what_store_refuses(text):
+    with pytest.raises(ValueError, match="accepted: memory, memory=GIB, memory\\+disk"):
+        SETTINGS["store"].parse(text)
+
+
+SCRIPT = """
+import sys
+import h5py, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Volumes(Dataset):
+    def __init__(self, path):
+        self.volumes = h5py.File(path, "r")["volume"]
+    def __len__(self):
+        return len(self.volumes)
+    def __getitem__(self, index):
+        return torch.from_numpy(self.volumes[index])
+
+torch.manual_seed(0)
+loader = DataLoader(Volumes(sys.argv[1]), 3, shuffle=True)
+for epoch in range(2):
+    for batch in loader:
+        print(epoch, batch.double().square().sum().item())
+"""
+
+
+def test_a_script_with_a_store(tmp_path):
+    script, path = tmp_path / "script.py", write(tmp_path) + "/v.h5"
+    script.write_text(SCRIPT)
+    done = launch("alone", 2, "--shard-data", "--store", "memory", "--partition", "sample=2", str(script), path)
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    torch.manual_seed(0)
+    with h5py.File(path, "r") as file:
+        volumes = torch.from_numpy(file["volume"][:])
+    expected = [batch.double().square().sum() for _ in range(2) for batch in DataLoader(volumes, 3, shuffle=True)]
+    torch.testing.assert_close(torch.tensor(printed, dtype=torch.float64), torch.stack(expected))
+    refused = launch("alone", 2, "--store", "memory", "--partition", "sample=2", str(script), path)
+    assert refused.returncode == 2 and refused.stderr == (
+        "distconv: --store keeps what the ranks read apart: it needs --shard-data\n"
+    )
