@@ -21,6 +21,9 @@ from torch import nn
 MOST_LINES = 200_000
 """Lines are kept for so many operators; then those of earlier calls are dropped."""
 
+MOST_SHAPES = 1_000
+"""So many shapes of a model's inputs are known at once: in some programs every call has another one."""
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTCONV = os.path.dirname(__file__) + os.sep
 _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
@@ -64,6 +67,8 @@ def is_new(model: nn.Module, shapes: Any) -> bool:
     known = _seen.setdefault(model, set())
     if shapes in known or not torch.is_grad_enabled():
         return False
+    if len(known) >= MOST_SHAPES:
+        known.clear()
     known.add(shapes)
     if len(_kept) > MOST_LINES:
         _kept.clear()

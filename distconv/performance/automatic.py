@@ -25,7 +25,7 @@ from distconv.performance.choice import Planner
 from distconv.performance.first_call import first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
-from distconv.performance.kernels import Measured
+from distconv.performance.kernels import Measured, measured_for
 from distconv.performance.layers import LayerGraph, trace
 from distconv.performance.machine import HERE, Machine, here, read
 from distconv.performance.recording import record_step
@@ -67,9 +67,7 @@ def machine_here(ranks: int, kept: Kept) -> Machine:
         MachineError: one line, where the machine has not been measured.
     """
     machine = read(HERE)
-    at_once = min(ranks, machine.node.ranks)
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // at_once))
-    return replace(machine, measured=Measured(threads, kept))
+    return replace(machine, measured=measured_for(min(ranks, machine.node.ranks), kept))
 
 
 def choose(
@@ -96,19 +94,18 @@ def choose(
         raise ValueError(f"{ranks} ranks: no partition of so many divides an input {tuple(shape)}")
     with imagined_job(ranks):
         plan = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown).best()
-    choice = Choice(dict(plan.strategy), plan.times.total, _alone(model, shape, machine))
+    choice = Choice(dict(plan.strategy), plan.times.total, _alone(model, shape, machine, kept))
     kept.put(key, json.dumps(vars(choice)))
     return choice
 
 
-def _alone(model: nn.Module, shape: Sequence[int], machine: Machine) -> float | None:
+def _alone(model: nn.Module, shape: Sequence[int], machine: Machine, kept: Kept) -> float | None:
     with imagined_job(1):
         try:
             step = record_step(model, mesh_of(Partition.parse("sample=1")), shape)
         except (ValueError, RuntimeError):
             return None
-    cores = Measured(os.cpu_count() or 1, machine.measured.kept) if isinstance(machine.measured, Measured) else None
-    seconds = replay(step, replace(machine, measured=cores)).total
+    seconds = replay(step, replace(machine, measured=Measured(os.cpu_count() or 1, kept))).total
     return seconds if math.isfinite(seconds) else None
 
 

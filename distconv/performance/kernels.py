@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -26,10 +27,11 @@ class Measured:
     Args:
         threads: that a rank of the job has.
         kept: the times.
+        crowd: how many threads of the job's ranks share a core, by which times grow; at least 1.
     """
 
-    def __init__(self, threads: int, kept: Kept) -> None:
-        self.threads, self.kept = threads, kept
+    def __init__(self, threads: int, kept: Kept, crowd: float = 1.0) -> None:
+        self.threads, self.kept, self.crowd = threads, kept, crowd
         self._known: dict[str, float] = {}
 
     def __call__(self, kernel: Kernel) -> float | None:
@@ -44,7 +46,14 @@ class Measured:
                     before = repr(measure(kernel.call))
                 self.kept.put(key, before)
             self._known[key] = float(before)
-        return self._known[key]
+        return self.crowd * self._known[key]
+
+
+def measured_for(ranks: int, kept: Kept) -> Measured:
+    """Kernels of so many ranks on this machine, which share its cores as `distconv run` shares them out."""
+    cores = os.cpu_count() or 1
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
+    return Measured(threads, kept, max(1.0, ranks * threads / cores))
 
 
 def measure(call: Call) -> float:
