@@ -23,7 +23,7 @@ _STATE_BYTES = 16384  # the states of all generators, pickled, take about 10,000
 
 
 @contextlib.contextmanager
-def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None = None) -> Iterator[None]:
+def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None = None) -> Iterator[Samples | None]:
     """Within it, every rank of `mesh` draws the same batches from any DataLoader, as one process would.
 
     Before each batch all ranks take the random state of the mesh's first rank, so that shuffling and augmentation stay
@@ -35,7 +35,8 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     sharded on dim 0, and by its dims of space where it was read in parts. Random augmentation then differs from one
     process (a rank draws for its own samples only). ValueError for a mesh that shards nothing but channels, a loader
     without batches of indices (an IterableDataset, or batch_size=None), one with in_order=False, and a collate_fn that
-    returns tensors not of shape (n_local, ...). With `store`, a rank keeps what it reads of arrays in files.
+    returns tensors not of shape (n_local, ...). With `store`, a rank keeps what it reads of arrays in files. Given is
+    what cuts the batches, where data are sharded.
     """
     if shard and not shards_data(mesh.mesh_dim_names or ()):
         raise ValueError(f"sharded data needs an axis sample or one of space in the partition: {mesh.mesh_dim_names}")
@@ -62,7 +63,7 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
         )
         install(samples.fetch)
     try:
-        yield
+        yield samples
     finally:
         DataLoader.__iter__, _BaseDataLoaderIter.__next__ = begin, following  # type: ignore[method-assign]
         DataLoader._index_sampler = indices  # type: ignore[method-assign]

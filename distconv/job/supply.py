@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +22,8 @@ from distconv.reading.store import Key, Sample, Store
 from distconv.settings import StoreOption
 
 GIB = 1 << 30
+
+_CONTAINER = Path("/sys/fs/cgroup")
 
 DEFAULT_SHARE = 0.5
 """Of the memory that is free when the job starts, what all ranks of a machine keep together where no limit is given."""
@@ -191,4 +195,7 @@ def _free_memory(mesh: DeviceMesh) -> int:
             free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, max(limit - used, 0))
     return int(DEFAULT_SHARE * free) // names.count(socket.gethostname())

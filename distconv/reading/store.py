@@ -32,10 +32,12 @@ class Store:
         limit: the most bytes of parts that are kept.
         bytes: how many are.
         bytes_read: of all that came from files.
+        bytes_brought: of all that came from other ranks or from workers.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.bytes, self.bytes_read = limit, 0, 0
+        self.limit = limit
+        self.bytes = self.bytes_read = self.bytes_brought = 0
         self._parts: dict[Key, tuple[_Stamp, Any]] = {}
         self._of: dict[Sample, set[Key]] = {}
         self._brought: dict[Key, Any] = {}
@@ -83,7 +85,9 @@ class Store:
 
     def bring(self, parts: Iterable[tuple[Key, Any]]) -> None:
         """Parts that others have read for the batch that is made next."""
-        self._brought.update(parts)
+        for key, array in parts:
+            self._brought[key] = array
+            self.bytes_brought += array.nbytes
 
     def asked_bytes(self) -> int:
         """Of the parts of the batch that is being made."""

@@ -47,14 +47,30 @@ class Volumes(Dataset):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def open(self) -> tuple[Any, Any]:
         if self.opened[0] != os.getpid():
             labels = np.memmap(self.folder / "label.raw", np.uint8, "r", shape=(SAMPLES, *SHAPE[1:]))
             self.opened = os.getpid(), h5py.File(self.folder / "v.h5", "r"), labels
-        _, file, labels = self.opened
+        return self.opened[1:]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, labels = self.open()
         image = torch.from_numpy(file["volume"][index]) + torch.rand(())
         image.mul_(2)
         return {"image": image, "label": labels[index].astype(np.int64), "age": float(file["age"][index])}
+
+
+class Centred(Volumes):
+    """Needs the whole of a volume, and writes into what it has read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        file, labels = self.open()
+        volume, label = file["volume"][index], torch.from_numpy(labels[index])
+        volume -= volume.mean()
+        label[0] = 7
+        age = file["age"][index : index + 1]
+        age += torch.rand(()).item()
+        return {"image": torch.from_numpy(volume).mul_(2), "label": label, "age": age}
 
 
 class Watched(Store):
@@ -92,7 +108,9 @@ def locals_of(batch: dict[str, Any]) -> list[torch.Tensor]:
     return [value.to_local() if isinstance(value, DTensor) else value for value in batch.values()]
 
 
-def read(partition: str, folder: str, workers: int, start: str | None, option: StoreOption | None) -> Any:
+def read(
+    partition: str, folder: str, workers: int, start: str | None, option: StoreOption | None, kind: type[Volumes]
+) -> Any:
     """What each epoch gives this rank, how many bytes were read from files until its end, and the store."""
     reads = multiprocessing.Value("q", 0)
     plain = Source.read
@@ -113,7 +131,7 @@ def read(partition: str, folder: str, workers: int, start: str | None, option: S
         patch.setattr(supply, "Task", Counted)
         with loading(make_mesh(Partition.parse(partition)), shard=True, store=option):
             loader = DataLoader(
-                Volumes(folder), 3, shuffle=True, num_workers=workers, multiprocessing_context=start,
+                kind(folder), 3, shuffle=True, num_workers=workers, multiprocessing_context=start,
                 persistent_workers=bool(workers),
             )  # fmt: skip
             for _ in range(EPOCHS):
@@ -122,10 +140,12 @@ def read(partition: str, folder: str, workers: int, start: str | None, option: S
     return epochs, bytes_read, Watched.made[0] if option else None
 
 
-def compare(partition: str, folder: str, workers: int, start: str | None, option: StoreOption) -> Any:
+def compare(
+    partition: str, folder: str, workers: int, start: str | None, option: StoreOption, kind: type[Volumes] = Volumes
+) -> Any:
     """Bytes read from files and brought from other ranks with a store, when batches are those without one."""
-    expected, without, _ = read(partition, folder, workers, start, None)
-    found, bytes_read, store = read(partition, folder, workers, start, option)
+    expected, without, _ = read(partition, folder, workers, start, None, kind)
+    found, bytes_read, store = read(partition, folder, workers, start, option, kind)
     assert without[-1] > 0 or start == "spawn"
     for epoch, plain in zip(found, expected, strict=True):
         assert len(epoch) == len(plain) == 3
@@ -158,6 +178,13 @@ def test_batches_are_those_without_a_store_and_later_epochs_read_nothing(ranks, 
     if "sample" in partition:
         for *_, brought, ahead in results:
             assert brought > 0 and 2 <= ahead <= (EPOCHS - 1) * 2  # of each epoch's three batches not the first
+
+
+@pytest.mark.gloo
+def test_what_a_dataset_writes_into_is_not_what_is_kept(ranks, tmp_path):
+    option = StoreOption(1.0, False)
+    for bytes_read, *_ in ranks(2).run(compare, "sample=2", write(tmp_path), 0, None, option, Centred):
+        assert bytes_read[0] == bytes_read[2]
 
 
 def test_a_store_over_mpi(ranks, tmp_path):

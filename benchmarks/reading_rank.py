@@ -1,0 +1,153 @@
+"""One rank of benchmarks/reading.py: rank 0 reads requests, a JSON object per line, and prints an answer to each.
+
+python benchmarks/reading_rank.py RANK RANKS STORE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import distconv
+from distconv.job.data import loading
+from distconv.mesh import make_mesh
+from distconv.partition import Partition
+from distconv.settings import StoreOption
+from mucudnn.networks.models import UNet3d
+
+KEPT = StoreOption(4.0, False)
+
+
+class Volumes(Dataset[Tensor]):
+    """Volumes of an HDF5 file, which is opened once; `made` are the samples that this rank has made."""
+
+    def __init__(self, path: str) -> None:
+        self.volumes = h5py.File(path, "r")["volume"]
+        self.made: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.volumes)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.made.append(index)
+        return torch.from_numpy(self.volumes[index])
+
+
+def io() -> dict[str, int]:
+    """What the operating system has counted for this process: bytes asked of files, and bytes that came from a disk."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    counted = {name: int(value) for name, value in (line.split(": ") for line in lines)}
+    return {"asked": counted["rchar"], "disk": counted["read_bytes"]}
+
+
+def drop_cache(path: str) -> None:
+    """Lets the operating system forget a file's pages."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    dist.barrier()
+
+
+def read(path: str, batch: int, partition: str, epochs: int, shard: bool, store: bool, plain: bool) -> Any:
+    """Epochs of a loader on this rank: what each took of files, of other ranks and of time."""
+    torch.manual_seed(0)
+    dataset, rows = Volumes(path), []
+    around: Any = contextlib.nullcontext()
+    if not plain:
+        around = loading(make_mesh(Partition.parse(partition)), shard=shard, store=KEPT if store else None)
+    with around as samples:
+        loader = DataLoader(dataset, batch, shuffle=True)
+        first: set[int] = set()
+        for _ in range(epochs):
+            drop_cache(path)
+            dataset.made.clear()
+            kept = samples.supply.store if store else None
+            brought = kept.bytes_brought if kept else 0
+            before, wall, cpu = io(), time.perf_counter(), time.process_time()
+            for _ in loader:
+                pass
+            wall, cpu, after = time.perf_counter() - wall, time.process_time() - cpu, io()
+            first = first or set(dataset.made)
+            rows.append(
+                {
+                    "asked": after["asked"] - before["asked"],
+                    "disk": after["disk"] - before["disk"],
+                    "wall": wall,
+                    "cpu": cpu,
+                    "brought": (kept.bytes_brought if kept else 0) - brought,
+                    "missing": len(set(dataset.made) - first),
+                }
+            )
+    return rows
+
+
+def train(path: str, batch: int, partition: str, rounds: int) -> Any:
+    """Seconds of steps of a U-Net, by turns an epoch from the store and as many steps on one batch in memory."""
+    torch.manual_seed(0)
+    mesh = make_mesh(Partition.parse(partition))
+    model = distconv.parallelize(UNet3d(width=8), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    seconds: dict[str, list[list[float]]] = {"store": [], "memory": []}
+
+    def step(x: Any) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    def timed(kind: str, batches: Any) -> None:
+        wall, cpu = time.perf_counter(), time.process_time()
+        for x in batches:
+            step(x)
+            now, used = time.perf_counter(), time.process_time()
+            seconds[kind].append([now - wall, used - cpu])
+            wall, cpu = now, used
+
+    with loading(mesh, shard=True, store=KEPT) as samples:
+        assert samples is not None and samples.supply is not None
+        loader = DataLoader(Volumes(path), batch, shuffle=True)
+        for x in loader:
+            step(x)
+        read_before = samples.supply.store.bytes_read
+        for _ in range(rounds):
+            timed("store", loader)
+            dist.barrier()
+            timed("memory", [x] * len(loader))
+            dist.barrier()
+        assert samples.supply.store.bytes_read == read_before
+    return seconds
+
+
+def main() -> None:
+    rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    while True:
+        line = sys.stdin.readline() if rank == 0 else ""
+        told = [line]
+        dist.broadcast_object_list(told, 0)
+        if not told[0]:
+            break
+        request = json.loads(told[0])
+        answer = {"read": read, "train": train}[request.pop("what")](**request)
+        answers: list[Any] = [None] * ranks
+        dist.all_gather_object(answers, answer)
+        if rank == 0:
+            print(json.dumps(answers), flush=True)
+
+
+if __name__ == "__main__":
+    main()
