@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from distconv.direct.shares import use as use_parameter
 from distconv.direct.where import where
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
-from distconv.mesh import whole_group
+from distconv.mesh import sharded_dims, whole_group
 from distconv.transfer.group import joint_group
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -73,7 +74,8 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
     """Parameters in the order in which backward reaches them, in lists that share a bucket.
 
     Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
-    than a bucket holds. The first list is small, so that its allreduce starts early.
+    than a bucket holds. The first list is small, so that its allreduce starts early. The lists are alike on all ranks:
+    what counts is the largest part that a rank holds.
     """
     result: list[list[Tensor]] = []
     filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
@@ -85,8 +87,17 @@ def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
             members, size, limit = [], 0, BUCKET_BYTES if result else FIRST_BUCKET_BYTES
             result.append(members)
         members.append(parameter)
-        filling[key] = members, size + own.numel() * own.element_size(), limit
+        filling[key] = members, size + _largest(parameter) * own.element_size(), limit
     return result
+
+
+def _largest(parameter: Tensor) -> int:
+    """The elements of the largest part of a parameter that a rank holds."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, dim in sharded_dims(parameter.device_mesh, parameter.placements):
+            shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
+    return math.prod(shape)
 
 
 class BucketPlan:

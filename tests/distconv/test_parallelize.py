@@ -159,6 +159,18 @@ def test_buckets_cut_by_size_and_dtype() -> None:
     ]
 
 
+def bucket_lists() -> list[list[int]]:
+    """The parameters of each bucket, by their first extent, of which rank 0 holds more than the last rank."""
+    mesh = distconv.init("channel=2", device_type="cpu")
+    parameters = [distconv.shard(torch.empty(extent, 1 << 17, 1, 1).transpose(0, 1), mesh) for extent in (1, 5, 3)]
+    return [[parameter.shape[1] for parameter in bucket] for bucket in buckets(dict.fromkeys(parameters))]
+
+
+def test_buckets_are_alike_where_shards_are_uneven(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(bucket_lists)
+    assert first == second == [[3], [5, 1]]
+
+
 def shard_and_gather(partition: str) -> list[Any]:
     mesh = distconv.init(partition, device_type="cpu")
     x = torch.arange(2.0 * 3 * 5 * 7).view(2, 3, 5, 7).requires_grad_()
