@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 from pathlib import Path
@@ -213,6 +215,63 @@ def test_what_does_not_fit_is_refused_before_the_first_batch_or_read_from_files(
     for bytes_read, kept, *_ in ranks(2).run(compare, "sample=2", folder, 0, None, StoreOption(gib, True)):
         assert 0 < kept <= 8000
         assert 0 < bytes_read[2] - bytes_read[1] < bytes_read[0]
+
+
+def read_in_turns(folder: str) -> None:
+    """Two loaders at a time, and epochs that are left early, with a store and without."""
+    epochs: list[list[Any]] = []
+    for option in (None, StoreOption(1.0, False)):
+        torch.manual_seed(0)
+        epochs.append([])
+        with loading(make_mesh(Partition.parse("sample=2")), shard=True, store=option):
+            one, two = DataLoader(Volumes(folder), 3, shuffle=True), DataLoader(Centred(folder), 2, shuffle=True)
+            for _ in range(EPOCHS):
+                for both in zip(one, two, strict=False):
+                    epochs[-1] += [part for batch in both for part in locals_of(batch)]
+                epochs[-1] += locals_of(next(iter(two)))
+    assert len(epochs[0]) == len(epochs[1]) > 0
+    for part, other in zip(*epochs, strict=True):
+        torch.testing.assert_close(part, other, rtol=0, atol=0)
+
+
+@pytest.mark.gloo
+def test_loaders_in_turns_and_epochs_that_are_left(ranks, tmp_path):
+    ranks(2).run(read_in_turns, write(tmp_path))
+
+
+class Drawn(Dataset):
+    """Reads no files."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((2,), float(index))
+
+
+def read_more(folder: str, other: str) -> tuple[str, int, int]:
+    """What is told when data sets come that cannot be kept, or only in part, after one that is."""
+    told, option = io.StringIO(), StoreOption(OF_SAMPLE * 5 / (1 << 30), False)
+    with (
+        contextlib.redirect_stderr(told),
+        loading(make_mesh(Partition.parse("sample=2")), shard=True, store=option) as x,
+    ):
+        for dataset in (Volumes(folder), Volumes(other), Drawn()):
+            loader = DataLoader(dataset, 4)
+            assert sum(1 for _ in loader) == len(loader)
+        return told.getvalue(), x.supply.store.bytes, x.supply.store.limit
+
+
+@pytest.mark.gloo
+def test_a_later_data_set_that_does_not_fit_is_told_and_read(ranks, tmp_path):
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    for told, kept, limit in ranks(2).run(read_more, str(tmp_path / "one"), str(tmp_path / "other")):
+        first, second = told.splitlines()
+        assert first.startswith("distconv: --store keeps ") and f"such as of {tmp_path / 'other'}" in first
+        assert second.startswith("distconv: --store keeps nothing of this data set")
+        assert limit - OF_SAMPLE < kept <= limit
 
 
 class Apart(Volumes):
