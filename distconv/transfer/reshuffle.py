@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement
 from distconv.layouts import local_box
 from distconv.mesh import sharded_dims, whole_group
 from distconv.transfer.route import Route
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import constant, planned
 
 Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
 
@@ -42,9 +42,9 @@ class Reshuffle:
 
 def _moved(rows: Tensor, sending: Tensor, route: Route, placing: Tensor) -> Tensor:
     row = rows.shape[1]
-    arrived = route.send([rows[sending]], rows, row).wait().view(-1, row)
+    arrived = route.send([rows[constant(sending, rows)]], rows, row).wait().view(-1, row)
     result = torch.empty_like(arrived)
-    result[placing] = arrived
+    result[constant(placing, rows)] = arrived
     return result
 
 

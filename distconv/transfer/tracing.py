@@ -55,6 +55,11 @@ def arrived(x: Tensor) -> Tensor:
     return result
 
 
+def constant(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor of a plan, as operators of the graph may read it where ``like`` is of one."""
+    return torch.ops.aten.lift_fresh.default(x) if is_traced(like) else x
+
+
 def planned(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """As ``functools.lru_cache``, for what shapes decide.
 
