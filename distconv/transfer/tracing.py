@@ -37,12 +37,28 @@ def _kept() -> Iterator[None]:
         meta[tag] = before
 
 
+COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor")
+
+
+@functools.cache
+def never_merged() -> None:
+    """Collectives of a graph stay as many as they are, also where two of a rank have equal inputs.
+
+    A rank that sends nothing twice would otherwise take part once where another rank, whose inputs differ, takes part
+    twice. The compiler's elimination of common subexpressions leaves alone what is in its list of random operators.
+    """
+    from torch._functorch.compile_utils import rand_ops
+
+    rand_ops.extend(getattr(torch.ops._c10d_functional, name) for name in COLLECTIVES)
+
+
 def started(name: str, *args: Any) -> Tensor:
     """A collective of a graph, which starts here: what it makes is there once ``arrived`` has waited for it.
 
     It stays in the graph, forward or backward, in which a rule called it. Otherwise a rank that sends nothing would do
     the one of backward in forward, since its input depends on no gradient, and another rank would not.
     """
+    never_merged()
     with _kept():
         result: Tensor = getattr(torch.ops._c10d_functional, name)(*args)
     return result

@@ -51,6 +51,19 @@ class Broken(Net):
         return y * self.unused.sum()
 
 
+class Attention(nn.Module):
+    """Keys and values go to the other rank, which sends none: twice the same, nothing, is sent from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Conv2d(4, 4, 1)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.projection(x).flatten(2).transpose(1, 2)
+        return self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1)
+
+
 def steps(model: Any, plain: nn.Module, train: int = 3) -> dict[str, Tensor]:
     """What some steps of training give, and one evaluation after them."""
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
@@ -100,13 +113,13 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
     return {name: error for name, error in errors.items() if not error <= 1e-10}
 
 
-def trained(partition: str, way: str, backend: str = "aot_eager") -> tuple[dict[str, float], dict[str, int], int]:
+def trained(partition: str, way: str, kind: type[nn.Module]) -> tuple[dict[str, float], dict[str, int], int]:
     """(errors, what Dynamo counted after training, graphs after evaluation)."""
-    expected = steps(reference := made(Net), reference)
+    expected = steps(reference := made(kind), reference)
     mesh = distconv.init(partition, device_type="cpu")
-    options: dict[str, Any] = {"backend": backend, "fullgraph": True}
+    options: dict[str, Any] = {"backend": "aot_eager", "fullgraph": True}
     with fresh():
-        plain = made(Net)
+        plain = made(kind)
         if way == "before":
             model = distconv.parallelize(torch.compile(plain, **options), mesh)
         elif way == "after":
@@ -119,14 +132,21 @@ def trained(partition: str, way: str, backend: str = "aot_eager") -> tuple[dict[
 
 
 @pytest.mark.parametrize(
-    "partition, way",
-    [("sample=2", "before"), ("height=2", "after"), ("channel=2", "method")],
+    "partition, way, kind",
+    [
+        ("sample=2", "before", Net),
+        ("height=2", "after", Net),
+        ("channel=2", "method", Net),
+        ("channel=2", "after", Attention),
+    ],
 )
-def test_compiled_training_equals_one_process(ranks: Callable[[int], Ranks], partition: str, way: str) -> None:
+def test_compiled_training_equals_one_process(
+    ranks: Callable[[int], Ranks], partition: str, way: str, kind: type[nn.Module]
+) -> None:
     pool = ranks(2)
     if pool.backend == "mpi" and partition != "height=2":
         pytest.skip("over Gloo")
-    for errors, counted, breaks in pool.run(trained, partition, way):
+    for errors, counted, breaks in pool.run(trained, partition, way, kind):
         assert not errors
         assert counted["unique_graphs"] == 2  # of training and of evaluation
         assert breaks == 0
@@ -181,6 +201,42 @@ def elsewhere(partition: str) -> dict[str, float]:
 def test_what_is_compiled_around_or_within_a_model_changes_nothing(ranks: Callable[[int], Ranks]) -> None:
     for errors in ranks(2).run(elsewhere, "sample=2"):
         assert not errors
+
+
+class Drawn(nn.Module):
+    """Random numbers in place and beside, of shards and of what all ranks hold, and space that is flattened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(4, 2, 1)
+        self.classifier = nn.Linear(2 * 9 * 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout2d(nn.functional.dropout(self.layer(x), 0.3), 0.3)
+        x = torch.native_dropout(x, 0.2, True)[0] + torch.rand_like(x) * torch.randn_like(x) + torch.randint_like(x, 3)
+        return nn.functional.dropout(self.classifier(x.flatten(1)), 0.3) + torch.bernoulli(x.sigmoid()).mean()
+
+
+def drawn(partition: str) -> list[dict[str, float]]:
+    """Errors against the same without a compiler, which all draw the same numbers, and what is drawn after them."""
+    mesh = distconv.init(partition, device_type="cpu")
+    found = []
+    with fresh():
+        for compiled in (False, True):
+            plain = distconv.parallelize(made(Drawn), mesh)
+            model = torch.compile(plain, backend="aot_eager", fullgraph=True) if compiled else plain
+            torch.manual_seed(2)
+            found.append(steps(model, plain, 2) | {"drawn after": torch.rand(3)})
+    assert float(found[0]["gradient 0 of layer.weight"].abs().max()) > 0
+    return [worst(found[1], found[0])]
+
+
+def test_a_graph_draws_what_is_drawn_without_a_compiler(ranks: Callable[[int], Ranks]) -> None:
+    pool = ranks(2)
+    if pool.backend == "mpi":
+        pytest.skip("over Gloo")
+    for errors in pool.run(drawn, "height=2"):
+        assert errors == [{}]
 
 
 class Halos(nn.Module):
