@@ -88,11 +88,14 @@ def run(
         args = [entering(value, index in sample.parameters) for index, value in enumerate(sample.args)]
         result = sample.function(first, *args, **entering(sample.kwargs))
         process = sample.process
-    results = [distconv.gather(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(process(result))]
-    for index, leaf in enumerate(results):
-        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-            results[index] = leaf.to_dense()
+    results = [dense(leaf) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(process(result))]
     return [r.detach() if isinstance(r, Tensor) else r for r in results], gradients(results, leaves)
+
+
+def dense(x: Tensor) -> Tensor:
+    """The whole tensor."""
+    whole = distconv.gather(x)
+    return whole if whole.layout == torch.strided else whole.to_dense()
 
 
 class InBackward(Exception):
@@ -108,7 +111,7 @@ def gradients(results: Sequence[Any], leaves: Sequence[Tensor]) -> list[Tensor |
     weights = [torch.randn(r.shape, dtype=torch.float64, generator=generator).to(r.dtype) for r in differentiable]
     try:
         torch.autograd.backward(differentiable, weights)
-        return [None if leaf.grad is None else distconv.gather(leaf.grad) for leaf in leaves]
+        return [None if leaf.grad is None else dense(leaf.grad) for leaf in leaves]
     except Exception as error:
         raise InBackward from error
 

@@ -19,11 +19,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.dtensors import wrap
 from distconv.layouts import local_shape
 from distconv.mesh import sharded_dims
-from distconv.refusal import refuse
 from distconv.rules.losses import common_layout
 from distconv.rules.reduction import reduced_layout
 from distconv.rules.registry import rule
-from distconv.rules.small import are_small, computed_whole, told
+from distconv.rules.small import permit, small_or_refused
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -157,10 +156,7 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
     if target is None:
         return small_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")
     others = [t for t in tensors if t.dim() != ndim and isinstance(t, DTensor)]
-    if any(placement.is_shard() for t in others for placement in t.placements):
-        if not are_small(others):
-            raise refuse(func, f"a sharded tensor {tuple(others[0].shape)} beside one of other dims {tuple(x.shape)}")
-        told(func)
+    permit(func, others, f"it is needed whole beside one of other dims {tuple(x.shape)}")
 
     def here(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -187,14 +183,6 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
         return moved(y, mesh, back) if meets.returns else y
 
     return tuple(map(laid_out, results)) if isinstance(results, tuple) else laid_out(results)
-
-
-def small_or_refused(func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str) -> Any:
-    """What an operator gives for whole tensors where these are small; else it is refused."""
-    if are_small((args, kwargs)):
-        return computed_whole(func, args, kwargs)
-    sharded = next(t for t in (*args, *kwargs.values()) if isinstance(t, DTensor))
-    raise refuse(func, f"of a tensor {tuple(sharded.shape)} laid out as {sharded.placements} {why}")
 
 
 def _of_stand_ins(

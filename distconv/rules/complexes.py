@@ -12,16 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, layout
-from distconv.rules.along import small_or_refused
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
+from distconv.rules.small import small_or_refused
 
 
 @rule("aten::_conj", "aten::_neg_view")
 def conjugate(func: Any, x: DTensor) -> DTensor:
     """The conjugate, or the negative, of every element."""
     local = func(x._local_tensor).resolve_conj().resolve_neg()
-    return copy_of(wrap(local, *layout(x), x.shape), x)
+
+    def write(x: DTensor, y: DTensor) -> None:
+        x._local_tensor.copy_(func(y._local_tensor))
+
+    return copy_of(wrap(local, *layout(x), x.shape), x, write)
 
 
 @rule("aten::view_as_real")

@@ -1,56 +1,145 @@
-"""Views whose elements lie on other ranks: they are copies, and to change a copy in place is refused.
+"""Views whose elements lie on other ranks: they are copies, and what is written to a copy is written to its tensor too.
 
 In one process a change of a slice changes the whole tensor. The slice of a sharded dim is a copy, laid out anew, so its
-change would be lost. A copy is known by its storage: views of it are copies too, what is computed from it is not.
+elements are sent back after each change. A copy is known by its storage: views of it are copies too, what is computed
+from it is not. Where there is no way back, a change is refused, and so is a copy whose tensor has changed since.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
+from distconv.dtensors import wrap_strided
 from distconv.refusal import refuse
 from distconv.rules.registry import checks, rule, unruled
 from distconv.rules.stock import leave
 
+Write = Callable[[DTensor, DTensor], None]
+"""Writes the elements of a copy, the second tensor, to where the first has them."""
 
-def copy_of(view: DTensor, x: DTensor) -> DTensor:
+
+@dataclass
+class _Copy:
+    """What is kept of a copy with its storage."""
+
+    of: Callable[[], DTensor | None]
+    write: Write | None
+    node: tuple[int, int] | None
+    """Where a formula of backward made it: what others do with it later concerns nobody."""
+    lying: tuple[DeviceMesh, Sequence[Placement], Sequence[int], Sequence[int]]
+    local: tuple[Sequence[int], Sequence[int], int]
+    seen: int
+    """How often the tensor had been changed when the copy was made, or last written back."""
+
+    def is_stale(self) -> bool:
+        x = self.of()
+        return x is not None and _changes(x._local_tensor) != self.seen
+
+    def whole(self, changed: DTensor) -> DTensor:
+        """The copy, of which ``changed`` is a view, or what has become of it."""
+        local = changed._local_tensor
+        if getattr(local.untyped_storage(), "_distconv_copy", None) is not self:
+            return changed
+        return wrap_strided(torch.as_strided(local.detach(), *self.local), *self.lying)
+
+
+def copy_of(view: DTensor, x: DTensor, write: Write | None = None) -> DTensor:
     """``view``, the result of an operator that makes a view of ``x`` in one process, as a copy on every rank.
 
-    Autograd's own slices, of gradients, are nobody's to change and stay as they are.
+    ``write(x, copy)`` brings changes of the copy to x; without it they are refused.
     """
-    if torch._C._current_graph_task_id() != -1:
-        return view
     watch_changes()
-    if view._local_tensor.untyped_storage() is x._local_tensor.untyped_storage():
-        view = DTensor(view._local_tensor.clone(), view._spec, requires_grad=False)
-    view._local_tensor.untyped_storage()._distconv_copy = True  # type: ignore[attr-defined]
+    local = view._local_tensor
+    if local.untyped_storage() is x._local_tensor.untyped_storage():
+        view = DTensor(local.clone(), view._spec, requires_grad=False)
+        local = view._local_tensor
+    node = _node()
+    of: Callable[[], DTensor | None] = (lambda: x) if node is None else weakref.ref(x)
+    lying = (view.device_mesh, view.placements, view.shape, view.stride())
+    copy = _Copy(
+        of, write, node, lying, (local.shape, local.stride(), int(local.storage_offset())), _changes(x._local_tensor)
+    )
+    local.untyped_storage()._distconv_copy = copy  # type: ignore[attr-defined]
     return view
 
 
-def _check_change(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    if not func._schema.is_mutable:
-        return
+def _node() -> tuple[int, int] | None:
+    """The graph and the node whose gradient is being computed."""
+    graph = torch._C._current_graph_task_id()
+    node: Any = torch._C._current_autograd_node() if graph != -1 else None
+    return None if graph == -1 else (graph, -1 if node is None else node._sequence_nr())
+
+
+def _changes(local: Tensor) -> int:
+    """How often the elements of a storage were changed by operators: on every rank as often."""
+    return getattr(local.untyped_storage(), "_distconv_changes", 0)
+
+
+def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], None] | None:
+    """Refuses copies whose tensors have changed, and changes that cannot be written back; writes back the others."""
+    for value in args:
+        for tensor in value if type(value) is list else (value,):
+            if isinstance(tensor, DTensor):
+                copy = _copied(tensor._local_tensor)
+                if copy is not None and copy.is_stale():
+                    raise refuse(
+                        func,
+                        f"of a tensor {tuple(tensor.shape)} that in one process is a view, but here, where its dims are"
+                        f" sharded, a copy, made before its tensor was changed; accepted: to make it again afterwards",
+                    )
+    if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
+        return None
+    copies: list[tuple[DTensor, _Copy]] = []
     for tensor in _changed(func, args, kwargs):
-        if not isinstance(tensor, DTensor):
-            continue
-        if hasattr(tensor._local_tensor.untyped_storage(), "_distconv_copy"):
-            raise refuse(
-                func,
-                f"it changes a tensor {tuple(tensor.shape)} in place that in one process is a view, but here, where"
-                f" its dims are sharded, a copy; accepted: the operator that makes a new tensor, or .clone() first",
-            )
-        _count(tensor)
-        if isinstance(tensor._base, DTensor):
-            _count(tensor._base)
+        if isinstance(tensor, DTensor):
+            copy = _copied(tensor._local_tensor)
+            if copy is not None:
+                if copy.write is None or copy.is_stale():
+                    raise refuse(
+                        func,
+                        f"it changes a tensor {tuple(tensor.shape)} in place that in one process is a view, but here,"
+                        f" where its dims are sharded, a copy; accepted: the operator that makes a new tensor, or"
+                        f" .clone() first",
+                    )
+                copies.append((tensor, copy))
+            _count(tensor)
+            if isinstance(tensor._base, DTensor):
+                _count(tensor._base)
+    return functools.partial(_write_back, copies) if copies else None
+
+
+def _copied(local: Tensor) -> _Copy | None:
+    copy: _Copy | None = getattr(local.untyped_storage(), "_distconv_copy", None)
+    return copy if copy is None or copy.node in (None, _node()) else None
+
+
+def _write_back(copies: Sequence[tuple[DTensor, _Copy]]) -> None:
+    for tensor, copy in copies:
+        at: _Copy | None = copy
+        changed = tensor
+        while at is not None and at.write is not None:
+            x = at.of()
+            if x is None:
+                break
+            at.write(x, at.whole(changed))
+            storage = x._local_tensor.untyped_storage()
+            storage._distconv_changes = at.seen = _changes(x._local_tensor) + 1  # type: ignore[attr-defined]
+            changed, at = x, _copied(x._local_tensor)
 
 
 def _count(changed: DTensor) -> None:
-    """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
+    """For copies of it, and for autograd where it has kept the local tensor: beneath it a change is not counted."""
+    storage = changed._local_tensor.untyped_storage()
+    storage._distconv_changes = _changes(changed._local_tensor) + 1  # type: ignore[attr-defined]
     if not changed._local_tensor.is_inference():
         torch.autograd.graph.increment_version(changed._local_tensor)
 
@@ -65,7 +154,7 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 @functools.cache
 def watch_changes() -> None:
     """From now on, look at every operator that changes a tensor, whether it has a rule or not."""
-    checks.append(_check_change)
+    checks.append(_check)
     rule(*unruled(_changes_elements))(leave)
 
 

@@ -6,6 +6,7 @@ A dim of extent 1 that goes is replicated afterwards: where it was sharded, its 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from distconv.rules.padding import restricted
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
 from distconv.transfer.exchange import Exchange, exchange
-from distconv.transfer.local_part import everywhere
+from distconv.transfer.local_part import everywhere, local_as
 from distconv.transfer.needs import Piece
 from distconv.transfer.tracing import planned
 
@@ -54,7 +55,15 @@ def squeeze(func: Any, x: DTensor, dims: int | Sequence[int] | None = None) -> D
     local = local.squeeze(gone) if gone else aten.alias.default(local)
     strides = [x.stride(dim) for dim in left]
     y = wrap_strided(local, mesh, after, [x.shape[dim] for dim in left], strides)
-    return y if here is x else copy_of(y, x)
+    return y if here is x else copy_of(y, x, functools.partial(_written, gone, placements))
+
+
+def _written(gone: Sequence[int], placements: Sequence[Placement], x: DTensor, y: DTensor) -> None:
+    """Writes x without some dims of extent 1, all of which every rank has, back to x."""
+    local = y._local_tensor
+    for dim in gone:
+        local = local.unsqueeze(dim)
+    x._local_tensor.copy_(local_as(wrap(local, x.device_mesh, placements, x.shape), x.device_mesh, x.placements))
 
 
 @rule("aten::expand")

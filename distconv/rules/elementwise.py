@@ -70,7 +70,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         absent = [t for t in tensors[1:] if tuple(t.shape) == (0,)] if func._schema.name in MAYBE_EMPTY else ()
         present = [tensor for tensor in tensors if not any(tensor is other for other in absent)]
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in present))
-        mesh, placements = _sharding(present, shape)
+        mesh, placements = sharding(present, shape)
         locals = [
             aligned(arg, mesh, placements, shape)
             if isinstance(arg, Tensor) and not any(arg is other for other in absent)
@@ -143,7 +143,7 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x
 
 
-def _sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
+def sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
     """How the result of tensors that broadcast to a shape lies."""
     mesh, _ = common_layout(*tensors)
     every = tuple(range(len(shape)))

@@ -7,20 +7,22 @@ Else it is refused.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import is_tensor, rule, unruled
-from distconv.rules.small import are_small, computed_whole
+from distconv.rules.small import NO_RULE, small_or_refused
 from distconv.rules.stock import leave
 from distconv.transfer.local_part import local_as
 
@@ -36,28 +38,22 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     functional = _without_suffix(func, "_") if name.endswith("_") else None
     if functional is not None:
         return _assigned(func, functional, args, kwargs)
+    viewing = _without_suffix(func, "_copy") if name.endswith("_copy") else None
+    if viewing is not None:
+        return tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, viewing(*args, **kwargs))
     if has_strategy(func):
         try:
             return leave(func, *args, **kwargs)
         except UnsupportedOperation as error:
             refusal = error
-    viewing = _without_suffix(func, "_copy") if name.endswith("_copy") else None
-    if viewing is not None:
-        return tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, viewing(*args, **kwargs))
     if not has_strategy(func):
         try:
             return without_strategy(func, args, kwargs)
         except UnsupportedOperation as error:
             refusal = error
-    random = torch.Tag.nondeterministic_seeded in func.tags
-    if not random and are_small((args, kwargs)):
-        return computed_whole(func, args, kwargs)
-    sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
-    raise refusal or refuse(
-        func,
-        f"no rule runs it on a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements}."
-        f" Use distconv.gather first where that is meant",
-    )
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        raise refusal or refuse(func, "random numbers for shards; accepted: the operators that dropout is made of")
+    return small_or_refused(func, args, kwargs, refusal or NO_RULE)
 
 
 def _without_suffix(func: Any, suffix: str) -> Any:
@@ -81,6 +77,7 @@ def _assigned(func: Any, functional: Any, args: Sequence[Any], kwargs: dict[str,
     return x
 
 
+CHUNKED = "torch.nn.modules.linear_cross_entropy"
 OTHERS = ("torch_nn::_linear_cross_entropy_batch_chunked", "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
 STAYS_WITH_TORCH = (
     *("new_", "set", "record_stream", "is_", "resize", "lift", "detach", "zero_", "fill_", "_has_same", "_lazy"),
@@ -95,10 +92,12 @@ def register() -> None:
     can be.
     """
     rule(*unruled(lambda schema: _corresponding(schema) and not schema.name.endswith("_")))(elementwise)
+    rule(*unruled(_of_each_element))(elementwise)
     rule(*unruled(_corresponding))(in_place)
     rule(*unruled(_is_for_fallback))(fallback)
-    if hasattr(torch.ops, "torch_nn"):  # where torch has operators of another name than aten
-        rule(*(name for name in OTHERS if hasattr(torch.ops.torch_nn, name.removeprefix("torch_nn::"))))(fallback)
+    if importlib.util.find_spec(CHUNKED) is not None:  # torch 2.13 has operators of another name than aten
+        importlib.import_module(CHUNKED)
+        rule(*OTHERS)(fallback)
 
 
 def _operator(schema: Any) -> Any:
@@ -108,10 +107,19 @@ def _operator(schema: Any) -> Any:
 
 def _corresponding(schema: Any) -> bool:
     """Whether an operator on several tensors computes each element from those at the same place."""
+    return _is_pointwise(schema) and sum(is_tensor(argument.type) for argument in schema.arguments) > 1
+
+
+def _of_each_element(schema: Any) -> bool:
+    """Whether an operator on one tensor computes each element from one, and DTensor does not know it."""
+    return _is_pointwise(schema) and not schema.name.endswith("_") and not has_strategy(_operator(schema))
+
+
+def _is_pointwise(schema: Any) -> bool:
     operator = _operator(schema)
     if operator is None or schema.name == "aten::equal" or any(argument.is_out for argument in schema.arguments):
         return False
-    return torch.Tag.pointwise in operator.tags and sum(is_tensor(argument.type) for argument in schema.arguments) > 1
+    return torch.Tag.pointwise in operator.tags
 
 
 def _is_for_fallback(schema: Any) -> bool:

@@ -12,9 +12,12 @@ from torch.distributed.tensor import DTensor, Shard
 from distconv.dtensors import wrap
 from distconv.layouts import layout, replicated
 from distconv.refusal import refuse
-from distconv.rules.along import Meeting, computed_along, small_or_refused
+from distconv.rules.along import Meeting, computed_along
+from distconv.rules.elementwise import sharding
 from distconv.rules.losses import common_layout
+from distconv.rules.operands import part_of
 from distconv.rules.registry import rule
+from distconv.rules.small import small_or_refused
 from distconv.rules.stock import stock
 from distconv.transfer.local_part import local_as
 
@@ -64,16 +67,17 @@ def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
 @rule("aten::scatter.src", "aten::scatter.value", "aten::scatter_add")
 def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
     """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
-    mesh, placements = common_layout(index, source, x)
     if len({tensor.dim() for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
         return small_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
     dim %= max(x.dim(), 1)
+    tensors = [tensor for tensor in (index, source, x) if isinstance(tensor, Tensor)]
+    mesh, placements = sharding(tensors, x.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and mesh.size(axis) > 1:
-            alike = {tensor.shape[placement.dim] for tensor in (x, index, source) if isinstance(tensor, Tensor)}
+            alike = {tensor.shape[placement.dim] for tensor in tensors}
             if placement.dim == dim or len(alike) > 1:
                 return computed_along(func, (x, dim, index, source), {}, ALONG)
-    locals = [local_as(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
+    locals = [part_of(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
     return wrap(func(locals[0], dim, *locals[1:]), mesh, placements, x.shape)
 
 

@@ -21,6 +21,7 @@ from distconv.refusal import refuse
 from distconv.rules.broadcasting import aligned
 from distconv.rules.reduction import all_reduce
 from distconv.rules.registry import above_autograd, rule
+from distconv.rules.small import small_or_refused
 from distconv.transfer.local_part import local_as
 
 NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
@@ -158,6 +159,8 @@ def nll(
     func: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[DTensor, DTensor]:
     """Negative log likelihood of class numbers, and the whole sum of their weights."""
+    if x.dim() == 1:
+        return small_or_refused(func, (x, target, weight, reduction, ignore_index), {}, "of one sample")
     (mesh, placements), of_target, operands, ignore_index = _operands(func, x, target, weight, ignore_index)
     own, count = torch.ops.aten.nll_loss2d_forward(*operands, NONE if reduction == NONE else SUM, ignore_index)
     if reduction == NONE:
@@ -182,6 +185,9 @@ def nll_backward(
     total_weight: Tensor,
 ) -> DTensor:
     """The gradient of the scores, laid out as they are."""
+    if x.dim() == 1:
+        given = (grad, x, target, weight, reduction, ignore_index, total_weight)
+        return small_or_refused(func, given, {}, "of one sample")
     (mesh, placements), of_target, operands, ignore_index = _operands(func, x, target, weight, ignore_index, grad)
     own = local_as(grad, mesh, of_target if reduction == NONE else replicated(mesh))
     dx = torch.ops.aten.nll_loss2d_backward(

@@ -14,6 +14,8 @@ from distconv.rules.elementwise import in_place
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import settled
 from distconv.rules.registry import method, rule
+from distconv.transfer.local_part import everywhere
+from distconv.transfer.partial_sums import added
 
 
 @rule("aten::_local_scalar_dense")
@@ -23,7 +25,8 @@ def item(func: Any, x: DTensor) -> float | int | bool:
 
 
 def _replicated(x: DTensor, what: str) -> Tensor:
-    """The plain tensor of a DTensor without shards."""
+    """The plain tensor of a DTensor without shards, or of one element."""
+    x = everywhere(added(x), range(x.dim())) if x.numel() == 1 else x
     local, (mesh, placements) = settled(what, x)
     if any(p.is_shard() and mesh.size(axis) > 1 for axis, p in enumerate(placements)):
         raise UnsupportedOperation(

@@ -88,6 +88,6 @@ def part_of(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
     """This rank's part of a tensor under a layout that was chosen here: gathered along the axes that need it whole."""
     if isinstance(tensor, DTensor) and tensor.device_mesh == mesh:
         pairs = zip(tensor.placements, placements, strict=True)
-        if any(isinstance(p, Shard) and tensor.shape[p.dim] > 1 and not isinstance(to, Shard) for p, to in pairs):
+        if any(isinstance(p, Shard) and tensor.shape[p.dim] != 1 and not isinstance(to, Shard) for p, to in pairs):
             tensor = moved(tensor, mesh, placements)
     return local_as(tensor, mesh, placements)

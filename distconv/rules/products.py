@@ -145,6 +145,8 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a (..., n, k) times b (..., k, m), of DTensors or plain tensors, other dims broadcast. Differentiable."""
     if a.shape[-1] != b.shape[-2]:
         raise RuntimeError(f"shapes cannot be multiplied: {tuple(a.shape)} and {tuple(b.shape)}")
+    if not isinstance(a, DTensor) and not isinstance(b, DTensor):  # beside a sharded tensor that is added
+        return torch.matmul(a, b)
     mesh, _ = find_layout(a, b)
     plan = make_product_plan(mesh, _lying(a, mesh), tuple(a.shape), _lying(b, mesh), tuple(b.shape))
     parts, transfers = [], []

@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
-from distconv.rules.small import are_small, computed_whole
+from distconv.rules.small import small_or_refused
 
 REFUSED = (
     "nonzero",
@@ -34,17 +33,8 @@ REFUSED = (
 )
 
 
-def _refused(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    sharded = [t for t in (x, *args) if isinstance(t, DTensor) and not all(p.is_replicate() for p in t.placements)]
-    if sharded and are_small((x, *args)):
-        return computed_whole(func, (x, *args), kwargs)
-    if sharded:
-        raise refuse(
-            func,
-            f"no rule runs it on a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements}."
-            f" Use distconv.gather first where that is meant",
-        )
-    return computed_whole(func, (x, *args), kwargs)
+def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return small_or_refused(func, args, kwargs)
 
 
 for _name in REFUSED:
@@ -55,16 +45,10 @@ for _name in REFUSED:
         rule(f"aten::{_name}")(_refused)
 
 
-@rule("aten::as_strided", "aten::as_strided_", "aten::as_strided_copy", "aten::as_strided_scatter")
-def strided(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """Strides are those of the whole tensor's memory, which nobody has, and their backward writes to views."""
-    raise refuse(func, "strides of a distributed tensor; accepted: slices, select, unfold, view")
-
-
-@rule("aten::allclose")
-def allclose(
-    func: Any, x: DTensor, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-) -> bool:
-    """Whether all elements of the whole tensors are close."""
-    close: Any = torch.isclose(x, other, rtol, atol, equal_nan).all()
-    return bool(close._local_tensor)
+@rule(
+    *("aten::_to_sparse", "aten::_to_sparse.sparse_dim", "aten::_to_sparse_csr", "aten::_to_sparse_csc"),
+    *("aten::_to_sparse_bsr", "aten::_to_sparse_bsc"),
+)
+def sparse(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """How many elements a rank has of a sparse tensor depends on them."""
+    raise refuse(func, "a sparse tensor of a sharded one; accepted: dense tensors, or distconv.gather first")

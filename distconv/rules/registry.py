@@ -28,8 +28,10 @@ from distconv.user_lines import asked_for
 H = TypeVar("H", bound=Callable[..., Any])
 
 
-checks: list[Callable[[Any, Sequence[Any], dict[str, Any]], None]] = []
-"""Each is called with (operator, args, kwargs) before a rule and raises where the operator is refused."""
+checks: list[Callable[[Any, Sequence[Any], dict[str, Any]], Callable[[], None] | None]] = []
+"""Each is called with (operator, args, kwargs) before a rule and raises where the operator is refused. What it returns
+is called after the rule.
+"""
 
 
 registered: set[str] = set()
@@ -49,9 +51,14 @@ def rule(*operators: str) -> Callable[[H], H]:
                 return leave_to_torch(func, args, kwargs)
             try:
                 args = entering(func, args, mesh)
-                for check in checks:
-                    check(func, args, kwargs)
-                return handler(func, *args, **kwargs)
+                if not checks:
+                    return handler(func, *args, **kwargs)
+                then = [check(func, args, kwargs) for check in checks]
+                result = handler(func, *args, **kwargs)
+                for finish in then:
+                    if finish is not None:
+                        finish()
+                return result
             except UnsupportedOperation as error:
                 complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
                 raise

@@ -1,11 +1,12 @@
 """Slices, selections, splits, concatenation, flips and rolls along sharded dims, in the positions of the whole dim.
 
 Along a dim that is not sharded they are views, as in one process; along a sharded dim they are copies, whose layout is
-canonical again, so a change of them in place is refused.
+canonical again, and what is written to a copy is sent back.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap, wrap_strided
-from distconv.layouts import dim_axes, layout, local_shape, owners
-from distconv.refusal import UnsupportedOperation, refuse
+from distconv.layouts import coordinate, dim_axes, layout, local_shape, owners
+from distconv.refusal import refuse
 from distconv.rules.copies import copy_of
 from distconv.rules.losses import common_layout
 from distconv.rules.padding import restricted
-from distconv.rules.registry import method, rule
+from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
@@ -66,7 +67,36 @@ def slice_of(
     mesh, placements = layout(x)
     local = _slice_plan(mesh, axes, dim, x.shape[dim], begin, end, step).fetch(x._local_tensor)
     shape = _replaced(x.shape, dim, len(range(begin, end, step)))
-    return copy_of(wrap(_every(local, dim, step), mesh, placements, shape), x)
+    write = functools.partial(_written, dim, range(begin, end, step))
+    return copy_of(wrap(_every(local, dim, step), mesh, placements, shape), x, write)
+
+
+def _written(dim: int, positions: range, x: DTensor, part: DTensor) -> None:
+    """Writes a part of x, which lies as x does, to some positions of a sharded dim."""
+    mesh, placements = layout(x)
+    axes = dim_axes(mesh, placements, dim)
+    local = _return_plan(mesh, axes, dim, x.shape[dim], positions).fetch(local_as(part, mesh, placements))
+    start, stop = owners(mesh, axes, x.shape[dim])[coordinate(mesh, axes)]
+    own = [position - start for position in _within(positions, start, stop)]
+    if own and local.numel():
+        _every(x._local_tensor.narrow(dim, own[0], own[-1] - own[0] + 1), dim, positions.step).copy_(local)
+
+
+def _within(positions: range, start: int, stop: int) -> range:
+    """The positions in an interval."""
+    a, b = (min(max(0, -(-(at - positions.start) // positions.step)), len(positions)) for at in (start, stop))
+    return positions[a:b]
+
+
+@planned(4096)
+def _return_plan(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, positions: range) -> Exchange:
+    """Brings each rank the elements of a part whose positions it owns."""
+    needs = []
+    for interval in owners(mesh, axes, extent):
+        own = _within(positions, *interval)
+        first = positions.index(own[0]) if own else 0
+        needs.append(window((first, first + len(own)), len(positions)) if own else ())
+    return exchange(mesh, axes, dim, owners(mesh, axes, len(positions)), tuple(needs))
 
 
 @rule("aten::slice_backward")
@@ -104,7 +134,18 @@ def select(func: Any, x: DTensor, dim: int, index: int) -> DTensor:
     needs = (window((row, row + 1), extent),) * len(owned)
     local = exchange(mesh, axes, dim, owned, needs).fetch(x._local_tensor).squeeze(dim)
     result = tuple(_after_removal(p, dim) for p in placements)
-    return copy_of(wrap(local, mesh, result, (*x.shape[:dim], *x.shape[dim + 1 :])), x)
+    write = functools.partial(_row_written, dim, row)
+    return copy_of(wrap(local, mesh, result, (*x.shape[:dim], *x.shape[dim + 1 :])), x, write)
+
+
+def _row_written(dim: int, row: int, x: DTensor, part: DTensor) -> None:
+    """Writes one selection of a sharded dim, which all ranks have, at its owner."""
+    mesh, placements = layout(x)
+    axes = dim_axes(mesh, placements, dim)
+    start, stop = owners(mesh, axes, x.shape[dim])[coordinate(mesh, axes)]
+    local = local_as(part, mesh, tuple(_after_removal(p, dim) for p in placements))
+    if start <= row < stop:
+        x._local_tensor.select(dim, row - start).copy_(local)
 
 
 def _after_removal(placement: Placement, dim: int) -> Placement:
@@ -224,23 +265,3 @@ def roll(func: Any, x: DTensor, shifts: Sequence[int], dims: Sequence[int] = ())
         elif by := shift % max(x.shape[dim], 1):
             x = _mapped(x, dim, lambda n, by=by: (Piece(by, n - by), Piece(n - by, 0)))  # type: ignore[misc]
     return x
-
-
-@method("__setitem__")
-def assign(stock_method: Any, x: DTensor, key: Any, value: Any) -> None:
-    """Assignment where every part of a sharded dim, or a mask, is named: a slice of one is a copy."""
-    keys = list(key) if isinstance(key, tuple) else [key]
-    named = sum(1 for item in keys if item is not None and item is not Ellipsis and not isinstance(item, Tensor))
-    if not any(isinstance(item, Tensor) for item in keys):
-        dim = 0
-        for item in keys:
-            if item is Ellipsis:
-                dim += x.dim() - named
-            elif item is not None:
-                if item != slice(None) and _sharding_axes(x, dim):
-                    raise UnsupportedOperation(
-                        f"assignment to [{key}] of a tensor laid out as {x.placements}: dim {dim} is sharded;"
-                        f" accepted: all of that dim"
-                    )
-                dim += 1
-    stock_method(x, key, value)

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
 from distconv.dtensors import wrap
-from distconv.layouts import find_layout, layout, replicated
-from distconv.refusal import refuse
+from distconv.layouts import find_layout, layout, replicated, undoes_shard
+from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.copies import copy_of
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
@@ -30,27 +30,42 @@ gathers: list[Callable[[Any], None]] = []
 """Each is called with an operator before small tensors are gathered for it."""
 
 
-def are_small(values: Any) -> bool:
-    """Whether the sharded tensors among some values may be gathered."""
-    sharded = (t for t in tree_leaves(values) if isinstance(t, DTensor))
-    return sum(t.numel() * t.element_size() for t in sharded) <= MOST_BYTES
+def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
+    """The sharded tensors among some values are about to be gathered for an operator, if they are small.
+
+    UnsupportedOperation where they are not: the one given, or one that says why they would have to be gathered.
+    """
+    sharded = [t for t in tree_leaves(values) if isinstance(t, DTensor) and undone(t)]
+    if sum(t.numel() * t.element_size() for t in sharded) > MOST_BYTES:
+        if isinstance(why, UnsupportedOperation):
+            raise why
+        raise refuse(func, f"of a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements} {why}")
+    if sharded:
+        for tell in gathers:
+            tell(func)
 
 
-def told(func: Any) -> None:
-    """Small tensors are about to be gathered for an operator."""
-    for tell in gathers:
-        tell(func)
+def undone(x: DTensor) -> bool:
+    """Whether a tensor has shards, which a gather would undo."""
+    return undoes_shard(x.device_mesh, x.placements, replicated(x.device_mesh))
 
 
-def computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+NO_RULE = "it has no rule for shards; use distconv.gather first where that is meant"
+
+
+def small_or_refused(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str | UnsupportedOperation = NO_RULE
+) -> Any:
+    """What an operator gives for whole tensors where these are small; else it is refused."""
+    permit(func, (args, kwargs), why)
+    return _computed_whole(func, args, kwargs)
+
+
+def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator gives for whole tensors, every rank computing all of it; laid out as its first sharded tensor
     where the shapes are equal, else whole on every rank.
     """
     is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-    if is_view and torch._C._current_graph_task_id() != -1:
-        # Formulas of backward write to views of new tensors, and what they write to a copy would be lost.
-        raise refuse(func, "in the backward of another operator, as a view of a sharded tensor")
-    told(func)
     mesh, _ = find_layout(*tree_leaves((args, kwargs)))
 
     def whole(value: Any) -> Any:
@@ -68,11 +83,18 @@ def computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         return written[0] if len(written) == 1 else tuple(written)
     first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor))
 
+    def write(x: DTensor, view: DTensor) -> None:
+        own = whole(x)
+        func(own, *args[1:], **kwargs).copy_(whole(view))
+        x._local_tensor.copy_(local_as(own, mesh, x.placements))
+
     def shard(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         y = _laid_as(value, mesh, layout(first)[1] if value.shape == first.shape else replicated(mesh))
-        return copy_of(y, first) if is_view else y
+        if not is_view:
+            return y
+        return copy_of(y, first, write if isinstance(result, Tensor) else None)
 
     return tree_map(shard, result)
 

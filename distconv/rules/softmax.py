@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
-from distconv.layouts import input_layout
+from distconv.rules.losses import common_layout
+from distconv.rules.operands import part_of
 from distconv.rules.reduction import all_reduce, lowest, precise, reduced_axes, settled
 from distconv.rules.registry import rule
 from distconv.transfer.all_reduce import MAX
-from distconv.transfer.local_part import local_as
 
 
 @rule("aten::_softmax", "aten::_log_softmax")
@@ -35,9 +35,9 @@ def softmax(func: Any, x: DTensor, dim: int, half_to_float: bool) -> DTensor:
 
 @rule("aten::_softmax_backward_data", "aten::_log_softmax_backward_data")
 def softmax_backward(func: Any, grad: Tensor, y: Tensor, dim: int, input_dtype: torch.dtype) -> DTensor:
-    """The gradient of x from the result y, laid out as y is; one of the two may be plain."""
-    mesh, placements = input_layout(func, y if isinstance(y, DTensor) else grad)
-    own, local = local_as(grad, mesh, placements), local_as(y, mesh, placements)
+    """The gradient of x from the result y, laid out as y is where that is sharded; one of the two may be plain."""
+    mesh, placements = common_layout(y, grad)
+    own, local = part_of(grad, mesh, placements), part_of(y, mesh, placements)
     axes = reduced_axes(mesh, placements, [dim % max(y.dim(), 1)])
     if not axes:
         return wrap(func(own, local, dim, input_dtype), mesh, placements, y.shape)

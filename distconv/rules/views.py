@@ -30,7 +30,7 @@ from distconv.mesh import sharded_dims
 from distconv.partition import AXES, Kind
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
-from distconv.transfer.local_part import everywhere
+from distconv.transfer.local_part import everywhere, local_as
 from distconv.transfer.reshuffle import is_run, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
@@ -242,7 +242,18 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
         outer, rows, row = _rows(mesh, tuple(placements), before, result, after)
         local = make_reshuffle(mesh, (tuple(placements), outer), (result, rows)).fetch(local, row)
     y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
-    return copy_of(y, given) if (moves or x is not given) and "unsafe" not in func._schema.name else y
+    if (not moves and x is given) or "unsafe" in func._schema.name:
+        return y
+    return copy_of(y, given, functools.partial(_written, tuple(placements), moves))
+
+
+def _written(placements: tuple[Placement, ...], moves: bool, x: DTensor, y: DTensor) -> None:
+    """Writes a view of x that moved shards, or elements of dims of extent 1, back to x; x was viewed as placed so."""
+    mesh, shape, local = x.device_mesh, tuple(x.shape), y._local_tensor
+    if moves:
+        local = make_reshuffle(mesh, (placements, shape), (tuple(y.placements), tuple(y.shape))).adjoint(local)
+    local = local.reshape(local_shape(mesh, placements, shape))
+    x._local_tensor.copy_(local_as(wrap(local, mesh, placements, shape), mesh, x.placements))
 
 
 @functools.lru_cache(maxsize=4096)

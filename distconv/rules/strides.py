@@ -1,0 +1,46 @@
+"""Views by strides, which count the elements of one process's memory: of whole tensors, and of small ones, gathered.
+
+A rank has a whole tensor in memory as one process does, if it is no view of another. Formulas of backward write to such
+views of new tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.dtensors import wrap_strided
+from distconv.layouts import replicated
+from distconv.refusal import refuse
+from distconv.rules.along import named
+from distconv.rules.copies import copy_of
+from distconv.rules.registry import rule
+from distconv.rules.small import permit, undone
+from distconv.transfer.partial_sums import added
+from distconv.transfer.redistribution import moved
+
+
+@rule("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
+def strided(func: Any, *args: Any, **kwargs: Any) -> DTensor:
+    """Whole on every rank: a view of a whole tensor, and of what was gathered where it is sharded and small."""
+    arguments = named(func, args, kwargs)
+    x = arguments["self"]
+    if arguments["storage_offset"] and (x._is_view() or x.is_inference()):
+        raise refuse(func, "positions in the memory of a tensor that may be a view of another; accepted: no offset")
+    distributed = [value for value in arguments.values() if isinstance(value, DTensor)]
+    permit(func, distributed, "its strides are those of the whole tensor's memory; accepted: slices, select, unfold")
+    mesh = distributed[0].device_mesh
+    result = func(**{name: _whole(value) if isinstance(value, DTensor) else value for name, value in arguments.items()})
+    y = wrap_strided(result, mesh, replicated(mesh), result.shape, result.stride())
+    return copy_of(y, x) if isinstance(x, DTensor) and undone(x) else y
+
+
+def _whole(x: DTensor) -> Tensor:
+    """The whole tensor, in memory as one process has it."""
+    if not undone(x):
+        return added(x)._local_tensor
+    whole = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=whole.device).copy_(whole)
