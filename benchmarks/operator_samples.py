@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
 from torch.utils._pytree import tree_leaves
 
 MOST_GENERATED = 400
@@ -124,6 +122,9 @@ class Module:
 
 def entries() -> list[Operator | Module]:
     """Everything that has samples in float64, operators first."""
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.common_modules import module_db
+
     operators = [Operator(info.formatted_name, info) for info in op_db if info.supports_dtype(torch.float64, "cpu")]
     return [*operators, *(Module(info) for info in module_db)]
 

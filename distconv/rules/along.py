@@ -76,7 +76,6 @@ MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), Meeting(_along("dim"))),
     **dict.fromkeys(("max_unpool2d", "max_unpool3d"), Meeting(_space, empty=False)),
     **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), Meeting(_along("dim"), empty=False)),
-    **dict.fromkeys(("unfold_copy", "unfold_backward"), Meeting(_along("dimension"))),
     "renorm": Meeting(_slices),
     **dict.fromkeys(("triu", "tril", "linalg_matrix_exp", "cholesky_inverse"), Meeting(_matrices)),
     **dict.fromkeys(

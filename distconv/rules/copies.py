@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +19,55 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap_strided
-from distconv.refusal import refuse
+from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.registry import checks, rule, unruled
 from distconv.rules.stock import leave
 
 Write = Callable[[DTensor, DTensor], None]
 """Writes the elements of a copy, the second tensor, to where the first has them."""
+
+
+Part = tuple[int, range]
+"""A dim, and some of its positions."""
+
+MOST_PARTS = 64
+"""After so many changes of parts, a tensor counts as changed everywhere."""
+
+
+@dataclass
+class _History:
+    """The changes of a storage by operators: on every rank the same ones."""
+
+    whole: int = 0
+    """How often all of it was changed."""
+    parts: list[Part] = field(default_factory=list)
+    """What was changed since."""
+
+    def add(self, part: Part | None) -> None:
+        if part is None or len(self.parts) == MOST_PARTS:
+            self.whole += 1
+            self.parts.clear()
+        else:
+            self.parts.append(part)
+
+    def now(self) -> tuple[int, int]:
+        return self.whole, len(self.parts)
+
+
+def _history(local: Tensor) -> _History:
+    storage = local.untyped_storage()
+    if not hasattr(storage, "_distconv_history"):
+        storage._distconv_history = _History()  # type: ignore[attr-defined]
+    found: _History = storage._distconv_history  # type: ignore[attr-defined]
+    return found
+
+
+def _meet(part: Part, other: Part | None) -> bool:
+    """Whether two parts may have an element in common."""
+    if other is None or part[0] != other[0]:
+        return True
+    a, b = part[1], other[1]
+    return bool(a and b) and a[0] <= b[-1] and b[0] <= a[-1] and not set(a).isdisjoint(b)
 
 
 @dataclass
@@ -37,12 +80,18 @@ class _Copy:
     """Where a formula of backward made it: what others do with it later concerns nobody."""
     lying: tuple[DeviceMesh, Sequence[Placement], Sequence[int], Sequence[int]]
     local: tuple[Sequence[int], Sequence[int], int]
-    seen: int
-    """How often the tensor had been changed when the copy was made, or last written back."""
+    part: Part | None
+    """The positions that it has of the tensor, where they are those of one dim."""
+    seen: tuple[int, int]
+    """The changes of the tensor before the copy was made, or last written back."""
 
     def is_stale(self) -> bool:
+        """Whether its tensor has been changed since, where the copy has its elements."""
         x = self.of()
-        return x is not None and _changes(x._local_tensor) != self.seen
+        if x is None:
+            return False
+        history = _history(x._local_tensor)
+        return history.whole != self.seen[0] or any(_meet(part, self.part) for part in history.parts[self.seen[1] :])
 
     def whole(self, changed: DTensor) -> DTensor:
         """The copy, of which ``changed`` is a view, or what has become of it."""
@@ -52,10 +101,10 @@ class _Copy:
         return wrap_strided(torch.as_strided(local.detach(), *self.local), *self.lying)
 
 
-def copy_of(view: DTensor, x: DTensor, write: Write | None = None) -> DTensor:
+def copy_of(view: DTensor, x: DTensor, write: Write | None = None, part: Part | None = None) -> DTensor:
     """``view``, the result of an operator that makes a view of ``x`` in one process, as a copy on every rank.
 
-    ``write(x, copy)`` brings changes of the copy to x; without it they are refused.
+    ``write(x, copy)`` brings changes of the copy to x; without it they are refused. ``part``: what it has of x.
     """
     watch_changes()
     local = view._local_tensor
@@ -65,9 +114,8 @@ def copy_of(view: DTensor, x: DTensor, write: Write | None = None) -> DTensor:
     node = _node()
     of: Callable[[], DTensor | None] = (lambda: x) if node is None else weakref.ref(x)
     lying = (view.device_mesh, view.placements, view.shape, view.stride())
-    copy = _Copy(
-        of, write, node, lying, (local.shape, local.stride(), int(local.storage_offset())), _changes(x._local_tensor)
-    )
+    where = (local.shape, local.stride(), int(local.storage_offset()))
+    copy = _Copy(of, write, node, lying, where, part, _history(x._local_tensor).now())
     local.untyped_storage()._distconv_copy = copy  # type: ignore[attr-defined]
     return view
 
@@ -79,11 +127,6 @@ def _node() -> tuple[int, int] | None:
     return None if graph == -1 else (graph, -1 if node is None else node._sequence_nr())
 
 
-def _changes(local: Tensor) -> int:
-    """How often the elements of a storage were changed by operators: on every rank as often."""
-    return getattr(local.untyped_storage(), "_distconv_changes", 0)
-
-
 def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], None] | None:
     """Refuses copies whose tensors have changed, and changes that cannot be written back; writes back the others."""
     for value in args:
@@ -91,11 +134,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
             if isinstance(tensor, DTensor):
                 copy = _copied(tensor._local_tensor)
                 if copy is not None and copy.is_stale():
-                    raise refuse(
-                        func,
-                        f"of a tensor {tuple(tensor.shape)} that in one process is a view, but here, where its dims are"
-                        f" sharded, a copy, made before its tensor was changed; accepted: to make it again afterwards",
-                    )
+                    raise _stale(func, tensor)
     if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
         return None
     copies: list[tuple[DTensor, _Copy]] = []
@@ -111,10 +150,19 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
                         f" .clone() first",
                     )
                 copies.append((tensor, copy))
+            _history(tensor._local_tensor).add(None)
             _count(tensor)
             if isinstance(tensor._base, DTensor):
                 _count(tensor._base)
-    return functools.partial(_write_back, copies) if copies else None
+    return functools.partial(_write_back, func, copies) if copies else None
+
+
+def _stale(func: Any, tensor: Tensor) -> UnsupportedOperation:
+    return refuse(
+        func,
+        f"of a tensor {tuple(tensor.shape)} that in one process is a view, but here, where its dims are sharded, a"
+        f" copy, made before its tensor was changed; accepted: to make it again afterwards",
+    )
 
 
 def _copied(local: Tensor) -> _Copy | None:
@@ -122,7 +170,7 @@ def _copied(local: Tensor) -> _Copy | None:
     return copy if copy is None or copy.node in (None, _node()) else None
 
 
-def _write_back(copies: Sequence[tuple[DTensor, _Copy]]) -> None:
+def _write_back(func: Any, copies: Sequence[tuple[DTensor, _Copy]]) -> None:
     for tensor, copy in copies:
         at: _Copy | None = copy
         changed = tensor
@@ -130,16 +178,17 @@ def _write_back(copies: Sequence[tuple[DTensor, _Copy]]) -> None:
             x = at.of()
             if x is None:
                 break
+            if at.is_stale():
+                raise _stale(func, tensor)
             at.write(x, at.whole(changed))
-            storage = x._local_tensor.untyped_storage()
-            storage._distconv_changes = at.seen = _changes(x._local_tensor) + 1  # type: ignore[attr-defined]
+            history = _history(x._local_tensor)
+            history.add(at.part)
+            at.seen = history.now()
             changed, at = x, _copied(x._local_tensor)
 
 
 def _count(changed: DTensor) -> None:
-    """For copies of it, and for autograd where it has kept the local tensor: beneath it a change is not counted."""
-    storage = changed._local_tensor.untyped_storage()
-    storage._distconv_changes = _changes(changed._local_tensor) + 1  # type: ignore[attr-defined]
+    """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
     if not changed._local_tensor.is_inference():
         torch.autograd.graph.increment_version(changed._local_tensor)
 

@@ -51,8 +51,6 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
             return without_strategy(func, args, kwargs)
         except UnsupportedOperation as error:
             refusal = error
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        raise refusal or refuse(func, "random numbers for shards; accepted: the operators that dropout is made of")
     return small_or_refused(func, args, kwargs, refusal or NO_RULE)
 
 

@@ -19,6 +19,8 @@ from distconv.layouts import Layout, added_up, dim_axes, find_layout, layout, lo
 from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.broadcasting import aligned
+from distconv.rules.decompositions import without_strategy
+from distconv.rules.operands import part_of
 from distconv.rules.reduction import all_reduce
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.small import small_or_refused
@@ -145,7 +147,7 @@ def _operands(
     of_target = _target_layout(placements)
     if (x.shape[0], *x.shape[2:]) != tuple(target.shape):
         raise ValueError(f"{func}: scores {tuple(x.shape)} with class numbers {tuple(target.shape)}")
-    scores, numbers = local_as(x, mesh, placements), local_as(target, mesh, of_target)
+    scores, numbers = part_of(x, mesh, placements), part_of(target, mesh, of_target)
     weights = None if weight is None else local_as(weight, mesh, replicated(mesh))
     if dim_axes(mesh, placements, 1):
         own = local_box(mesh, placements, x.shape)[1]
@@ -225,3 +227,11 @@ def nll_of_any_dims(
     if isinstance(x, DTensor) and (x.dim() == 3 or x.dim() > 4):
         return Nll.apply(x, target, weight, reduction, ignore_index)
     return torch.ops.aten.nll_loss_nd.default.decompose(x, target, weight, reduction, ignore_index)
+
+
+@rule("aten::multilabel_margin_loss_forward")
+def multilabel_margin(func: Any, x: Tensor, target: Tensor, reduction: int) -> Any:
+    """Taken apart as torch does, but for one sample, of which the parts would keep a dim."""
+    if x.dim() < 2:
+        return small_or_refused(func, (x, target, reduction), {}, "of one sample")
+    return without_strategy(func, (x, target, reduction), {})

@@ -85,3 +85,9 @@ def addmm(func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alp
     """beta bias + alpha a (n, k) times b (k, m); the bias is added once."""
     product = _added(a, b, alpha)
     return torch.add(product, bias if beta == 1 else bias * beta)  # type: ignore[return-value]
+
+
+@rule("aten::mm.out")
+def mm_out(func: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """The product, written to a tensor."""
+    return out.copy_(torch.mm(a, b))

@@ -84,8 +84,13 @@ def make_product_plan(
         results.append(result)
         if (first, second) == summed:
             added.append(axis)
+    # Of what every rank makes all, each rank has all of the gradient: nothing is to be added where a tensor came from.
+    parted = [isinstance(result, Shard) or axis in added for axis, result in enumerate(results)]
     return ProductPlan(
-        (_kept(of_a, firsts), tuple(firsts)), (_kept(of_b, seconds), tuple(seconds)), tuple(results), tuple(added)
+        (_kept(of_a, firsts, parted), tuple(firsts)),
+        (_kept(of_b, seconds, parted), tuple(seconds)),
+        tuple(results),
+        tuple(added),
     )
 
 
@@ -102,10 +107,11 @@ def _moved(before: Placement, after: Placement, shape: Sequence[int], ranks: int
     return math.prod(shape) / (ranks if isinstance(after, Shard) else 1)
 
 
-def _kept(before: Placements, during: Sequence[Placement]) -> Placements:
-    """The layout from which the product's is made by gathering alone."""
+def _kept(before: Placements, during: Sequence[Placement], parted: Sequence[bool]) -> Placements:
+    """The layout from which the product's is made by gathering alone, along the axes whose ranks make parts of it."""
     return tuple(
-        p if isinstance(p, Shard) and not isinstance(to, Shard) else to for p, to in zip(before, during, strict=True)
+        p if isinstance(p, Shard) and not isinstance(to, Shard) and by else to
+        for p, to, by in zip(before, during, parted, strict=True)
     )
 
 

@@ -25,11 +25,6 @@ REFUSED = (
     "_unique2",
     "unique_consecutive",
     "unique_dim",
-    "im2col",
-    "col2im",
-    "unfold",
-    "grid_sampler_2d",
-    "grid_sampler_3d",
 )
 
 

@@ -67,8 +67,9 @@ def slice_of(
     mesh, placements = layout(x)
     local = _slice_plan(mesh, axes, dim, x.shape[dim], begin, end, step).fetch(x._local_tensor)
     shape = _replaced(x.shape, dim, len(range(begin, end, step)))
-    write = functools.partial(_written, dim, range(begin, end, step))
-    return copy_of(wrap(_every(local, dim, step), mesh, placements, shape), x, write)
+    positions = range(begin, end, step)
+    write = functools.partial(_written, dim, positions)
+    return copy_of(wrap(_every(local, dim, step), mesh, placements, shape), x, write, (dim, positions))
 
 
 def _written(dim: int, positions: range, x: DTensor, part: DTensor) -> None:
@@ -135,7 +136,8 @@ def select(func: Any, x: DTensor, dim: int, index: int) -> DTensor:
     local = exchange(mesh, axes, dim, owned, needs).fetch(x._local_tensor).squeeze(dim)
     result = tuple(_after_removal(p, dim) for p in placements)
     write = functools.partial(_row_written, dim, row)
-    return copy_of(wrap(local, mesh, result, (*x.shape[:dim], *x.shape[dim + 1 :])), x, write)
+    row_of_x = wrap(local, mesh, result, (*x.shape[:dim], *x.shape[dim + 1 :]))
+    return copy_of(row_of_x, x, write, (dim, range(row, row + 1)))
 
 
 def _row_written(dim: int, row: int, x: DTensor, part: DTensor) -> None:

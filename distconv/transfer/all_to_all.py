@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -12,6 +13,15 @@ from distconv.transfer.tracing import arrived, is_traced, started
 
 AWAKE_SECONDS = 5e-4
 """How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""
+
+
+NOT_SENT = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""The dtypes that Gloo does not send; their bytes are sent instead."""
+
+
+def as_sent(x: Tensor) -> Tensor:
+    """A flat tensor as one of a dtype that every backend sends: itself, or a view of its bytes."""
+    return x.view(torch.uint8) if x.dtype in NOT_SENT else x
 
 
 class AllToAll:
@@ -31,6 +41,9 @@ class AllToAll:
             assert group is not None  # in a graph it has a name
             self._output = started("all_to_all_single", input, received, sent, group.group_name)
             return
+        if input.dtype in NOT_SENT:
+            received, sent = ([input.element_size() * count for count in counts] for counts in (received, sent))
+            output, input = as_sent(output), as_sent(input)
         self._work = dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
 
     def wait(self) -> Tensor:

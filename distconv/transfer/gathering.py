@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.transfer.all_to_all import as_sent
 from distconv.transfer.tracing import arrived, is_traced, started
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
@@ -14,7 +15,7 @@ _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gath
 
 def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
     """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
-    return getattr(dist, _NAME)(output, own, group=group, async_op=async_op)
+    return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=async_op)
 
 
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

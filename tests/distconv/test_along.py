@@ -51,7 +51,8 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "inverse": lambda x: torch.linalg.inv(symmetric(x.flatten(1))),
     "singular values": lambda x: torch.linalg.svdvals(x),
     "distances": lambda x: torch.cdist(x.flatten(2), x.flatten(2) * 2),
-    "patches": lambda x: F.fold(F.unfold(x, 2), x.shape[2:], 2),
+    "histogram": lambda x: x.detach().histc(4),
+    "strides": lambda x: x.as_strided((2, 3), (1, 2)),
     "chosen": lambda x: x.masked_select(x.detach() > 0),
     "median of all": lambda x: x.median(),
 }
@@ -125,7 +126,7 @@ def refusals() -> dict[str, str]:
 def test_larger_tensors_are_refused_alike(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(refusals)
     assert all(answer == answers[0] for answer in answers)
-    assert answers[0].keys() >= {"cumulative product", "chosen", "median of all", "patches"}
+    assert answers[0].keys() >= {"cumulative product", "chosen", "median of all", "histogram"}
 
 
 class FourByTwo:

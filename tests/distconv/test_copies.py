@@ -54,6 +54,8 @@ CHANGED: dict[str, Callable[[Tensor], Any]] = {
     "a flat view": lambda x: x.flatten(1).sin_(),
     "a row without its dim": lambda x: x[:, :, :1].squeeze(2).add_(1).mul_(2),
     "a diagonal": lambda x: x.diagonal(1, 2, 3).fill_(3),
+    "pieces": lambda x: [piece.mul_(number) for number, piece in enumerate(x.chunk(3, 2))],
+    "pieces, of rows by turns": lambda x: [y.add_(1) for y in (x[:, :, ::2], x[:, :, 1::2])],
     "twice": lambda x: x[:, :, 2:].add_(1).mul_(3),
     "itself": lambda x: x.add_(1),
     "channels": lambda x: x[:, 1:].add_(1),
@@ -76,6 +78,7 @@ def stale(x: Tensor, other: Callable[[Tensor], Any]) -> Any:
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "read after a change": lambda x: stale(x, lambda x: x.add_(1)),
     "read after a change of other rows": lambda x: stale(x, lambda x: x[:, :, :2].add_(1)),
+    "overlapping parts": lambda x: torch._foreach_mul_([x[:, :, 1:], x[:, :, :2]], 2),
     "written after a change": lambda x: [rows.add_(1) for rows in (x[:, :, 1:], x[:, :, :2])],
     "one of many": lambda x: torch._foreach_add_([x[:, :1], x[:, :, 1:]], 2),
 }

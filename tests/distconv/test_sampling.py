@@ -1,0 +1,106 @@
+"""Sampling at the points of a grid, both sharded, against one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import Ranks
+from reference import differing, random
+from small_tensors import gathered_up_to
+from torch import Tensor
+
+import distconv
+from distconv.rules import sampling
+
+pytestmark = pytest.mark.gloo
+
+Operator = Callable[[Tensor], Any]
+
+
+def grid_of(x: Tensor) -> Tensor:
+    """Points inside and outside of the map, made from the map itself: its gradient comes through both."""
+    moved = torch.stack([x[:, 0], x[:, -1], x[:, 0] + x[:, -1]][: x.dim() - 2], -1)
+    return moved * 0.9 + random(1, *x.shape[2:], x.dim() - 2, seed=8)
+
+
+SAMPLED: dict[str, Operator] = (
+    {
+        f"{mode}, {padding}, {align}": lambda x, mode=mode, padding=padding, align=align: F.grid_sample(  # type: ignore[misc]
+            x, grid_of(x), mode, padding, align
+        )
+        for mode, padding, align in itertools.product(
+            ("bilinear", "nearest"), ("zeros", "border", "reflection"), (False, True)
+        )
+    }
+    | {
+        "a plain grid": lambda x: F.grid_sample(
+            x, random(x.shape[0], 3, *x.shape[3:], x.dim() - 2), align_corners=True
+        ),
+        "a plain map": lambda x: F.grid_sample(random(x.shape[0], 3, *(4,) * (x.dim() - 2)), grid_of(x)),
+        "one element": lambda x: F.grid_sample(
+            x[(slice(None), slice(None), *(slice(1),) * (x.dim() - 2))], grid_of(x), "bilinear", "reflection", True
+        ),
+        "an affine grid": lambda x: F.grid_sample(
+            x, F.affine_grid(random(x.shape[0], x.dim() - 2, x.dim() - 1), x.shape)
+        ),
+    }
+)
+
+
+def compare(partition: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    with gathered_up_to(0):
+        return differing(SAMPLED, partition, shape)
+
+
+@pytest.mark.parametrize(
+    "partition, shape",
+    [
+        ("height=4", (2, 3, 5, 4)),
+        ("height=2,width=2", (1, 2, 5, 3)),
+        ("sample=2,channel=2", (3, 3, 4, 4)),
+        ("depth=2,height=2", (2, 2, 3, 3, 4)),
+    ],
+)
+def test_grid_sample(ranks: Callable[[int], Ranks], partition: str, shape: tuple[int, ...]) -> None:
+    for wrong in ranks(4).run(compare, partition, shape):
+        assert not wrong
+
+
+def shares() -> tuple[int, int, int]:
+    """How many blocks come to this rank, the elements of the largest, and those of its own share."""
+    x = distconv.shard(random(1, 2, 30, 32), distconv.init("height=4", device_type="cpu"))
+    grid = distconv.shard(random(1, 2, 30, 32), x.device_mesh).movedim(1, -1)
+    fetched: list[int] = []
+    fetch = sampling.Block.fetch
+
+    def counted(block: sampling.Block, local: Tensor) -> Tensor:
+        result = fetch(block, local)
+        fetched.append(result.numel())
+        return result
+
+    with mock.patch.object(sampling.Block, "fetch", counted):
+        F.grid_sample(x, grid, align_corners=False)
+    return len(fetched), max(fetched), 2 * 8 * 32
+
+
+def test_no_rank_has_the_whole_map(ranks: Callable[[int], Ranks]) -> None:
+    for blocks, largest, share in ranks(4).run(shares):
+        assert blocks == 4 and largest == share
+
+
+def test_bicubic_of_large_maps_is_refused(ranks: Callable[[int], Ranks]) -> None:
+    answers = ranks(4).run(bicubic)
+    assert all(answer == answers[0] and "bicubic" in answer for answer in answers)
+
+
+def bicubic() -> str:
+    x = distconv.shard(random(1, 2, 8, 8), distconv.init("height=4", device_type="cpu"))
+    with gathered_up_to(0), pytest.raises(distconv.UnsupportedOperation) as refusal:
+        F.grid_sample(x, random(1, 3, 3, 2), "bicubic", align_corners=False)
+    return str(refusal.value)
