@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +11,33 @@ from torch.distributed.tensor import Placement
 
 from distconv.direct.activation import Activation, activation, is_parameter
 from distconv.direct.border import apply
-from distconv.direct.paths import path, running
+from distconv.direct.paths import path
 from distconv.direct.shares import again
 from distconv.direct.where import Where, where
+from distconv.layouts import dim_axes
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.normalization.batch import batch_share
+from distconv.rules.normalization.running import is_a_modules, move_later
 from distconv.rules.normalization.statistics import (
-    combined,
-    count,
+    Share,
     moments,
     normalize,
     normalize_backward,
-    update_running,
+    of_all,
     vector_layout,
 )
+
+
+class _Call(NamedTuple):
+    """What a batch norm of given shapes has decided."""
+
+    place: Where
+    axes: tuple[int, ...]
+    """Those that shard the channels."""
+    share: Share | None
+    """The ranks among which the elements of a channel lie."""
+    total: int
+    """Elements of a channel."""
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -34,41 +47,41 @@ class _BatchNorm(torch.autograd.Function):
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        kept: list[Tensor],
+        kept: tuple[Tensor, Tensor] | None,
         momentum: float,
         eps: float,
-        place: Where,
-        share: Any,
+        call: _Call,
     ) -> Tensor:
         mean, variance = moments(x)
-        total = count(x)
+        place, axes, share, total = call
         if share is not None:
-            mean, variance = combined(mean, variance * total, share)
-            total = share.total
-        if kept:
-            values = mean, variance * (total / max(total - 1, 1))
-            update_running(kept, values, place.mesh, place.placements, place.shape[1], momentum)
-        square = variance + eps
-        ctx.save_for_backward(x, weight, mean, square)
-        ctx.call = place, share, total, eps
-        return normalize(x, mean, square, weight, bias)
+            mean, variance = of_all(mean, variance, share)
+        if kept is not None:
+            move_later(kept[0], mean, place.mesh, axes, momentum)
+            move_later(kept[1], variance, place.mesh, axes, momentum, total / max(total - 1, 1))
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.call, ctx.eps = call, eps
+        return normalize(x, mean, variance, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight, mean, square = ctx.saved_tensors
-        place, share, total, eps = ctx.call
-        mask = ctx.needs_input_grad[:3]
+        x, weight, mean, variance = ctx.saved_tensors
+        place, _, share, total = ctx.call
+        mask, eps = ctx.needs_input_grad, ctx.eps
         if torch.is_grad_enabled():
             vector = where(place.mesh, vector_layout(place.placements), place.shape[1:2])
             operands = (grad, place, False), (x, place, False), (weight, vector, True)
-            saved = (mean, vector, False), (torch.rsqrt(square), vector, False)
+            saved = (mean, vector, False), (torch.rsqrt(variance + eps), vector, False)
             empty = (None, vector, False)
             function = torch.ops.aten.native_batch_norm_backward
-            return *again(function, (*operands, empty, empty, *saved), (True, eps, list(mask)), vector), *[None] * 5
-        own = weight if weight is None else weight.to(mean.dtype)
-        dx, dweight, dbias = normalize_backward(grad, x, mean, square, own, share, total, None, mask[0])
+            arguments = (True, eps, list(mask[:3]))
+            return *again(function, (*operands, empty, empty, *saved), arguments, vector), *[None] * 4
         dtype = mean.dtype if weight is None else weight.dtype
-        return dx, dweight.to(dtype) if mask[1] else None, dbias.to(dtype) if mask[2] else None, *[None] * 5
+        own = weight if weight is None or dtype is mean.dtype else weight.to(mean.dtype)
+        dx, dweight, dbias = normalize_backward(grad, x, mean, variance, own, share, total, None, mask[0], eps)
+        if dtype is not dweight.dtype:
+            dweight, dbias = dweight.to(dtype), dbias.to(dtype)
+        return dx, dweight if mask[1] else None, dbias if mask[2] else None, None, None, None, None
 
 
 @path(F.batch_norm)
@@ -85,50 +98,53 @@ def batch_norm(
     """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
     if type(input) is not Activation or input.share is not None or torch._C._is_any_autocast_enabled():
         return NotImplemented
+    if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
+        return NotImplemented
+    if running_mean is None:
+        if running_var is not None:
+            return NotImplemented
+        kept = None
+    else:
+        if running_var is None or not (is_a_modules(running_mean) and is_a_modules(running_var)):
+            return NotImplemented
+        kept = running_mean, running_var
     place = input.place
-    if not all(vector is None or is_parameter(vector) for vector in (weight, bias)):
+    key = "batch_norm", None if weight is None else weight._place, None if bias is None else bias._place
+    call = place.plans.get(key, False)
+    if call is False:
+        call = place.plans[key] = _call(place, weight, bias)
+    if call is None or not (kept is None or _fit(kept, place.shape[1])):
         return NotImplemented
-    for buffer in (running_mean, running_var):
-        if (buffer is None) != (running_mean is None) or not (buffer is None or id(buffer) in running.buffers):
-            return NotImplemented
-    key = ("batch_norm", *(None if vector is None else vector._place for vector in (weight, bias)))
-    fits = place.plans.get(key)
-    if fits is None:
-        fits = place.plans[key] = _fits(place, weight, bias)
-    if not fits:
-        return NotImplemented
-    own_weight, own_bias = (None if vector is None else vector.local() for vector in (weight, bias))
-    channels = place.shape[1]
-    kept = [] if running_mean is None else [running_mean, running_var]
-    if any(type(buffer) is not Tensor or buffer.shape != (channels,) for buffer in kept):
-        return NotImplemented
+    own = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
     if not training:
-        if place.shards(1) or not kept or not place.is_filled:
+        if call.axes or kept is None or not place.is_filled:
             return NotImplemented
-        y = F.batch_norm(input.local(), running_mean, running_var, own_weight, own_bias, False, momentum, eps)
-        return activation(y, place)
-    if batch_norm_statistics.get(place.mesh) == "local":
-        return NotImplemented
-    share = batch_share(place.mesh, place.placements, place.shape)
-    if place.shape.numel() == channels:
-        return NotImplemented  # which refuses it
-    y = apply(_BatchNorm, input.local(), own_weight, own_bias, kept, momentum, eps, place, share)
-    return activation(y, place)
+        return activation(F.batch_norm(own[0], *kept, *own[1:], False, momentum, eps), place)
+    if call.total == 1 or batch_norm_statistics.get(place.mesh) == "local":
+        return NotImplemented  # one element a channel is refused there
+    return activation(apply(_BatchNorm, *own, kept, momentum, eps, call), place)
 
 
-def _fits(place: Where, *vectors: Any) -> bool:
-    """Whether the parameters have a number for each of this rank's channels, and nobody else counts the same twice."""
+def _fit(kept: tuple[Any, Any], channels: int) -> bool:
+    """Whether running statistics are plain, and one number per channel."""
+    mean, variance = kept
+    return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
+
+
+def _call(place: Where, *vectors: Any) -> _Call | None:
+    """None unless the parameters have a number for each of this rank's channels, and nobody else counts the same."""
     if not place.is_spread or len(place.shape) < 2:
-        return False
+        return None
     wanted = _shards(place, vector_layout(place.placements))
-    return all(
-        vector is None
-        or (
-            (vector._place.mesh == place.mesh and vector._place.shape == place.shape[1:2])
-            and _shards(place, vector._place.placements) == wanted
-        )
-        for vector in vectors
-    )
+    for vector in vectors:
+        if vector is None:
+            continue
+        lies = vector._place
+        if lies.mesh != place.mesh or lies.shape != place.shape[1:2] or _shards(place, lies.placements) != wanted:
+            return None
+    share = batch_share(place.mesh, place.placements, place.shape)
+    total = place.shape.numel() // max(place.shape[1], 1)
+    return _Call(place, dim_axes(place.mesh, place.placements, 1), share, total)
 
 
 def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:

@@ -25,8 +25,6 @@ def path(*functions: Any) -> Callable[[H], H]:
 
 
 class _Thread(threading.local):
-    buffers: frozenset[int] = frozenset()
-    """The ids of the running model's buffers."""
     closed = 0
     """How many functions of a script's own, made for autograd, are computing: these see DTensors only."""
 

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
 from distconv.direct.activation import Activation, from_dtensor
-from distconv.direct.paths import is_open, running
+from distconv.direct.paths import is_open
 from distconv.mesh import is_ours
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
@@ -39,6 +39,7 @@ from distconv.model.meeting import Meeting, brought
 from distconv.model.shard_gather import to_shards
 from distconv.plain_tensors import plain, watchers
 from distconv.refusal import UnsupportedOperation
+from distconv.rules.normalization.running import is_a_modules, waiting
 from distconv.rules.registry import checks
 from distconv.transfer.redistribution import relaid
 
@@ -122,11 +123,11 @@ def _running(model: nn.Module, run: _Run, direct: bool) -> Iterator[None]:
     for module, own in modules:
         module.__dict__["_parameters"] = _Reading(own, use)
     _inside.run = run
-    running.buffers = frozenset(id(buffer) for module in everything for buffer in module._buffers.values())
     try:
-        yield
+        with waiting(everything):
+            yield
     finally:
-        _inside.run, running.buffers = None, frozenset()
+        _inside.run = None
         for module, own in modules:
             module.__dict__["_parameters"] = own
 
@@ -140,6 +141,9 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if compiled.is_tracing_model or next(module.parameters(), None) is None:
             return _call(module, *args, **kwargs)
         return _beyond_graphs(module, *args, **kwargs)
+    run = _inside.run
+    if run is not None and not run.assignments and not compiled.is_wrapped(module):
+        return _call_uncompiled(module, *args, **kwargs)  # soonest: a model has hundreds of modules
     try:
         return _called(module, *args, **kwargs)
     except Exception as error:
@@ -255,7 +259,7 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
 
 def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
     """A plain tensor counts as replicated beside a DTensor: all ranks must hold the same."""
-    if id(x) in running.buffers:  # which come by turns
+    if is_a_modules(x):  # which come by turns
         return
     noted = ledger(mesh)
     if noted is not None:

@@ -108,6 +108,8 @@ class BucketPlan:
         self.wholes = [parameter.shape for parameter in parameters]
         self.shapes = [held(parameter).shape for parameter in parameters]
         self.offsets = list(itertools.accumulate((shape.numel() for shape in self.shapes), initial=0))
+        self.plain = [all(placement.is_replicate() for placement in home.placements) for home in homes]
+        """Whether every rank of its mesh holds all of a parameter."""
         self.places = [where(home.mesh, home.placements, p.shape) for p, home in zip(parameters, homes, strict=True)]
         self.stand_ins = [held(parameter).new_zeros(()).expand(held(parameter).shape) for parameter in parameters]
         """In the shapes of this rank's shares, without memory."""
@@ -142,10 +144,9 @@ class Bucket:
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
         """What this rank holds of a gradient, laid out as its parameter."""
-        mesh, placements = self.homes[index].mesh, self.homes[index].placements
-        if all(placement.is_replicate() for placement in placements):
+        if self.plan.plain[index]:
             return slot
-        return wrap(slot, mesh, placements, self.plan.wholes[index])
+        return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])
 
     def take(self, index: int, share: Tensor) -> Tensor:
         """Takes this rank's share of a gradient. Returns what autograd hands on in its place, until it is whole."""
@@ -223,8 +224,11 @@ def used(bucket: Any, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
 
 def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
     """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
-    with torch.enable_grad():
+    if torch.is_grad_enabled():
         root = source.view_as(source)
+    else:
+        with torch.enable_grad():
+            root = source.view_as(source)
     # What register_hook does, in a third of its time.
     root._backward_hooks = {0: functools.partial(bucket.take, index)}
     root.grad_fn._register_hook_dict(root)  # type: ignore[union-attr]

@@ -25,6 +25,7 @@ from distconv.layouts import replicated
 from distconv.mesh import is_ours
 from distconv.mesh_options import channel_algorithm
 from distconv.model.layers import parameter_placements
+from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.partition import Partition
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
@@ -139,6 +140,7 @@ _watching: list[Any] = []
 
 
 def _watch_steps() -> None:
+    step_on_local_tensors()
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_shard_state))
 

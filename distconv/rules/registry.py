@@ -82,13 +82,10 @@ def above_autograd(operator: str) -> Callable[[H], H]:
     def register(function: H) -> H:
         packet, _, overload = operator.removeprefix("aten::").partition(".")
         stock_operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-        taken_apart = stock_operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
         @functools.wraps(function)
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if not has_ours((*args, *kwargs.values())):
-                if as_before is None:
-                    return stock_operator.decompose(*args, **kwargs)
                 return as_before.call_boxed(keyset, *args, **kwargs)
             # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
             try:
@@ -98,8 +95,7 @@ def above_autograd(operator: str) -> Callable[[H], H]:
                 raise
 
         for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-            before = None if taken_apart else torch.library.get_kernel(operator, key)
-            run = functools.partial(kernel, before)
+            run = functools.partial(kernel, torch.library.get_kernel(operator, key))
             _library.impl(operator.removeprefix("aten::"), run, key, with_keyset=True)
             # What torch.compile has traced before has made torch remember the kernel that ran then.
             stock_operator._uncache_dispatch(getattr(torch._C.DispatchKey, key))

@@ -126,7 +126,8 @@ def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> t
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(edges, "MOST_EDGE", 1)
-        patch.setattr(plan, "overlap_pays", lambda *_: True)
+        for pays in ("overlap_pays", "is_large"):
+            patch.setattr(plan, pays, lambda *_: True)
         taken: list[str] = []
         for name in ("forward", "backward"):
             stock = getattr(overlap, name)
@@ -152,6 +153,8 @@ def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> t
         (4, "depth=2,height=2", VOLUMES),
         (4, "width=4", LINES),
         (4, "height=2,channel=2", CASES),
+        (3, "channel=3", CASES),
+        (4, "channel=2,filter=2", CASES),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -9,7 +9,7 @@ the rank convolves what it owns; narrow edges are made good when they have come 
 Where channels are sharded, a rank convolves with its block of the weight (see distconv.channels). It first fetches the
 channels that the block reads, and afterwards the ranks add up their partial results at the owners of the filters.
 Fetched channels are not kept for backward: dL/dweight fetches them again. A rank computes while channels travel: it
-makes what others wait for first, and uses what it owns before what arrives.
+makes what others wait for first, and uses what it owns before what arrives; in a small layer all is made at once.
 """
 
 from __future__ import annotations
@@ -189,11 +189,11 @@ def _from_arriving_inputs(
 def _arriving(
     which: Exchange, own: Tensor, plan: ConvolutionPlan, halos: Sequence[Exchange]
 ) -> Iterator[tuple[Interval, Tensor]]:
-    """What ``which`` brings the block, halos included, with its intervals: piece by piece if the layer can be divided.
+    """What ``which`` brings the block, halos included, with its intervals: piece by piece if the plan says so.
 
     With halos it comes at once: each piece would need messages of its own.
     """
-    if plan.layer.groups == 1 and not halos:
+    if plan.by_channels and not halos:
         return which.fetch_in_turn(own)
     return iter([((0, which.plan.extent), _whole(which, own, halos))])
 
@@ -208,8 +208,8 @@ def _whole(which: Exchange, own: Tensor, halos: Sequence[Exchange]) -> Tensor:
 def _leaving(
     which: Exchange, make: Callable[[Interval], Tensor], plan: ConvolutionPlan, shape: Sequence[int], like: Tensor
 ) -> Tensor:
-    """What the block makes, added up at its owners: what others wait for comes first if the layer can be divided."""
-    if plan.layer.groups == 1:
+    """What the block makes, added up at its owners: what others wait for comes first if the plan says so."""
+    if plan.by_channels:
         return which.adjoint_in_turn(make, shape, like)
     return which.adjoint(make((0, which.plan.extent)))
 

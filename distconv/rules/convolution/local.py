@@ -41,21 +41,22 @@ class LocalConvolution:
         if 0 in shape or not block.runs:
             return x.new_zeros(shape)
         weight, runs = self._part(channels, filters)
-        made = [
-            torch.ops.aten.convolution.default(
-                part(x, 1, run.channels),
-                part(weight, 0, run.weight),
-                None if bias is None else part(part(bias, 0, filters), 0, run.filters),
-                plan.stride,
-                plan.padding,
-                plan.dilation,
-                plan.layer.transposed,
-                plan.output_padding,
-                run.groups,
-            )
-            for run in runs
-        ]
-        y = made[0] if len(made) == 1 else torch.cat(made, 1)
+        bias = None if bias is None else part(bias, 0, filters)
+        rest = plan.stride, plan.padding, plan.dilation, plan.layer.transposed, plan.output_padding
+        if len(runs) == 1:
+            y = torch.convolution(part(x, 1, runs[0].channels), weight, bias, *rest, runs[0].groups)
+        else:
+            made = [
+                torch.convolution(
+                    part(x, 1, run.channels),
+                    part(weight, 0, run.weight),
+                    None if bias is None else part(bias, 0, run.filters),
+                    *rest,
+                    run.groups,
+                )
+                for run in runs
+            ]
+            y = torch.cat(made, 1)
         for side in plan.sides:
             y = part(y, side.dim, (side.skip, side.skip + side.own))
         return y
@@ -110,7 +111,7 @@ class LocalConvolution:
             zeros[at : at + 2] = margin.before, margin.after
         padded = torch.ops.aten.constant_pad_nd.default(x, zeros) if any(zeros) else x
         plan = self.plan
-        dx, dw, _ = torch.ops.aten.convolution_backward.default(
+        dx, dw, _ = torch.ops.aten.convolution_backward(
             grad,
             padded,
             weight,

@@ -24,7 +24,7 @@ from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Transposed, Window, intersect, length
 
 LEAST_BYTES = 2**20
-"""Of a rank's inputs: fewer are copied beside their halos sooner than their edges are computed by themselves."""
+"""Of a rank's inputs: with fewer, one call for all of them is sooner done than several while messages travel."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ class ConvolutionPlan:
     output_padding: list[int]
     overlap: Overlap | None
     """None where all halos are better fetched at once."""
+    by_channels: bool
+    """Whether channels and filters are computed piece by piece while others of them travel."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -197,17 +199,23 @@ def make_convolution_plan(
     out_local = local_shape(mesh, placements, out_shape)
     paddings = local_padding, data_padding, filter_padding, local_output_padding
     strides = tuple(arguments[0]), tuple(arguments[2])
-    return ConvolutionPlan(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap)
+    by_channels = groups == 1 and is_large(mesh, placements, shape, dtypes[0])
+    return ConvolutionPlan(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels)
 
 
 def overlap_pays(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype | None
 ) -> bool:
     """Whether to compute edges by themselves, if they are narrow; alike on all ranks."""
+    # A CPU's kernels take up to eight times as long for a few planes by themselves as for as many of a volume.
+    return not (mesh.device_type == "cpu" and len(shape) == 5) and is_large(mesh, placements, shape, dtype)
+
+
+def is_large(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype | None
+) -> bool:
+    """Whether some rank has inputs that are worth several calls; alike on all ranks."""
     assert dtype is not None, "it is that of x"
-    if mesh.device_type == "cpu" and len(shape) == 5:
-        # A CPU's kernels take up to eight times as long for a few planes by themselves as for as many of a volume.
-        return False
     largest = box_at(mesh, placements, shape, [0] * mesh.ndim)
     return math.prod(map(length, largest)) * dtype.itemsize >= LEAST_BYTES
 

@@ -11,22 +11,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap
-from distconv.layouts import layout, replicated
+from distconv.layouts import dim_axes, layout, replicated
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.as_gradient import as_gradient
 from distconv.rules.channel_split import norm_input
+from distconv.rules.normalization.running import move
 from distconv.rules.normalization.statistics import (
     Share,
     check_vector,
-    combined,
     count,
     gradients,
     moments,
     normalize,
     normalize_backward,
+    of_all,
     precise,
     share,
-    update_running,
     vector_layout,
 )
 from distconv.rules.registry import rule
@@ -64,13 +64,12 @@ def batch_norm(
         if running_mean is not None or running_var is not None or not own:
             whole = mean, variance
             if over is not None:
-                whole = combined(mean, variance * count(local), over)
+                whole = of_all(mean, variance, over)
             total = count(local) if over is None else over.total
-            unbiased = whole[1] * (total / max(total - 1, 1))
-            kept = [(r, v) for r, v in ((running_mean, whole[0]), (running_var, unbiased)) if r is not None]
-            if kept:
-                running, values = zip(*kept, strict=True)
-                update_running(running, values, mesh, placements, channels, momentum)
+            axes, unbiased = dim_axes(mesh, placements, 1), total / max(total - 1, 1)
+            for buffer, value, factor in ((running_mean, whole[0], 1.0), (running_var, whole[1], unbiased)):
+                if buffer is not None:
+                    move(buffer, value, mesh, axes, momentum, factor)
             mean, variance = (mean, variance) if own else whole
         square = variance + eps
         saved, shape = (mean, torch.rsqrt(square)), (channels,)

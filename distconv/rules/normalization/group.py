@@ -19,6 +19,7 @@ from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, layout, local_box, owners
 from distconv.rules.as_gradient import as_gradient
 from distconv.rules.channel_split import norm_input
+from distconv.rules.normalization.running import move
 from distconv.rules.normalization.statistics import (
     Pool,
     Share,
@@ -32,7 +33,6 @@ from distconv.rules.normalization.statistics import (
     precise,
     share,
     split_axes,
-    update_running,
     vector_layout,
 )
 from distconv.rules.registry import above_autograd, rule
@@ -132,8 +132,8 @@ def group_norm(
         mean, variance = _group_moments(local, groups, index)
         square = variance + eps
         wide = local.reshape(1, -1, _positions(local)) if local.numel() else local
-        vectors = (None if v is None else v.repeat(here) for v in (w, b))
-        y = normalize(wide, mean[:, index].flatten(), square[:, index].flatten(), *vectors).view(local.shape)
+        w, b = (None if v is None else v.repeat(here) for v in (w, b))
+        y = normalize(wide, mean[:, index].flatten(), square[:, index].flatten(), w, b).view(local.shape)
         inverse = torch.rsqrt(square)
     shape = samples, group
     return (
@@ -220,7 +220,8 @@ def instance_norm(
             over = share(*layout(mean), tuple(mean.shape), (0,))
             if over is not None:
                 sums = all_reduced(sums, over.group)
-            update_running((running_mean, running_var), (sums / samples).unbind(), *layout(mean), channels, momentum)
+            for buffer, value in zip((running_mean, running_var), (sums / samples).unbind(), strict=True):
+                move(buffer, value, mean.device_mesh, dim_axes(*layout(mean), 1), momentum)
     return y
 
 

@@ -15,11 +15,11 @@ from distconv.dtensors import wrap
 from distconv.layouts import input_layout
 from distconv.rules.normalization.statistics import (
     Share,
-    combined,
     count,
     moments,
     normalize,
     normalize_backward,
+    of_all,
     precise,
     share,
 )
@@ -74,7 +74,7 @@ def layer_norm(
         rows = local.reshape(1, math.prod(outer), math.prod(local.shape[lead:]))
         mean, variance = moments(rows)
         if over is not None:
-            mean, variance = combined(mean, variance * count(rows), over)
+            mean, variance = of_all(mean, variance, over)
         square = variance + eps
         y = normalize(rows, mean, square, None, None).view(local.shape)
         y = y if w is None else y * w.to(y.dtype)

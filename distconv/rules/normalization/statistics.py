@@ -20,13 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import box_at, dim_axes, owners
+from distconv.layouts import box_at
 from distconv.mesh import sharded_dims
 from distconv.transfer.all_reduce import all_reduced
-from distconv.transfer.exchange import exchange
 from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
@@ -41,6 +39,11 @@ class Share:
     """By rank of the group, then by column: one column where all are alike."""
     total: int
     """Elements of a column, the same for all."""
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every rank has as many elements of each column."""
+        return len(set(self.counts)) == 1 and len(self.counts[0]) == 1
 
 
 def split_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence[int]) -> tuple[int, ...]:
@@ -91,29 +94,34 @@ def count(rows: Tensor) -> int:
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
     if rows.numel():
-        mean, variance = aten.batch_norm_update_stats.default(precise(rows), None, None, 0.0)
+        mean, variance = torch.batch_norm_update_stats(precise(rows), None, None, 0.0)
         return mean, variance
     zeros = precise(rows.new_zeros(rows.shape[1]))
     return zeros, zeros
 
 
-def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks of the share, from each rank's mean and sum of squared deviations.
+def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks of the share, whose columns are all alike, from those of this rank.
 
-    Both (..., columns); bit by bit alike on all ranks.
+    All are flat; bit by bit alike on all ranks.
     """
-    if not mean.numel():
-        return mean, deviations
-    own = torch.stack([mean, deviations])
+    rows = mean.numel()
+    if not rows:
+        return mean, variance
     ranks = len(share.counts)
-    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
-    if mean.dim() > 1 or len(share.counts[0]) > 1:
-        return _combined_by_column(means, squares, share)
+    table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
+    if share.is_even:
+        # The mean of the means and variances, and the variance of the means: one operator has all three.
+        means, spread = torch.batch_norm_update_stats(table, None, None, 0.0)
+        return means[:rows], means[rows:] + spread[:rows]
     # A compiler's stand-ins for tensors must not be kept.
-    weights, largest = (_weights if type(own) is Tensor else _weights.__wrapped__)(share, own.dtype, own.device)
+    weights, largest = (_weights if type(mean) is Tensor else _weights.__wrapped__)(share, mean.dtype, mean.device)
+    means = table[:, :rows]
     pivot = means[largest]
-    mean = pivot + weights @ (means - pivot)
-    return mean, torch.addmv(squares.sum(0), (means - mean).square_().t(), weights, beta=1 / share.total)
+    means = means - pivot
+    shift = torch.mv(means.t(), weights)
+    within = (means - shift).square_().add_(table[:, rows:])
+    return pivot + shift, torch.mv(within.t(), weights)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,22 +131,30 @@ def _weights(share: Share, dtype: torch.dtype, device: torch.device) -> tuple[Te
     return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
 
 
-def _combined_by_column(means: Tensor, squares: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-    """The same from what all ranks have, (ranks, ..., columns), where columns may lie on ranks differently."""
+def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """The same from means and sums of squared deviations, (..., columns), which may lie on ranks differently."""
+    if not mean.numel():
+        return mean, deviations
+    own, ranks = torch.stack([mean, deviations]), len(share.counts)
+    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
     weights = torch.tensor(share.counts, dtype=means.dtype, device=means.device) / share.total
-    weights = weights.view(means.shape[0], *[1] * (means.dim() - 2), -1).expand_as(means)
+    weights = weights.view(ranks, *[1] * (mean.dim() - 1), -1).expand_as(means)
     pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
     mean = pivot + (weights * (means - pivot)).sum(0)
     return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
 
 
-def normalize(rows: Tensor, mean: Tensor, square: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(rows - mean) / sqrt(square) * weight + bias, with one of each per row."""
+def normalize(
+    rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 0.0
+) -> Tensor:
+    """(rows - mean) / sqrt(variance + eps) * weight + bias, with one of each per row."""
     if not rows.numel():
         return torch.empty_like(rows)
     dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    vectors = [v if v is None or v.dtype is dtype else v.to(dtype) for v in (weight, bias, mean, square)]
-    return aten.native_batch_norm.default(rows, *vectors, False, 0.0, 0.0)[0]
+    weight, bias, *statistics = (
+        v if v is None or v.dtype is dtype else v.to(dtype) for v in (weight, bias, mean, variance)
+    )
+    return torch.native_batch_norm(rows, weight, bias, statistics[0], statistics[1], False, 0.0, eps)[0]
 
 
 @dataclass(frozen=True)
@@ -153,35 +169,40 @@ def normalize_backward(
     grad: Tensor,
     rows: Tensor,
     mean: Tensor,
-    square: Tensor,
+    variance: Tensor,
     weight: Tensor | None,
     share: Share | None,
     total: int,
     pool: Pool | None,
     need_input: bool,
+    eps: float = 0.0,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row.
 
     ``total``: of how many elements, on all ranks, each statistic is. With n the normalized rows and g = weight dy:
-    dx = (g - mean(g) - n mean(g n)) / sqrt(square).
+    dx = (g - mean(g) - n mean(g n)) / sqrt(variance + eps).
     """
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
-        dx, dweight, dbias = aten.native_batch_norm_backward.default(
-            grad, rows, weight, mean, square, None, None, False, 0.0, [need_input, True, True]
+        dx, dweight, dbias = aten.native_batch_norm_backward(
+            grad, rows, weight, mean, variance, None, None, False, eps, [need_input, True, True]
         )
     if not need_input:
         return None, dweight, dbias
-    sums = torch.stack([dbias, dweight])
-    sums = sums if weight is None else sums * weight
+    sums = torch.cat([dbias, dweight]).view(2, -1)
+    if weight is not None:
+        sums *= weight
     if pool is not None:
         sums = sums.new_zeros(2, pool.size).index_add_(1, pool.index, sums)
     if share is not None:
         sums = all_reduced(sums, share.group)
     if rows.numel():
-        sums = (sums if pool is None else sums[:, pool.index]) * torch.rsqrt(square).div_(-total)
-        dx += normalize(rows, mean, square, sums[1], sums[0])
+        sums = sums if pool is None else sums[:, pool.index]
+        scaled, scale = sums * torch.rsqrt(variance + eps if eps else variance), 1 / total
+        if rows.dtype is torch.float16:  # which holds no large sums
+            scaled, scale = scaled * scale, 1.0
+        dx.sub_(normalize(rows, mean, variance, scaled[1], scaled[0], eps), alpha=scale)
     return dx, dweight, dbias
 
 
@@ -213,25 +234,3 @@ def gradients(
     of = vector_gradient(placements)
     dweight, dbias = (None if v is None else wrap(v.to(dtype), mesh, of, x.shape[1:2]) for v in vectors)
     return None if dx is None else wrap(dx, mesh, placements, x.shape), dweight, dbias
-
-
-def update_running(
-    running: Sequence[Tensor],
-    values: Sequence[Tensor],
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    channels: int,
-    momentum: float,
-) -> None:
-    """Move running statistics towards this rank's values, one per own channel.
-
-    A buffer that every rank has whole takes those of all ranks: one exchange where channels are sharded.
-    """
-    axes = dim_axes(mesh, placements, 1)
-    if axes and not all(isinstance(buffer, DTensor) and Shard(0) in buffer.placements for buffer in running):
-        whole = (window((0, channels), channels),) * math.prod(mesh.size(axis) for axis in axes)
-        gathered = exchange(mesh, axes, 0, owners(mesh, axes, channels), whole).fetch(torch.stack(list(values), 1))
-        values = gathered.unbind(1)
-    for buffer, value in zip(running, values, strict=True):
-        local = buffer._local_tensor if isinstance(buffer, DTensor) else buffer
-        local.lerp_(value if value.dtype is local.dtype else value.to(local.dtype), momentum)

@@ -1,0 +1,86 @@
+"""The steps of torch's optimizers over sharded parameters: computed on what this rank holds, as one list of tensors.
+
+Torch's optimizers hand the parameters of a group, their gradients and what is kept of each to a function, such as
+`torch.optim.adam.adam`, that treats every element alike. There this rank's tensors take the place of DTensors, so that
+a step costs what it costs without these, whether torch takes one tensor after the other or all at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.dtensors import wrap
+from distconv.layouts import has_partial
+from distconv.mesh import is_ours
+
+ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+"""The functions, each in the module of its name; adamw is adam with another decay."""
+
+
+@functools.cache
+def step_on_local_tensors() -> None:
+    """From now on, torch's optimizers compute with this rank's tensors, where all that a step needs lies alike."""
+    for name in ELEMENTWISE:
+        module = importlib.import_module(f"torch.optim.{name}")
+        setattr(module, name, _on_local_tensors(getattr(module, name)))
+
+
+def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(update)
+    def chosen(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or kwargs.get("differentiable"):
+            return update(params, *args, **kwargs)
+        lists = [arg for arg in (params, *args, *kwargs.values()) if isinstance(arg, list)]
+        sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
+        if not sharded or not all(_lie_alike(params, each) for each in lists):
+            return update(params, *args, **kwargs)
+        local = {id(each): [_local(item) for item in each] for each in lists}
+        before = {id(each): list(each) for each in lists}
+        update(
+            local[id(params)],
+            *(local.get(id(arg), arg) for arg in args),
+            **{name: local.get(id(arg), arg) for name, arg in kwargs.items()},
+        )
+        for each in lists:  # as SGD puts its first momentum there
+            for index, (kept, item) in enumerate(zip(before[id(each)], local[id(each)], strict=True)):
+                if item is not _local(kept):
+                    each[index] = _like(params[index], item)
+        torch.autograd.graph.increment_version([params[index] for index in sharded])
+        return None
+
+    return chosen
+
+
+def _lie_alike(params: Sequence[Tensor], items: Sequence[Any]) -> bool:
+    """Whether each item lies as its parameter does, or is a number."""
+    if len(items) != len(params):
+        return not items
+    for parameter, item in zip(params, items, strict=True):
+        if isinstance(item, DTensor):
+            spec = item._spec
+            if not isinstance(parameter, DTensor) or not is_ours(spec.mesh) or has_partial(spec.placements):
+                return False
+            own = parameter._spec
+            if spec is not own and (spec.placements, spec.shape, spec.mesh) != (own.placements, own.shape, own.mesh):
+                return False
+        elif isinstance(item, Tensor) and item.dim() and isinstance(parameter, DTensor):
+            return False
+    return True
+
+
+def _local(item: Any) -> Any:
+    return item._local_tensor if isinstance(item, DTensor) else item
+
+
+def _like(parameter: Tensor, item: Any) -> Any:
+    """A tensor of this rank as a part of what its parameter is a part of; anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(item, Tensor) or not item.dim():
+        return item
+    return wrap(item, parameter.device_mesh, parameter.placements, parameter.shape)

@@ -1,0 +1,187 @@
+"""Running statistics: what norms find of a batch, written to their buffers, at once or when the model's call ends.
+
+A buffer is the whole tensor on every rank. So where channels are sharded the ranks must exchange what each has found of
+its own: at the end of a call once for all norms. Who reads a buffer from its module before that finds it up to date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from distconv.layouts import owners
+from distconv.transfer.exchange import exchange
+from distconv.transfer.gathering import all_gathered
+from distconv.transfer.group import joint_group, joint_order
+from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
+
+
+class _Move(NamedTuple):
+    """A buffer moves by ``momentum`` of the way to ``factor`` times a value."""
+
+    buffer: Tensor
+    value: Tensor
+    momentum: float
+    factor: float
+
+
+class _Gathered(NamedTuple):
+    """How vectors that lie in shards over some axes come to every rank at once."""
+
+    group: dist.ProcessGroup | None
+    ranks: int
+    padding: int
+    """Elements behind what this rank has, so that all ranks send as many."""
+    places: Tensor
+    """Of each element of the whole vectors, one after the other: where it is in what all ranks sent."""
+
+
+class _Thread(threading.local):
+    moves: dict[int, tuple[_Move, Any]] | None = None
+    """Of the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
+    buffers: frozenset[int] = frozenset()
+    """The ids of the buffers of the modules of that call."""
+
+
+_thread = _Thread()
+
+
+def move(
+    buffer: Tensor,
+    value: Tensor,
+    mesh: DeviceMesh,
+    axes: tuple[int, ...],
+    momentum: float,
+    factor: float = 1.0,
+) -> None:
+    """Move a running statistic towards ``factor`` times this rank's value, one number per own channel.
+
+    ``axes``: those that shard the channels. Collective where there are any and the buffer is whole.
+    """
+    if isinstance(buffer, DTensor):
+        axes = () if Shard(0) in buffer.placements else axes
+        buffer = buffer._local_tensor
+    value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
+    if axes:
+        channels = buffer.shape[0]
+        whole = (window((0, channels), channels),) * math.prod(mesh.size(axis) for axis in axes)
+        value = exchange(mesh, axes, 0, owners(mesh, axes, channels), whole).fetch(value)
+    buffer.lerp_(value if factor == 1 else value * factor, momentum)
+
+
+def move_later(
+    buffer: Tensor, value: Tensor, mesh: DeviceMesh, axes: tuple[int, ...], momentum: float, factor: float = 1.0
+) -> None:
+    """The same of a plain buffer of a module that runs (`is_a_modules`), at the latest when the call ends.
+
+    Not where autograd has kept the buffer, whose change it would notice.
+    """
+    waits = _thread.moves
+    assert waits is not None
+    if id(buffer) in waits:
+        _settle()
+    value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
+    waits[id(buffer)] = _Move(buffer, value, momentum, factor), (mesh, axes) if axes else None
+
+
+@contextlib.contextmanager
+def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, the buffers of the modules are written together, at its end. Collective there.
+
+    After an error, perhaps of this rank alone, nothing is sent: what would have to be gathered is left out.
+    """
+    held = [(module, module._buffers) for module in modules if module._buffers]
+    outer = _thread.moves, _thread.buffers
+    _thread.moves, _thread.buffers = {}, frozenset(id(buffer) for _, own in held for buffer in own.values())
+    for module, own in held:
+        module.__dict__["_buffers"] = _Reading(own)
+    try:
+        yield
+        _settle()
+    except BaseException:
+        _settle(gather=False)
+        raise
+    finally:
+        _thread.moves, _thread.buffers = outer
+        for module, own in held:
+            now = module._buffers  # to which the module may have added, or assigned
+            own.clear()
+            own.update(now)
+            module.__dict__["_buffers"] = own
+
+
+def is_a_modules(buffer: Tensor) -> bool:
+    """Whether a tensor is a buffer of a module that runs."""
+    return id(buffer) in _thread.buffers
+
+
+class _Reading(dict[str, Any]):
+    """A module's buffers while a model runs: reading one that is to be written writes all that are."""
+
+    def __getitem__(self, name: str) -> Any:
+        value = dict.__getitem__(self, name)
+        if _thread.moves and id(value) in _thread.moves:
+            _settle()
+        return value
+
+    def items(self) -> Any:
+        _settle()
+        return super().items()
+
+    def values(self) -> Any:
+        _settle()
+        return super().values()
+
+
+@torch.no_grad()
+def _settle(gather: bool = True) -> None:
+    """Write what waits."""
+    if not _thread.moves:
+        return
+    together: dict[Any, list[_Move]] = {}
+    for each, sharded in _thread.moves.values():
+        together.setdefault((sharded, each.momentum, each.value.dtype, each.value.device), []).append(each)
+    _thread.moves.clear()
+    for (sharded, momentum, *_), moves in together.items():
+        if sharded is not None and not gather:
+            continue
+        buffers = [each.buffer for each in moves]
+        values = list(torch._foreach_mul([each.value for each in moves], [each.factor for each in moves]))
+        if sharded is not None:
+            mesh, axes = sharded
+            values = _gather(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
+        torch._foreach_lerp_(buffers, values, momentum)
+
+
+def _gather(mesh: DeviceMesh, axes: tuple[int, ...], values: list[Tensor], channels: tuple[int, ...]) -> list[Tensor]:
+    """Whole vectors from this rank's shards of them. Collective."""
+    plan = _plan(mesh, axes, channels, values[0].device)
+    own = torch.cat([*values, values[0].new_zeros(plan.padding)] if plan.padding else values)
+    whole = all_gathered(own, plan.ranks, plan.group).index_select(0, plan.places)
+    return list(whole.split(channels))
+
+
+@planned(1024)
+def _plan(mesh: DeviceMesh, axes: tuple[int, ...], channels: tuple[int, ...], device: torch.device) -> _Gathered:
+    order, here = joint_order(mesh, axes)
+    owned = [[(stop - start) for start, stop in owners(mesh, axes, extent)] for extent in channels]
+    each = [sum(own[at] for own in owned) for at in range(len(order))]
+    longest = max(each)
+    index: list[int] = []
+    starts = {at: member * longest for member, at in enumerate(order)}
+    for own in owned:
+        for at, extent in enumerate(own):
+            index += range(starts[at], starts[at] + extent)
+            starts[at] += extent
+    padding = longest - each[order[here]]
+    return _Gathered(joint_group(mesh, axes), len(order), padding, torch.tensor(index, device=device))
