@@ -1,9 +1,12 @@
 """Host time of a training step of ResNet-50 with tiny activations, in one process of a fake group of four ranks.
 
-python benchmarks/host.py
+    python benchmarks/host.py                       # the step, the optimizer's part of it, and single operators
+    python benchmarks/host.py --compile aot_eager   # the step through torch.compile, too: takes minutes to compile
 
 Messages are free here: what is measured is the processor time of this process alone, medians of steps in turn. Beside
-it stand the collectives of a step, and the bytes that a rank hands to them.
+it stand the collectives of a step, and the bytes that a rank hands to them. Plain torch computes the whole batch; DDP
+and torch's own DTensor, sharded by samples, compute one image of four. These two are measured before distconv changes
+anything in the process, beside plain torch at that time.
 """
 
 from __future__ import annotations
@@ -12,28 +15,40 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import distconv
+from benchmarks import host_operators
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks.models import NETWORKS
 
 RESULT = "host-cpu"
 RANKS, WARM = 4, 3
 PARTITIONS = ("sample=4", "height=4", "sample=2,height=2", "height=2,width=2", "sample=2,channel=2")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "Adam, foreach": lambda parameters: torch.optim.Adam(parameters, lr=1e-3, foreach=True),
+}
+
+Figures = dict[str, dict[str, Any]]
+"""By arm: what was found of it."""
 
 
 class _Done:
-    """The work of a message that needs no time: a fake group refuses an empty input where something is received."""
+    """The work of a message that needs no time; that of a fake group has not ended before it is waited for."""
 
     def is_completed(self) -> bool:
         return True
@@ -42,60 +57,160 @@ class _Done:
         return True
 
 
-class Messages:
-    """Counts the collectives that a process asks for, and the bytes that it hands to them."""
+def let_messages_arrive_at_once() -> None:
+    """And lets a fake group exchange nothing for something, which it refuses."""
+    stock = dist.all_to_all_single
 
-    NAMES = ("all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "broadcast")
+    def exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if input.numel():
+            stock(output, input, *args, **kwargs)
+        return _Done()
+
+    dist.all_to_all_single = exchange  # type: ignore[assignment]
+
+
+class Messages(TorchDispatchMode):
+    """Counts the collectives that are called while it is on, and the bytes that this process hands to them."""
+
+    INPUTS = ("input", "tensors", "inputs", "input_tensor", "input_tensors", "self")
+    WAITS = ("wait_tensor", "barrier", "monitored_barrier_")
 
     def __init__(self) -> None:
+        super().__init__()
         self.calls = self.bytes = 0
-        for name in self.NAMES:
-            if hasattr(dist, name):
-                at = 1 if name.endswith(("single", "tensor")) else 0
-                setattr(dist, name, self._counted(getattr(dist, name), at))
 
-    def _counted(self, collective: Callable[..., Any], at: int) -> Callable[..., Any]:
-        exchanges = collective.__name__ == "all_to_all_single"
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.calls, self.bytes = self.calls + 1, self.bytes + args[at].numel() * args[at].element_size()
-            if exchanges and not args[1].numel():
-                return _Done()
-            work = collective(*args, **kwargs)
-            return _Done() if exchanges else work
-
-        return counted
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in self.WAITS:
+            given = {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)}
+            sent = next(given[name] for name in self.INPUTS if name in given)
+            self.calls += 1
+            self.bytes += sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(sent))
+        return func(*args, **(kwargs or {}))
 
 
-def step(model: nn.Module, x: Tensor, target: Tensor) -> None:
+Step = Callable[[], None]
+
+
+def step_of(model: nn.Module, x: Tensor, target: Tensor) -> Step:
     """Forward and backward; the gradients of the step before are dropped first."""
-    model.zero_grad(set_to_none=True)
-    functional.cross_entropy(model(x), target).backward()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        functional.cross_entropy(model(x), target).backward()
+
+    return step
 
 
-def measured(width: int, size: int, rounds: int) -> dict[str, dict[str, float]]:
-    """By way to run the step: milliseconds, how often plain torch's, collectives and bytes."""
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return NETWORKS["resnet50"].build(width=width)
-
-    x, target = torch.randn(RANKS, 3, size, size), torch.arange(RANKS)
-    messages = Messages()
-    arms = {"plain": model()}
-    for partition in PARTITIONS:
-        arms[partition] = distconv.parallelize(model(), distconv.init(partition, device_type="cpu"))
+def timed(arms: Mapping[str, Step], rounds: int, baseline: str = "plain") -> Figures:
+    """Milliseconds of each arm, in turn, and how often the baseline's."""
     times: dict[str, list[float]] = {name: [] for name in arms}
-    found: dict[str, dict[str, float]] = {}
     for _ in range(WARM + rounds):
-        for name, arm in arms.items():
-            messages.calls = messages.bytes = 0
+        for name, step in arms.items():
             start = time.process_time()
-            step(arm, x, target)
+            step()
             times[name].append(1e3 * (time.process_time() - start))
-            found[name] = {"collectives": messages.calls, "bytes": messages.bytes}
     medians = {name: statistics.median(values[WARM:]) for name, values in times.items()}
-    return {name: {"ms": medians[name], "over plain": medians[name] / medians["plain"], **found[name]} for name in arms}
+    return {name: {"ms": ms, "over plain": ms / medians[baseline]} for name, ms in medians.items()}
+
+
+def counted(figures: Figures, arms: Mapping[str, Step]) -> Figures:
+    """The same with what one more step of each arm sends."""
+    for name, step in arms.items():
+        with Messages() as messages:
+            step()
+        figures[name] |= {"collectives": messages.calls, "bytes": messages.bytes}
+    return figures
+
+
+def resnet(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS["resnet50"].build(width=width)
+
+
+def _reduced(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    dist.all_reduce(bucket.buffer())
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def others(width: int, x: Tensor, target: Tensor, rounds: int) -> Figures:
+    """Plain torch beside what torch has for several ranks."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    own = x[:1].contiguous(), target[:1]
+    ddp = nn.parallel.DistributedDataParallel(resnet(width))
+    ddp.register_comm_hook(
+        None, lambda _, bucket: _reduced(bucket)
+    )  # its own waits for a result, which a fake group does not give
+    arms = {
+        "plain": step_of(resnet(width), x, target),
+        "DDP": step_of(ddp, *own),
+    }
+    refused: Figures = {}
+    shards = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (x, target)]
+    dtensor = step_of(distribute_module(resnet(width), mesh), *shards)
+    try:
+        dtensor()
+        arms["torch's DTensor, by samples"] = dtensor
+    except Exception as error:  # whatever it refuses, it says
+        refused["torch's DTensor, by samples"] = {"refused": _line(error)}
+    figures = counted(timed(arms, rounds), arms)
+    figures.pop("plain")
+    return figures | refused
+
+
+def ours(width: int, x: Tensor, target: Tensor, rounds: int) -> Figures:
+    """Plain torch beside distconv."""
+    arms = {"plain": step_of(resnet(width), x, target)}
+    for partition in PARTITIONS:
+        model = distconv.parallelize(resnet(width), distconv.init(partition, device_type="cpu"))
+        arms[partition] = step_of(model, x, target)
+    return counted(timed(arms, rounds), arms)
+
+
+def compiled(width: int, x: Tensor, target: Tensor, rounds: int, backend: str, partitions: Iterable[str]) -> Figures:
+    """Plain torch and distconv through torch.compile; what could not be compiled says why."""
+    arms: dict[str, Step] = {}
+    refused: Figures = {}
+    for name in ("plain", *partitions):
+        model = resnet(width)
+        if name != "plain":
+            model = distconv.parallelize(model, distconv.init(name, device_type="cpu"))
+        step = step_of(torch.compile(model, backend=backend, fullgraph=True, dynamic=False), x, target)
+        try:
+            step()
+            arms[name] = step
+        except Exception as error:  # whatever it refuses, it says
+            refused[f"{name}, {backend}"] = {"refused": _line(error)}
+    figures = timed(arms, rounds) if "plain" in arms else {}
+    return {f"{name}, {backend}": found for name, found in figures.items()} | refused
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0][:60]}" if str(error) else repr(error)
+
+
+def optimizers(width: int, x: Tensor, target: Tensor, rounds: int) -> dict[str, Figures]:
+    """The step of an optimizer alone, over plain parameters and over split ones."""
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        arms = {}
+        for partition in ("plain", "sample=4", "sample=2,channel=2"):
+            model = resnet(width)
+            if partition != "plain":
+                model = distconv.parallelize(model, distconv.init(partition, device_type="cpu"))
+            optimizer = make(model.parameters())
+            step_of(model, x, target)()
+            arms[partition] = optimizer.step
+        found[name] = timed(arms, rounds)  # type: ignore[arg-type]
+    return found
+
+
+def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+    if "refused" in found:
+        return f"{name}: {found['refused']}", "-", "-", "-", "-"
+    sent = (f"{found['collectives']}", f"{found['bytes'] / 2**10:.0f}") if "bytes" in found else ("-", "-")
+    return name, f"{found['ms']:.1f}", f"{found['over plain']:.2f}", *sent
 
 
 def main() -> None:
@@ -103,6 +218,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4, help="channels of the first stage (default %(default)s)")
     parser.add_argument("--size", type=int, default=64, help="height and width of the input (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="steps that count (default %(default)s)")
+    parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile, such as aot_eager or inductor")
+    parser.add_argument("--partitions", default=";".join(PARTITIONS), help="that are compiled, between semicolons")
     parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
     arguments = parser.parse_args()
     about = f"{__doc__.split(chr(10) * 2)[2]}\n\n{conditions()}"
@@ -110,19 +227,40 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    figures = measured(arguments.width, arguments.size, arguments.rounds)
-    rows = [
-        (name, f"{f['ms']:.1f}", f"{f['over plain']:.2f}", f"{f['collectives']:.0f}", f"{f['bytes'] / 2**10:.0f}")
-        for name, f in figures.items()
-    ]
-    headings = ("", "ms of the host", "over plain", "collectives", "KiB")
+    let_messages_arrive_at_once()
+    x, target = torch.randn(RANKS, 3, arguments.size, arguments.size), torch.arange(RANKS)
+    given = arguments.width, x, target, arguments.rounds
+    beside = others(*given)
+    steps = ours(*given) | beside
+    if arguments.compile:
+        steps |= compiled(*given, arguments.compile, arguments.partitions.split(";"))
+    updates = optimizers(*given)
+    operators = host_operators.measured(("plain", *PARTITIONS), arguments.rounds)
+    what = f"ResNet-50, width {arguments.width}"
     tables = [
         Table(
-            f"A training step of ResNet-50, width {arguments.width}, on 4 images of {arguments.size}²", headings, rows
-        )
+            f"A training step of {what}, on 4 images of {arguments.size}²",
+            ("", "ms of the host", "over plain", "collectives", "KiB"),
+            [row(name, found) for name, found in steps.items()],
+        ),
+        Table(
+            f"The step of an optimizer of {what}: milliseconds of the host, and over plain",
+            ("", *next(iter(updates.values()))),
+            [
+                (name, *(f"{each['ms']:.1f} ({each['over plain']:.2f})" for each in found.values()))
+                for name, found in updates.items()
+            ],
+        ),
+        host_operators.table(operators),
     ]
     if arguments.save:
-        save(RESULT, "Host time of a training step", about, figures, tables)
+        save(
+            RESULT,
+            "Host time of a training step",
+            about,
+            {"steps": steps, "optimizers": updates, "operators": operators},
+            tables,
+        )
     show(tables)
 
 

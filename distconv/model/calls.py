@@ -100,9 +100,11 @@ def _meshes(modules: Iterable[nn.Module], run: _Run) -> dict[Tensor, DeviceMesh]
     """The mesh of each parameter of some modules, that of the one that holds it."""
     meshes: dict[Tensor, DeviceMesh] = {}
     for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None and not _is_elsewhere(parameter):
-                meshes.setdefault(parameter, run.mesh_of(module))
+        if module._parameters:
+            mesh = run.mesh_of(module)
+            for parameter in module._parameters.values():
+                if parameter is not None and not _is_elsewhere(parameter):
+                    meshes.setdefault(parameter, mesh)
     return meshes
 
 

@@ -130,7 +130,7 @@ class Bucket:
 
     def alias(self, parameter: Tensor) -> Tensor:
         """What this rank holds of a parameter, as the uses of it share it."""
-        return held(parameter).view_as(held(parameter))
+        return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
 
     def slot(self, index: int) -> Tensor:
         """The place of one gradient in the buffer."""

@@ -60,7 +60,7 @@ def step_without_reading(partition: str) -> None:
     with MonkeyPatch.context() as patched:
         patched.setenv("DISTCONV_CHECK", "off")  # its verdicts are read on a host, and travel by themselves on a GPU
         model = distconv.parallelize(layers(), distconv.init(partition, device_type="cpu"))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         x, targets = torch.rand(4, 3, 12, 12), torch.arange(4)
 
         def step() -> None:
@@ -75,9 +75,11 @@ def step_without_reading(partition: str) -> None:
             step()
 
 
-@pytest.mark.parametrize("partition", ["sample=2", "height=2", "channel=2"])
+@pytest.mark.parametrize(
+    "partition", ["sample=4", "height=4", "sample=2,height=2", "height=2,width=2", "sample=2,channel=2"]
+)
 def test_a_step_reads_nothing_on_the_host(ranks: Callable[[int], Ranks], partition: str) -> None:
-    pool = ranks(2)
+    pool = ranks(4)
     if pool.backend == "mpi":
         pytest.skip("over Gloo")
     pool.run(step_without_reading, partition)
