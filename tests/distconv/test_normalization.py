@@ -223,3 +223,40 @@ def local_statistics() -> list[bool]:
 
 def test_local_statistics(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(local_statistics) == [[True] * 4] * 2
+
+
+class Assigning(nn.Module):
+    """Batch norms of split channels, and a buffer that forward replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm2d(5), nn.Conv2d(5, 3, 1), nn.BatchNorm2d(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norms(self.norms[0](x))
+        self.calls = self.calls + self.norms[0].running_mean.numel()
+        return y
+
+
+def statistics_at_the_end() -> tuple[bool, int]:
+    """Whether buffers are those of one process, and how many gathers a forward pass of four norms needs."""
+    mesh = distconv.init("channel=2", device_type="cpu")
+    torch.manual_seed(6)
+    plain = Assigning().double()
+    model = distconv.parallelize(copy.deepcopy(plain), mesh)
+    x = torch.randn(3, 5, 4, 4, dtype=torch.float64)
+    whole = distconv.shard(x, mesh)
+    for _ in range(2):
+        plain(x)
+        with Collectives() as sent:
+            model(whole)
+    pairs = zip(model.buffers(), plain.buffers(), strict=True)
+    same = all(torch.allclose(a, b, rtol=1e-10) for a, b in pairs)
+    return same, sum("gather" in name for name in sent.called)
+
+
+def test_running_statistics_of_split_channels_are_gathered_together(ranks: Callable[[int], Ranks]) -> None:
+    # Once before the first norm runs again, and once where its mean is read.
+    # Once before the first norm runs again, and once where its mean is read.
+    assert ranks(2).run(statistics_at_the_end) == [(True, 2)] * 2
