@@ -258,5 +258,4 @@ def statistics_at_the_end() -> tuple[bool, int]:
 
 def test_running_statistics_of_split_channels_are_gathered_together(ranks: Callable[[int], Ranks]) -> None:
     # Once before the first norm runs again, and once where its mean is read.
-    # Once before the first norm runs again, and once where its mean is read.
     assert ranks(2).run(statistics_at_the_end) == [(True, 2)] * 2
