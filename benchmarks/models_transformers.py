@@ -39,13 +39,13 @@ def _transformers() -> Iterator[tuple[str, Entry]]:
     yield _hf("DPTForDepthEstimation", "DPTConfig", **vit, backbone_out_indices=[0, 1, 2, 3],
               neck_hidden_sizes=[8, 16, 32, 64], fusion_hidden_size=16)  # fmt: skip
     yield _hf("EfficientNetForImageClassification", "EfficientNetConfig", **small, width_coefficient=0.5,
-              depth_coefficient=0.5, hidden_dim=1280)  # fmt: skip
+              depth_coefficient=0.5, hidden_dim=640)  # fmt: skip
     yield _hf("FocalNetForImageClassification", "FocalNetConfig", **small, image_size=64, embed_dim=16)
     yield _hf("LevitForImageClassification", "LevitConfig", **small, image_size=64)
     yield _hf("MobileNetV1ForImageClassification", "MobileNetV1Config", **small, depth_multiplier=0.5)
     yield _hf("MobileNetV2ForImageClassification", "MobileNetV2Config", **small, depth_multiplier=0.5)
     yield _hf("MobileViTForImageClassification", "MobileViTConfig", **small, image_size=64, hidden_sizes=[24, 32, 40],
-              neck_hidden_sizes=[8, 16, 24, 32, 40, 80])  # fmt: skip
+              neck_hidden_sizes=[8, 16, 16, 24, 32, 40, 160])  # fmt: skip
     yield _hf("MobileViTV2ForImageClassification", "MobileViTV2Config", **small, width_multiplier=0.5)
     yield _hf("PoolFormerForImageClassification", "PoolFormerConfig", **small, hidden_sizes=[16, 32, 64, 128])
     yield _hf("PvtForImageClassification", "PvtConfig", **small, image_size=64, hidden_sizes=[16, 32, 80, 128])
@@ -57,7 +57,7 @@ def _transformers() -> Iterator[tuple[str, Entry]]:
     yield _hf("SwiftFormerForImageClassification", "SwiftFormerConfig", **small, embed_dims=[16, 32, 64, 128],
               depths=[2, 2, 2, 2])  # fmt: skip
     yield _hf("SwinForImageClassification", "SwinConfig", **small, image_size=64, embed_dim=24, window_size=4,
-              depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])  # fmt: skip
+              depths=[2, 2, 2], num_heads=[1, 2, 4])  # fmt: skip
     yield _hf("Swinv2ForImageClassification", "Swinv2Config", **small, image_size=64, embed_dim=24, window_size=4,
               depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8])  # fmt: skip
     yield _hf("Swin2SRForImageSuperResolution", "Swin2SRConfig", (2, 3, 32, 32), image_size=32, embed_dim=24,

@@ -22,13 +22,13 @@ mobilevit_xxs mobilevitv2_050 nextvit_small nf_regnet_b0 nfnet_l0 poolformer_s12
 regnety_002 regnetz_005 repghostnet_050 repvgg_a0 repvit_m0_9 res2net50_14w_8s resnest14d resnet26t resnetblur18
 resnetrs50 resnetv2_18 resnetv2_50d_gn rexnet_100 selecsls42b semnasnet_075 seresnet18 seresnext26d_32x4d shvit_s1
 skresnet18 starnet_s050 swiftformer_xs tf_efficientnet_b0 tinynet_e tresnet_m vovnet39a xception41
-xcit_nano_12_p16_224"""
+xcit_nano_12_p16_224 davit_tiny tiny_vit_5m_224"""
 """What takes inputs of any extent."""
 
 TIMM_SIZED = """beit_base_patch16_224 cait_xxs24_224 coat_lite_tiny coatnet_nano_rw_224 convit_tiny crossvit_tiny_240
-davit_tiny deit_tiny_patch16_224 efficientformerv2_s0 efficientvit_m0 eva02_tiny_patch14_224 gcvit_xxtiny gmlp_ti16_224
+deit_tiny_patch16_224 efficientformerv2_s0 efficientvit_m0 eva02_tiny_patch14_224 gcvit_xxtiny gmlp_ti16_224
 hiera_tiny_224 levit_128s maxvit_rmlp_pico_rw_256 mixer_s32_224 mvitv2_tiny pit_ti_224 resmlp_12_224
-swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 tiny_vit_5m_224 twins_svt_small visformer_tiny
+swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 twins_svt_small visformer_tiny
 vit_tiny_patch16_224"""
 """What is built for one extent of its inputs, 64 unless SIZES says otherwise."""
 
