@@ -83,8 +83,9 @@ def patches(
     for dim, reach, step, _, stride_ in _sides(x.shape, size, dilation, padding, stride):
         y = aten.slice(aten.unfold_copy(y, dim, reach, stride_), -1, 0, None, step)
     *front, high, wide, _, _ = range(y.dim())
+    positions = y.shape[high] * y.shape[wide]
     y = y.permute(*front, y.dim() - 2, y.dim() - 1, high, wide)
-    return aten.clone(aten.reshape(y, [*x.shape[:-3], x.shape[-3] * math.prod(size), -1]))
+    return aten.clone(aten.reshape(y, [*x.shape[:-3], x.shape[-3] * math.prod(size), positions]))
 
 
 @rule("aten::col2im")

@@ -22,6 +22,7 @@ UNFOLDED: dict[str, Callable[[Tensor], Any]] = {
     "copies": lambda x: torch.unfold_copy(x, 2, 2, 1),
     "patches": lambda x: F.unfold(x, 2),
     "patches, strided": lambda x: F.unfold(x, (3, 2), dilation=(1, 2), padding=(1, 2), stride=(2, 1)),
+    "patches of no sample": lambda x: F.unfold(x[:0], 2),
     "patches of one sample": lambda x: F.unfold(x[0], 3, padding=1),
     "added patches": lambda x: F.fold(F.unfold(x, 2, padding=1), x.shape[2:], 2, padding=1),
     "added plain patches": lambda x: x + F.fold(random(x.shape[0], 4 * x.shape[1], x.shape[2] * x.shape[3]), (
