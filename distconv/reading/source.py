@@ -154,7 +154,7 @@ class ZarrStore(Source):
 def _zarr(path: str, key: str, stamp: Stamp) -> Any:
     import zarr
 
-    return zarr.open_array(path, path=key or None, mode="r")
+    return zarr.open_array(path, path=key, mode="r")
 
 
 @dataclass(frozen=True)

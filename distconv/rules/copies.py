@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap_strided
 from distconv.refusal import UnsupportedOperation, refuse
-from distconv.rules.registry import checks, rule, unruled
+from distconv.rules.registry import checks, is_tensor, rule, unruled
 from distconv.rules.stock import leave
 
 Write = Callable[[DTensor, DTensor], None]
@@ -42,8 +42,12 @@ class _History:
     """How often all of it was changed."""
     parts: list[Part] = field(default_factory=list)
     """What was changed since."""
+    copied: bool = False
+    """Whether there are, or were, copies of its tensor."""
 
     def add(self, part: Part | None) -> None:
+        if self.copied:
+            _watch_reads()
         if part is None or len(self.parts) == MOST_PARTS:
             self.whole += 1
             self.parts.clear()
@@ -115,7 +119,9 @@ def copy_of(view: DTensor, x: DTensor, write: Write | None = None, part: Part | 
     of: Callable[[], DTensor | None] = (lambda: x) if node is None else weakref.ref(x)
     lying = (view.device_mesh, view.placements, view.shape, view.stride())
     where = (local.shape, local.stride(), int(local.storage_offset()))
-    copy = _Copy(of, write, node, lying, where, part, _history(x._local_tensor).now())
+    history = _history(x._local_tensor)
+    history.copied = True
+    copy = _Copy(of, write, node, lying, where, part, history.now())
     local.untyped_storage()._distconv_copy = copy  # type: ignore[attr-defined]
     return view
 
@@ -205,6 +211,17 @@ def watch_changes() -> None:
     """From now on, look at every operator that changes a tensor, whether it has a rule or not."""
     checks.append(_check)
     rule(*unruled(_changes_elements))(leave)
+
+
+@functools.cache
+def _watch_reads() -> None:
+    """From now on, look at every operator: a tensor has changed, and copies of it may be read."""
+    special = {func._schema.name for func in DTensor._op_dispatcher._custom_op_handlers}
+
+    def reads(schema: Any) -> bool:
+        return schema.name not in special and any(is_tensor(argument.type) for argument in schema.arguments)
+
+    rule(*unruled(reads))(leave)
 
 
 _NO_ELEMENTS = {"aten::requires_grad_", "aten::retain_grad", "aten::set_data", "aten::record_stream"}

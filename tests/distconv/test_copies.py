@@ -69,15 +69,18 @@ CHANGED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def stale(x: Tensor, other: Callable[[Tensor], Any]) -> Any:
+def stale(x: Tensor, other: Callable[[Tensor], Any], read: Callable[[Tensor], Any] = lambda rows: rows + 1) -> Any:
     rows = x[:, :, 1:]
     other(x)
-    return rows + 1
+    return read(rows)
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "read after a change": lambda x: stale(x, lambda x: x.add_(1)),
     "read after a change of other rows": lambda x: stale(x, lambda x: x[:, :, :2].add_(1)),
+    "read by operators of one tensor": lambda x: stale(x, lambda x: x.add_(1), torch.exp),
+    "cloned after a change": lambda x: stale(x, lambda x: x.add_(1), torch.clone),
+    "summed after a change": lambda x: stale(x, lambda x: x.mul_(2), torch.sum),
     "overlapping parts": lambda x: torch._foreach_mul_([x[:, :, 1:], x[:, :, :2]], 2),
     "written after a change": lambda x: [rows.add_(1) for rows in (x[:, :, 1:], x[:, :, :2])],
     "one of many": lambda x: torch._foreach_add_([x[:, :1], x[:, :, 1:]], 2),
