@@ -21,7 +21,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parent))
@@ -104,7 +107,7 @@ def measured(decoder: str, size: int) -> Record:
             record[way] = {
                 "peak": max(one["peak"] for one in each),
                 "seconds": max(one["seconds"] for one in each),
-                "error": float((results[way] - results["alone"]).abs().max() / results["alone"].abs().max()),
+                "error": error(results[way], results["alone"]),
             }
         record |= {key: found["alone"][0][key] for key in ("latent", "result", "weights")}
         record["ranks"]["processes"] = len(found["ranks"])
@@ -112,11 +115,19 @@ def measured(decoder: str, size: int) -> Record:
     return record
 
 
+def error(found: Tensor, right: Tensor) -> float | None:
+    """Relative to the largest value; None for a result of another shape, as tiles may give."""
+    return float((found - right).abs().max() / right.abs().max()) if found.shape == right.shape else None
+
+
 def table(records: list[Record]) -> Table:
     """A row per decoder."""
 
     def mib(count: float) -> str:
         return f"{count / 2**20:.1f}"
+
+    def digit(error: float | None) -> str:
+        return "another shape" if error is None else f"{error:.0e}"
 
     cells = []
     for record in records:
@@ -126,7 +137,7 @@ def table(records: list[Record]) -> Table:
         cells.append(
             (
                 record["decoder"], shape, mib(alone["peak"]), mib(ranks["peak"]), part,
-                f"{tiled['peak'] / alone['peak']:.2f}", f"{ranks['error']:.0e}", f"{tiled['error']:.0e}",
+                f"{tiled['peak'] / alone['peak']:.2f}", digit(ranks["error"]), digit(tiled["error"]),
                 mib(record["sent"]), *(f"{way['seconds']:.1f}" for way in (alone, ranks, tiled)),
             )
         )  # fmt: skip

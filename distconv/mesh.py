@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.partition import AXES, Partition, shards_channels
 
@@ -96,6 +97,11 @@ def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def is_ours(mesh: DeviceMesh) -> bool:
     """Whether distconv made or adopted this mesh."""
     return mesh in _groups
+
+
+def is_the_programs(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor of the program's own, on a mesh that is not distconv's."""
+    return isinstance(x, DTensor) and not is_ours(x.device_mesh)
 
 
 def splits_channels(mesh: DeviceMesh) -> bool:

@@ -12,7 +12,7 @@ from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Noted
 from distconv.agreement.disagreement import Site
 from distconv.layouts import coordinate
-from distconv.mesh import is_ours, sharded_dims
+from distconv.mesh import is_the_programs, sharded_dims
 
 BYTES = 1 << 18
 """What a rank looks at in one comparison, or one tensor where that is larger: a fraction of a millisecond on a host."""
@@ -80,6 +80,6 @@ class Turns:
 def _read(owner: nn.Module | None, kind: str, name: str) -> Tensor | None:
     held: dict[str, Tensor | None] = getattr(owner, kind, {})
     tensor = held.get(name)
-    if tensor is None or tensor.is_meta or (isinstance(tensor, DTensor) and not is_ours(tensor.device_mesh)):
+    if tensor is None or tensor.is_meta or is_the_programs(tensor):
         return None
     return tensor

@@ -29,7 +29,7 @@ from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
 from distconv.direct.activation import Activation, from_dtensor
 from distconv.direct.paths import is_open
-from distconv.mesh import is_ours
+from distconv.mesh import is_ours, is_the_programs
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
@@ -103,7 +103,7 @@ def _meshes(modules: Iterable[nn.Module], run: _Run) -> dict[Tensor, DeviceMesh]
         if module._parameters:
             mesh = run.mesh_of(module)
             for parameter in module._parameters.values():
-                if parameter is not None and not _is_elsewhere(parameter):
+                if parameter is not None and not is_the_programs(parameter):
                     meshes.setdefault(parameter, mesh)
     return meshes
 
@@ -171,7 +171,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     theirs = next(
         (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None
     )
-    if theirs is None and (_is_elsewhere(first) or any(leaf.is_meta or _is_elsewhere(leaf) for leaf in leaves)):
+    if theirs is None and (is_the_programs(first) or any(leaf.is_meta or is_the_programs(leaf) for leaf in leaves)):
         return _call_alone(wrapper, made, args, kwargs)
     known: Mapping[nn.Module, Assignment] = assigned
     if module not in assigned and scripts:
@@ -235,11 +235,6 @@ def _direct(x: DTensor) -> DTensor:
     return from_dtensor(x) if type(x) is DTensor and is_ours(x.device_mesh) else x
 
 
-def _is_elsewhere(x: Tensor) -> bool:
-    """Whether it is a DTensor of the program's own, on a mesh that is not distconv's."""
-    return isinstance(x, DTensor) and not is_ours(x.device_mesh)
-
-
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
     """The inputs of an outermost call. Where they are whole on every rank, all must hold the same: each is cut."""
     noted = ledger(mesh) if torch._C._current_graph_task_id() == -1 else None  # in backward: something computed again
@@ -291,7 +286,7 @@ def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwa
         args, kwargs = tree_map_only(DTensor, bring, given)
         containers = Containers(given, (args, kwargs))
         result = _call_uncompiled(module, *args, **kwargs)
-        containers.give_back(lambda item: item)
+        containers.give_back()
         for x, here, version in came:
             if version is None or _version(here) != version:  # as an in-place ReLU changes its input
                 x.copy_(relaid(here, x.device_mesh, x.placements))

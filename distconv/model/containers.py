@@ -19,7 +19,7 @@ class Containers:
     def __init__(self, given: Any, entered: Any) -> None:
         self._pairs = [(own, copy, _items(own), _items(copy)) for own, copy in _pairs(given, entered)]
 
-    def give_back(self, leaving: Callable[[Any], Any]) -> None:
+    def give_back(self, leaving: Callable[[Any], Any] = lambda item: item) -> None:
         """Puts into each of the caller's what the model has put into its copy, as ``leaving`` makes it.
 
         What the model was given and has left is what the caller had there.

@@ -11,7 +11,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from jobs import launch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -214,92 +213,6 @@ def test_one_line_on_all_ranks(ranks, tmp_path, how, tells):
     assert len(set(lines)) == 1 and "\n" not in lines[0]
     for text in tells:
         assert text in lines[0], lines[0]
-
-
-DYING = """
-import os, signal, sys
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-class Dying(Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, index):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-for batch in DataLoader(Dying(), 2, num_workers=1):
-    pass
-"""
-
-
-def test_a_worker_that_dies_is_one_line(tmp_path):
-    script = tmp_path / "dying.py"
-    script.write_text(DYING)
-    done = launch("alone", 2, "--shard-data", "--partition", "depth=2", str(script))
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line]
-    assert "DataLoader worker" in lines[0] and lines[0].startswith("distconv: ")
-    assert lines[1:] in ([], ["distconv: on rank 1 of 2"])
-
-
-UNSEEN = """
-import os, sys
-import h5py
-from torch.utils.data import DataLoader, Dataset
-
-class Volumes(Dataset):
-    def __init__(self, path):
-        self.volumes = h5py.File(path, "r")["volume"]
-    def __len__(self):
-        return len(self.volumes)
-    def __getitem__(self, index):
-        return self.volumes[index]
-
-for batch in DataLoader(Volumes(sys.argv[1] + os.environ["RANK"]), 2):
-    pass
-"""
-
-
-@pytest.mark.parametrize("what", ["file", "key"])
-def test_what_one_rank_cannot_open_before_the_first_sample_is_one_line(tmp_path, what):
-    script = tmp_path / "unseen.py"
-    script.write_text(UNSEEN)
-    for rank in range(1 if what == "file" else 2):
-        with h5py.File(tmp_path / f"v.h5{rank}", "w") as file:
-            file["other" if rank else "volume"] = np.zeros((4, 1, 8, 8, 8))
-    options = ("--show-ranks", "--shard-data", "--partition", "depth=2")
-    done = launch("alone", 2, *options, str(script), str(tmp_path / "v.h5"))
-    assert done.returncode == 1
-    first, *others = [line for line in done.stderr.splitlines() if line]
-    assert first.startswith(f"distconv: {os.path.relpath(script)}:8: ") and f"{tmp_path / 'v.h5'}1" in first
-    assert ("No such file" if what == "file" else "'volume' doesn't exist") in first
-    assert others == ["distconv: on rank 1 of 2"]
-
-
-class Numbers(Dataset):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((1,), float(index))
-
-
-def shuffle_apart() -> str:
-    rank = torch.distributed.get_rank()
-    with loading(make_mesh(Partition.parse("sample=2")), shard=True):
-        order = list(range(8))[:: -1 if rank else 1]
-        try:
-            list(DataLoader(Numbers(), 4, sampler=order))
-        except Disagreement as error:
-            return str(error)
-    return ""
-
-
-def test_another_order_is_found(ranks):
-    lines = ranks(2).run(shuffle_apart)
-    assert set(lines) == {
-        "the indices of a batch is not the same on every rank: rank 0 has [0, 1, 2, 3], rank 1 has [7, 6, 5, 4]"
-    }
 
 
 def cut(path: str) -> tuple[torch.Tensor, torch.Size]:

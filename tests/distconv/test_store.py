@@ -13,7 +13,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from jobs import launch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,9 +22,9 @@ from distconv.job.data import loading
 from distconv.mesh import make_mesh
 from distconv.partition import Partition
 from distconv.reading.fault import ReadError
-from distconv.reading.source import Raw, Source
+from distconv.reading.source import Source
 from distconv.reading.store import Store
-from distconv.settings import SETTINGS, StoreOption
+from distconv.settings import StoreOption
 
 SAMPLES, SHAPE, EPOCHS = 7, (2, 6, 9, 8), 3
 OF_SAMPLE = int(np.prod(SHAPE)) * 4 + int(np.prod(SHAPE[1:])) + 8  # bytes of a volume, a label and an age
@@ -293,88 +292,3 @@ def read_apart(folder: str) -> str:
 def test_other_batches_on_another_rank_are_found_and_nobody_waits(ranks, tmp_path):
     lines = ranks(2).run(read_apart, write(tmp_path))
     assert len(set(lines)) == 1 and "rank 0 has" in lines[0] and "[4, 5]" in lines[0]
-
-
-def raw(path: Path) -> Raw:
-    return Raw(str(path), "", (4, 300), np.dtype("u1"), 0, "C")
-
-
-def whole(store: Store, source: Source, rows: range) -> np.ndarray:
-    with store.of((0, rows.start)):
-        part = store.part(source, (rows, range(300)))
-    store.end_batch({(0, rows.start)})
-    return part
-
-
-def test_a_file_that_is_replaced_is_read_anew(tmp_path):
-    path, store = tmp_path / "v.raw", Store(1 << 20)
-    first = np.arange(1200, dtype="u1").reshape(4, 300)
-    first.tofile(path)
-    assert np.array_equal(whole(store, raw(path), range(0, 2)), first[:2]) and store.bytes == 600
-    whole(store, raw(path), range(0, 2))
-    assert store.bytes_read == 600
-    (first + 1).tofile(tmp_path / "new")
-    os.replace(tmp_path / "new", path)
-    assert store.parts_of([(0, 0)]) == []
-    assert np.array_equal(whole(store, raw(path), range(0, 2)), first[:2] + 1)
-    assert store.bytes == 600 and store.bytes_read == 1200 and len(store.parts_of([(0, 0)])) == 1
-
-
-def test_crops_that_change_are_given_up(tmp_path):
-    path, store = tmp_path / "v.raw", Store(1 << 20)
-    np.arange(1200, dtype="u1").tofile(path)
-    for stop in (2, 3, 4):
-        whole(store, raw(path), range(0, stop))
-    assert store.bytes == 0 and store.bytes_read == 300 * 9
-
-
-@pytest.mark.parametrize(
-    ("text", "gib", "disk"),
-    [("memory", None, False), ("memory=2.5", 2.5, False), ("memory+disk", None, True), ("memory=8+disk", 8.0, True)],
-)
-def test_what_store_accepts(text, gib, disk):
-    assert SETTINGS["store"].parse(text) == StoreOption(gib, disk)
-
-
-@pytest.mark.parametrize("text", ["", "disk", "memory=", "memory=-1", "memory=2GB", "on"])
-def test_what_store_refuses(text):
-    with pytest.raises(ValueError, match="accepted: memory, memory=GIB, memory\\+disk"):
-        SETTINGS["store"].parse(text)
-
-
-SCRIPT = """
-import sys
-import h5py, torch
-from torch.utils.data import DataLoader, Dataset
-
-class Volumes(Dataset):
-    def __init__(self, path):
-        self.volumes = h5py.File(path, "r")["volume"]
-    def __len__(self):
-        return len(self.volumes)
-    def __getitem__(self, index):
-        return torch.from_numpy(self.volumes[index])
-
-torch.manual_seed(0)
-loader = DataLoader(Volumes(sys.argv[1]), 3, shuffle=True)
-for epoch in range(2):
-    for batch in loader:
-        print(epoch, batch.double().square().sum().item())
-"""
-
-
-def test_a_script_with_a_store(tmp_path):
-    script, path = tmp_path / "script.py", write(tmp_path) + "/v.h5"
-    script.write_text(SCRIPT)
-    done = launch("alone", 2, "--shard-data", "--store", "memory", "--partition", "sample=2", str(script), path)
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    torch.manual_seed(0)
-    with h5py.File(path, "r") as file:
-        volumes = torch.from_numpy(file["volume"][:])
-    expected = [batch.double().square().sum() for _ in range(2) for batch in DataLoader(volumes, 3, shuffle=True)]
-    torch.testing.assert_close(torch.tensor(printed, dtype=torch.float64), torch.stack(expected))
-    refused = launch("alone", 2, "--store", "memory", "--partition", "sample=2", str(script), path)
-    assert refused.returncode == 2 and refused.stderr == (
-        "distconv: --store keeps what the ranks read apart: it needs --shard-data\n"
-    )
