@@ -48,6 +48,11 @@ def test_one_seed_gives_the_same_numbers(trained: tuple[str, dict, Path], tmp_pa
     script, found, _ = trained
     again = record(script, tmp_path / "again.json")
     assert again["losses"] == pytest.approx(found["losses"], rel=1e-6)
+
+
+@pytest.mark.parametrize("trained", ["brain_volume.py"], indirect=True)
+def test_another_seed_gives_other_numbers(trained: tuple[str, dict, Path], tmp_path: Path) -> None:
+    script, found, _ = trained
     assert record(script, tmp_path / "other.json", "--seed", "1")["losses"] != pytest.approx(found["losses"], rel=1e-3)
 
 

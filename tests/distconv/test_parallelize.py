@@ -162,7 +162,7 @@ def test_buckets_cut_by_size_and_dtype() -> None:
 def bucket_lists() -> list[list[int]]:
     """The parameters of each bucket, by their first extent, of which rank 0 holds more than the last rank."""
     mesh = distconv.init("channel=2", device_type="cpu")
-    parameters = [distconv.shard(torch.empty(extent, 1 << 17, 1, 1).transpose(0, 1), mesh) for extent in (1, 5, 3)]
+    parameters = [distconv.shard(torch.zeros(extent, 1 << 17, 1, 1).transpose(0, 1), mesh) for extent in (1, 5, 3)]
     return [[parameter.shape[1] for parameter in bucket] for bucket in buckets(dict.fromkeys(parameters))]
 
 

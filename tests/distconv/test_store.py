@@ -161,7 +161,7 @@ def compare(
 @pytest.mark.parametrize(
     ("partition", "workers", "start"),
     [("sample=2", 0, None), ("sample=2,depth=2", 0, None), ("depth=2", 0, None), ("sample=2", 1, "fork"),
-     ("sample=2,height=2", 1, "spawn")],
+     ("sample=2", 1, "spawn")],
 )  # fmt: skip
 def test_batches_are_those_without_a_store_and_later_epochs_read_nothing(ranks, tmp_path, partition, workers, start):
     parsed = Partition.parse(partition)
