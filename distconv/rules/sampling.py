@@ -27,6 +27,7 @@ from distconv.rules.small import small_or_refused
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
+from distconv.transfer.unsharding import Unsharding
 from mucudnn.convolution.geometry import Interval
 
 BILINEAR, NEAREST, BICUBIC = 0, 1, 2  # aten's numbers of the modes
@@ -76,22 +77,10 @@ def sampling_plan(mesh: DeviceMesh, x: Placements, grid: Placements, samples: in
 
 @dataclass(frozen=True)
 class Block:
-    """One share of the map's space: its interval of every dim of space, and the exchanges that bring it to all."""
+    """One share of the map's space: its interval of every dim of space, and what brings it to all."""
 
     box: tuple[Interval, ...]
-    exchanges: tuple[Exchange, ...]
-
-    def fetch(self, local: Tensor) -> Tensor:
-        """The block, from this rank's share."""
-        for each in self.exchanges:
-            local = each.fetch(local)
-        return local
-
-    def adjoint(self, grad: Tensor) -> Tensor:
-        """What the gradient of the block adds to that of this rank's share."""
-        for each in reversed(self.exchanges):
-            grad = each.adjoint(grad)
-        return grad
+    transfer: Unsharding
 
 
 @planned(1024)
@@ -106,7 +95,7 @@ def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) ->
                 needs = (window((start, stop), shape[dim]),) * len(owned)
                 sides[-1].append(((start, stop), exchange(mesh, axes, dim, owned, needs) if axes else None))
     return tuple(
-        Block(tuple(interval for interval, _ in side), tuple(each for _, each in side if each is not None))
+        Block(tuple(interval for interval, _ in side), Unsharding([each for _, each in side if each is not None]))
         for side in itertools.product(*sides)
     )
 
@@ -194,7 +183,7 @@ class _Sampling:
         samples, channels = self.x.shape[:2]
         result = torch.zeros(samples, channels, self.points.at.shape[1], dtype=self.dtype, device=self.x.device)
         for block in self.blocks:
-            values = block.fetch(self.x).to(self.dtype).flatten(2)
+            values = block.transfer.fetch(self.x).to(self.dtype).flatten(2)
             for positions, weight, _ in self.points.corners():
                 flat, own = _read(positions, weight, block.box)
                 read = flat.unsqueeze(1).expand(-1, channels, -1)
@@ -207,7 +196,7 @@ class _Sampling:
         dx = torch.zeros_like(self.x, dtype=self.dtype, memory_format=torch.contiguous_format)
         by_position = torch.zeros_like(self.points.at)
         for block in self.blocks:
-            fetched = block.fetch(self.x)
+            fetched = block.transfer.fetch(self.x)
             values = fetched.to(self.dtype).flatten(2)
             dvalues = torch.zeros_like(values)
             for positions, weight, derivatives in self.points.corners():
@@ -218,7 +207,7 @@ class _Sampling:
                     along = (grad * values.gather(2, read)).sum(1)
                     for k, derivative in enumerate(derivatives):
                         by_position[..., k] += along * _read(positions, derivative, block.box)[1]
-            dx += block.adjoint(dvalues.view(fetched.shape))
+            dx += block.transfer.adjoint(dvalues.view(fetched.shape))
         dx = all_reduce(dx, self.mesh, self.plan.alike())
         dgrid = all_reduce((by_position * self.points.slope).flip(-1), self.mesh, self.plan.of_channels())
         return dx.to(self.x.dtype), dgrid.view(self.grid.shape).to(self.grid.dtype)

@@ -16,7 +16,7 @@ from small_tensors import gathered_up_to
 from torch import Tensor
 
 import distconv
-from distconv.rules import sampling
+from distconv.transfer.unsharding import Unsharding
 
 pytestmark = pytest.mark.gloo
 
@@ -77,14 +77,14 @@ def shares() -> tuple[int, int, int]:
     x = distconv.shard(random(1, 2, 30, 32), distconv.init("height=4", device_type="cpu"))
     grid = distconv.shard(random(1, 2, 30, 32), x.device_mesh).movedim(1, -1)
     fetched: list[int] = []
-    fetch = sampling.Block.fetch
+    fetch = Unsharding.fetch
 
-    def counted(block: sampling.Block, local: Tensor) -> Tensor:
-        result = fetch(block, local)
+    def counted(transfer: Unsharding, local: Tensor) -> Tensor:
+        result = fetch(transfer, local)
         fetched.append(result.numel())
         return result
 
-    with mock.patch.object(sampling.Block, "fetch", counted):
+    with mock.patch.object(Unsharding, "fetch", counted):
         F.grid_sample(x, grid, align_corners=False)
     return len(fetched), max(fetched), 2 * 8 * 32
 
