@@ -118,6 +118,10 @@ def _digest(model: nn.Module, graph: LayerGraph, ranks: int, batch_norm: str) ->
 def main(ranks: str, batch_norm: str, output: str, kind: str, name: str, *arguments: str) -> int:
     """Writes the strategy that is chosen for a script; 2, as the exit code, where one line says why it cannot."""
     try:
+        if torch.cuda.is_available():
+            raise ValueError(
+                "processors are measured, and ranks here run on GPUs; accepted: distconv plan --machine FILE"
+            )
         found = program.module(name) if kind == "module" else program.script(name)
         model, shape = first_call(lambda: found.run(arguments))
         choice = choose(model.to("meta"), shape, int(ranks), Kept(kept_here()), batch_norm)
