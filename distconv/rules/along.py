@@ -66,7 +66,7 @@ def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
 
 MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(
-        ("cumprod", "logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
+        ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
         Meeting(_along("dim")),
     ),
     **dict.fromkeys(

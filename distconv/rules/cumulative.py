@@ -1,10 +1,11 @@
-"""Cumulative sums along a dim, sharded or not."""
+"""Cumulative sums and products along a dim, sharded or not."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
@@ -14,9 +15,9 @@ from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window
 
 
-@rule("aten::cumsum")
-def cumulative_sum(func: Any, x: DTensor, dim: int, *, dtype: Any = None) -> DTensor:
-    """The sum of all elements up to each one along dim, laid out as x is."""
+@rule("aten::cumsum", "aten::cumprod")
+def cumulative(func: Any, x: DTensor, dim: int, *, dtype: Any = None) -> DTensor:
+    """The sum, or product, of all elements up to each one along dim, laid out as x is."""
     mesh, placements = input_layout(func, x)
     dim = dim % x.dim() if x.dim() else 0
     local = x._local_tensor
@@ -27,6 +28,7 @@ def cumulative_sum(func: Any, x: DTensor, dim: int, *, dtype: Any = None) -> DTe
         ranks = math.prod(mesh.size(axis) for axis in axes)
         owned = tuple((rank, rank + 1) for rank in range(ranks))
         needs = tuple(window((0, rank), ranks) for rank in range(ranks))
-        before = exchange(mesh, axes, dim, owned, needs).fetch(local.sum(dim, keepdim=True, dtype=dtype))
-        result += before.sum(dim, keepdim=True)
+        total, joined = (torch.sum, torch.add) if "sum" in func._schema.name else (torch.prod, torch.mul)
+        before = exchange(mesh, axes, dim, owned, needs).fetch(total(local, dim, keepdim=True, dtype=dtype))
+        result = joined(result, total(before, dim, keepdim=True))
     return wrap(result, mesh, placements, x.shape)

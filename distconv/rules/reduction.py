@@ -97,7 +97,7 @@ def reduced_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequen
     return [axis for axis, dim in sharded_dims(mesh, placements) if dim in dims]
 
 
-class _Reduction:
+class Reduction:
     """One tensor's reduction over dims: what its result's layout is, and how to make it from local results."""
 
     def __init__(self, func: Any, x: DTensor, dims: int | Sequence[int] | None, keepdim: bool) -> None:
@@ -159,7 +159,7 @@ def total(
         local = torch.sum(x._local_tensor, dims, keepdim, dtype=dtype)
         placements = reduced_layout(x.placements, dims, keepdim, Partial())
         return wrap(local, x.device_mesh, placements, reduced_shape(x.shape, dims, keepdim))
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     return work.wrap(work.shaped(work.sum(work.local, dtype=dtype)))
 
 
@@ -170,7 +170,7 @@ def mean(
     """The mean of all elements of the whole dims."""
     if not (dtype or x.dtype).is_floating_point and not (dtype or x.dtype).is_complex:
         raise RuntimeError(f"mean(): input dtype should be either floating point or complex dtypes. Got {x.dtype}")
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     return work.wrap(
         work.shaped(work.sum(work.local, dtype=dtype) / work.count if work.count else work.sum(work.local) * math.nan)
     )
@@ -179,18 +179,18 @@ def mean(
 @rule("aten::amax", "aten::amin")
 def extremum(func: Any, x: DTensor, dims: Any = (), keepdim: bool = False) -> DTensor:
     """The largest or smallest element over dims."""
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     return work.wrap(work.shaped(work.extremum(work.local, "amax" in func._schema.name)))
 
 
 @rule("aten::max", "aten::min")
 def extremum_of_all(func: Any, x: DTensor) -> DTensor:
     """The largest or smallest element."""
-    work = _Reduction(func, x, None, False)
+    work = Reduction(func, x, None, False)
     return work.wrap(work.shaped(work.extremum(work.local, func._schema.name.endswith("max"))))
 
 
-def _moments(work: _Reduction, correction: float | None) -> tuple[Tensor, Tensor]:
+def _moments(work: Reduction, correction: float | None) -> tuple[Tensor, Tensor]:
     mean = work.mean(work.local)
     squares = work.sum((work.local - mean).square())
     degrees = max(work.count - (1.0 if correction is None else correction), 0.0)
@@ -200,7 +200,7 @@ def _moments(work: _Reduction, correction: float | None) -> tuple[Tensor, Tensor
 @rule("aten::var.correction", "aten::std.correction")
 def spread(func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> DTensor:
     """Variance, or standard deviation, with the correction of the whole count."""
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     variance, _ = _moments(work, correction)
     return work.wrap(work.shaped(variance.sqrt() if "std" in func._schema.name else variance))
 
@@ -210,7 +210,7 @@ def spread_and_mean(
     func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[DTensor, DTensor]:
     """Variance, or standard deviation, and mean."""
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     variance, mean = _moments(work, correction)
     first = variance.sqrt() if "std" in func._schema.name else variance
     return work.wrap(work.shaped(first)), work.wrap(work.shaped(mean))
@@ -221,7 +221,7 @@ def vector_norm(
     func: Any, x: DTensor, ord: float = 2, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> DTensor:
     """(sum of |x|^ord)^(1/ord) over dims; the extreme |x| for an infinite ord, the count of non-zeros for 0."""
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     sizes = work.local.to(dtype or x.dtype).abs()
     if math.isinf(ord):
         result = work.extremum(sizes, ord > 0)
@@ -243,7 +243,7 @@ def norm(func: Any, x: DTensor, ord: float | None = 2, dims: Any = None, keepdim
 @rule("aten::logsumexp")
 def logsumexp(func: Any, x: DTensor, dims: Any, keepdim: bool = False) -> DTensor:
     """log(sum(exp(x))) over dims, without overflow."""
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     peak = work.extremum(work.local, True)
     peak = torch.where(peak.isinf(), torch.zeros_like(peak), peak)
     return work.wrap(work.shaped(work.sum((work.local - peak).exp()).log() + peak))
@@ -252,7 +252,7 @@ def logsumexp(func: Any, x: DTensor, dims: Any, keepdim: bool = False) -> DTenso
 @rule("aten::all", "aten::all.dim", "aten::all.dims", "aten::any", "aten::any.dim", "aten::any.dims")
 def truth(func: Any, x: DTensor, dims: Any = None, keepdim: bool = False) -> DTensor:
     """Whether all, or any, elements over dims are true."""
-    work = _Reduction(func, x, dims, keepdim)
+    work = Reduction(func, x, dims, keepdim)
     every = func._schema.name.endswith("all")
     flags = work.local.bool()
     own = functools.reduce(lambda t, dim: (torch.all if every else torch.any)(t, dim, keepdim=True), work.dims, flags)
@@ -262,5 +262,5 @@ def truth(func: Any, x: DTensor, dims: Any = None, keepdim: bool = False) -> DTe
 @rule("aten::count_nonzero", "aten::count_nonzero.dim_IntList")
 def count_nonzero(func: Any, x: DTensor, dims: Any = None) -> DTensor:
     """How many elements over dims are not zero."""
-    work = _Reduction(func, x, dims, False)
+    work = Reduction(func, x, dims, False)
     return work.wrap(work.shaped(work.sum(work.local != 0)))

@@ -24,6 +24,9 @@ def symmetric(x: Tensor) -> Tensor:
 
 ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "cumulative sum": lambda x: x.cumsum(2) + x.cumsum(0),
+    "cumulative product": lambda x: x.cumprod(2),
+    "product": lambda x: x.prod(2) + x.prod(2, keepdim=True).prod(),
+    "product of complex numbers": lambda x: torch.view_as_real(torch.complex(x, x * 2).prod(2)),
     "cumulative maximum": lambda x: x.cummax(2)[0] + x.cummin(3)[0],
     "logarithms of sums": lambda x: x.logcumsumexp(2),
     "in place": lambda x: (x * 1).cumsum_(2),
@@ -114,7 +117,7 @@ def test_small_tensors(ranks: Callable[[int], Ranks]) -> None:
 def refusals() -> dict[str, str]:
     x = distconv.shard(random(1, 1, 5, 1, seed=1), distconv.init("height=4", device_type="cpu"))
     said = {}
-    for name, operator in (WHOLE | {"cumulative product": lambda x: x.cumprod(2)}).items():
+    for name, operator in (WHOLE | {"cumulative maximum": lambda x: x.cummax(2)}).items():
         try:
             with gathered_up_to(x.nbytes - 1):
                 operator(x)
@@ -126,7 +129,35 @@ def refusals() -> dict[str, str]:
 def test_larger_tensors_are_refused_alike(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(refusals)
     assert all(answer == answers[0] for answer in answers)
-    assert answers[0].keys() >= {"cumulative product", "chosen", "median of all", "histogram"}
+    assert answers[0].keys() >= {"cumulative maximum", "chosen", "median of all", "histogram"}
+
+
+def products_gradients(partition: str) -> dict[str, list[Tensor]]:
+    """{case: (gradient of one process, gradient over shards)} of products of zeros and what is no number."""
+    mesh, found = distconv.init(partition, device_type="cpu"), {}
+    for zeros in range(3):
+        for name, product in (
+            ("all", torch.prod),
+            ("dim", lambda x: x.prod(2).sum()),
+            ("other", lambda x: x.prod(1).sum()),
+        ):
+            x = random(2, 3, 5, 2, seed=zeros)
+            x[1, 2, 3, 1] = float("nan")
+            x[0, :zeros, 1, 0] = 0
+            x[1, 1, 3, :zeros] = 0
+            alone, here = x.clone().requires_grad_(), x.clone().requires_grad_()
+            product(alone).backward()
+            with gathered_up_to(0):
+                distconv.gather(product(distconv.shard(here, mesh))).backward()
+            assert alone.grad is not None and here.grad is not None
+            found[f"{name}, {zeros} zeros"] = [alone.grad, here.grad]
+    return found
+
+
+def test_gradients_of_products_with_zeros_and_nan(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(4).run(products_gradients, "height=2,width=2"):
+        for alone, here in found.values():
+            torch.testing.assert_close(here, alone, equal_nan=True)
 
 
 class FourByTwo:
