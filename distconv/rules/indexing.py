@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import added_up, layout, replicated
-from distconv.refusal import UnsupportedOperation, refuse
-from distconv.rules.along import Meeting, computed_along, layout_beside
+from distconv.layouts import added_up, replicated
+from distconv.refusal import refuse
+from distconv.rules.along import Meeting, computed_along
 from distconv.rules.elementwise import sharding
+from distconv.rules.lookup import read, write
 from distconv.rules.losses import common_layout
 from distconv.rules.operands import part_of
+from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import rule
 from distconv.rules.small import small_or_refused
-from distconv.rules.stock import stock
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
 
 ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
 """Elements meet along the dim that the indices count."""
@@ -86,71 +86,31 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _beside(x: DTensor, indices: Sequence[Tensor | None]) -> tuple[Placement, ...] | None:
-    """The layout in which no dim of x is sharded that indices count; None without one."""
-    counted = frozenset(dim for dim, index in enumerate(indices) if index is not None)
-    return layout_beside(x.device_mesh, added_up(x.placements), tuple(x.shape), counted)
-
-
 @rule("aten::index.Tensor")
 def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
-    """Indexing by numbers is DTensor's own, of dims that are not sharded: their shards go to other dims first.
-
-    By a mask a result has as many elements as all shards together select.
-    """
-    given = (x, indices)
+    """x at some numbers; by a mask a result has as many elements as all shards together select."""
     if any(_is_mask(index) for index in indices):
         why = "by a mask; accepted: torch.where, masked_fill, or multiplication by the mask"
-        return small_or_refused(func, given, {}, why)
-    if isinstance(x, DTensor):
-        beside = _beside(x, indices)
-        if beside is None:
-            return small_or_refused(func, given, {}, "all of its dims that could be sharded are counted by indices")
-        x = moved(x, x.device_mesh, beside)
-    try:
-        return stock(func, (x, indices))
-    except UnsupportedOperation as error:
-        return small_or_refused(func, given, {}, error)
+        return small_or_refused(func, (x, indices), {}, why)
+    return read(func, x, indices)
 
 
 @rule("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
-def assign(func: Any, x: DTensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> DTensor:
+def assign(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> Tensor:
     """x[numbers] = values, and x[mask] = number, on every shard."""
     in_place = func._schema.name.endswith("_")
     if not any(_is_mask(index) for index in indices):
-        return _put(func, x, indices, values, *rest)
+        return write(func, x, indices, values, *rest)
     (mask, *others) = indices
     if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
         why = "through a mask; accepted: a mask of the tensor's shape and one number"
         return small_or_refused(func, (x, indices, values, *rest), {}, why)
-    mesh, placements = layout(x)
+    mesh, placements = common_layout(x if isinstance(x, DTensor) else mask, values)
+    if isinstance(x, DTensor):
+        placements = added_up(x.placements)
     number = local_as(values, mesh, replicated(mesh)).reshape(())
-    operation = Tensor.masked_fill_ if in_place else Tensor.masked_fill
-    local = operation(x._local_tensor, local_as(mask, mesh, placements), number)
-    return x if in_place else wrap(local, mesh, placements, x.shape)
-
-
-def _put(func: Any, x: DTensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> DTensor:
-    """x[numbers] = values by DTensor's own rule, where the dims that indices count are not sharded."""
-    in_place = func._schema.name.endswith("_")
-    beside = _beside(x, indices) if isinstance(x, DTensor) else None
-    if isinstance(x, DTensor) and beside is None:
-        why = "all of its dims that could be sharded are counted by indices"
-        return small_or_refused(func, (x, indices, values, *rest), {}, why)
-    sharded = isinstance(values, DTensor) and any(placement.is_shard() for placement in values.placements)
-    if not sharded and (beside is None or beside == tuple(x.placements)):
-        try:
-            result = stock(func, (x, indices, values, *rest))
-            return x if in_place else result
-        except UnsupportedOperation as error:
-            return small_or_refused(func, (x, indices, values, *rest), {}, error)
-    new = torch.ops.aten.index_put.default
-    try:
-        laid = x if beside is None else moved(x, x.device_mesh, beside)
-        result = stock(new, (laid, indices, values, *rest[:1]))
-    except UnsupportedOperation as error:
-        return small_or_refused(func, (x, indices, values, *rest), {}, error)
+    filled = local_as(x, mesh, placements).masked_fill(local_as(mask, mesh, placements), number)
+    result = wrap(filled, mesh, placements, x.shape)
     if not in_place:
         return result
-    x._local_tensor.copy_(moved(result, x.device_mesh, x.placements)._local_tensor)
-    return x
+    return _became(x, result) if isinstance(x, DTensor) else x.copy_(whole_beside(func, result))
