@@ -28,6 +28,7 @@ class Batch:
         sources: a checksum of the files that the rank's own samples are made of.
         of_samples: the rank's coordinate on the axis of samples: ranks that share it read the same files.
         fault: the line that says what cannot be read.
+        is_open: whether statistics of the rank's samples have to be found before the batch can be given out.
     """
 
     kind: int
@@ -36,26 +37,28 @@ class Batch:
     sources: int = 0
     of_samples: int = 0
     fault: str = ""
+    is_open: bool = False
 
     def numbers(self) -> list[int]:
         texts = [zlib.crc32(text.encode()) for text in (self.indices, self.shapes)]
-        return [self.kind, *texts, self.of_samples, self.sources]
+        return [self.kind, *texts, self.of_samples, self.sources, self.is_open]
 
 
 class Agreement:
-    """The comparison of batches among all ranks of a mesh: 40 bytes a rank and batch, on the host."""
+    """The comparison of batches among all ranks of a mesh: 48 bytes a rank and batch, on the host."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh.flatten().tolist()
         host = "gloo" if dist.get_backend() == "nccl" else None
         self._group = dist.new_group(self._ranks, backend=host) if len(self._ranks) > 1 else None
 
-    def __call__(self, batch: Batch) -> None:
-        """Collective. ReadError or Disagreement, the same line on every rank, where one has something else."""
+    def __call__(self, batch: Batch) -> bool:
+        """Whether any rank's batch is open. Collective. ReadError or Disagreement, the same line on every rank, where
+        one has something else."""
         if self._group is None:
             if batch.kind == FAULT:
                 raise ReadError(batch.fault)
-            return
+            return batch.is_open
         own = torch.tensor(batch.numbers(), dtype=torch.int64, device="cpu")
         told = own.new_empty(len(self._ranks) * own.numel())
         all_gather(told, own, self._group)
@@ -64,7 +67,7 @@ class Agreement:
         if faults:
             raise ReadError(self._texts(batch.fault)[faults[0]])
         if value("check") == "off" and all(row[0] == rows[0][0] for row in rows):
-            return
+            return any(row[5] for row in rows)
         for column, what, text in (
             (0, "", ""),
             (1, "the indices of a batch", batch.indices),
@@ -83,6 +86,7 @@ class Agreement:
                     f"the files, or their parts, that the samples {batch.indices} are made of are not the same on "
                     f"ranks {other} and {rank}, which share these samples"
                 )
+        return any(row[5] for row in rows)
 
     def _texts(self, own: str) -> dict[int, str]:
         """What every rank says, by rank. Collective."""

@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from distconv.job.supply import Cut, Supply
+from distconv.job.together import Together
 from distconv.reading.draft import ordered
 from distconv.reading.share import Share
 
@@ -29,21 +30,29 @@ _DRAWN_AT_ONCE = (
 
 
 class OwnIndices:
-    """A batch sampler's batches, each cut to this rank's interval; `cuts` tells what those to come were."""
+    """A batch sampler's batches, each cut to this rank's interval; `cuts` tells what those to come were.
 
-    def __init__(self, loader: DataLoader[Any], batches: Any, share: Share, supply: Supply | None) -> None:
-        self._batches, self._share, self._supply = batches, share, supply
+    Attributes:
+        number: of the data set.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        batches: Any,
+        share: Share,
+        number: int,
+        supply: Supply | None,
+        together: Together | None,
+    ) -> None:
+        self._batches, self._share, self._supply, self._together = batches, share, supply, together
+        self.number = number
         self._dataset, self._looks_ahead = loader.dataset, supply is not None and not loader.num_workers
         self.cuts: deque[Cut] = deque()
 
     def __len__(self) -> int:
         batches: Sized = self._batches
         return len(batches)
-
-    @property
-    def number(self) -> int:
-        """Of the data set, for a supply."""
-        return 0 if self._supply is None else self._supply.number(self._dataset)
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         self.cuts.clear()
@@ -52,12 +61,14 @@ class OwnIndices:
 
     def _seen(self, batch: Sequence[Any]) -> Sequence[Any]:
         own = self._share.portion(batch)
-        if self._supply is None:
-            self.cuts.append(Cut(len(batch), str(list(batch))))
-            return own
-        cut = self._supply.cut(self.number, batch, self._of_epoch(len(batch)))
+        supply = self._supply
+        indices = str(list(batch))
+        cut = Cut(len(batch), indices) if supply is None else supply.cut(self.number, batch, self._of_epoch(len(batch)))
         self.cuts.append(cut)
-        return ordered(own, read=not self._supply.is_known(cut))
+        if supply is None and self._together is None:
+            return own
+        known = {} if self._together is None else self._together.known(self.number, own)
+        return ordered(own, read=supply is None or not supply.is_known(cut), known=known)
 
     def _of_epoch(self, count: int) -> int:
         known = []

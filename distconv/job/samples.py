@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from distconv.dtensors import wrap
 from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.cutting import OwnIndices
-from distconv.job.supply import Cut, Supply, sample
-from distconv.reading.draft import Draft
+from distconv.job.supply import Cut, Supply
+from distconv.job.together import Numbers, Together, sample
+from distconv.reading.draft import Draft, Part, Unread
 from distconv.reading.fault import ReadError
 from distconv.reading.fetching import Fault, Fetching, Slab, WorkerStart
 from distconv.reading.share import Share
+from distconv.reading.source import Source
 from distconv.settings import StoreOption
 
 
@@ -39,6 +41,8 @@ class Samples:
             self.fetch.keeper = self.supply.store
             self.fetch.begin = self._begin
             self.fetch.around = self._of
+        self._together = Together(mesh, self._share) if self._share.cuts_samples else None
+        self._numbers = Numbers()
         self._taking: OwnIndices | None = None
 
     def share(self, loader: DataLoader[Any], indices: Any) -> OwnIndices:
@@ -47,7 +51,8 @@ class Samples:
             raise ValueError("sharded data: a DataLoader needs a map-style Dataset and a batch size or batch sampler")
         if not getattr(loader, "in_order", True):
             raise ValueError("sharded data: a DataLoader needs in_order=True")
-        return OwnIndices(loader, indices, self._share, self.supply)
+        number = self._numbers(loader.dataset)
+        return OwnIndices(loader, indices, self._share, number, self.supply, self._together)
 
     def begin(self, loader: DataLoader[Any], begin: Callable[[Any], Any]) -> Any:
         """A loader's iterator; its workers, where they are new processes, learn how to read."""
@@ -72,9 +77,9 @@ class Samples:
             cuts.popleft()
             raise
         if self.supply is not None:
-            batch = self._completed(self.supply, batch, own)
+            self._begin()
         cut = cuts.popleft()
-        self._agree(batch, cut, cuts[0] if self.supply is not None and cuts else None)
+        batch = self._completed(batch, own.number, cut, cuts[0] if self.supply is not None and cuts else None)
         if self.supply is not None:
             self.supply.end(cut)
             if cuts:
@@ -98,32 +103,60 @@ class Samples:
         assert self._taking is not None and self.supply is not None
         return self.supply.store.of(sample(self._taking.number, index))
 
-    def _completed(self, supply: Supply, batch: Any, own: OwnIndices) -> Any:
-        """A draft with its parts from the store, other ranks and files."""
-        self._begin()
-        if not isinstance(batch, Draft):
-            return batch
-        supply.store.bring(((part.source, part.region), part.array()) for part in batch.parts)
-        try:
-            batch = self.fetch.finished(batch.batch, batch.indices, supply.store.part)
-        except ReadError as error:
-            return Fault(str(error))
-        refusal = supply.refusal(own.number, own.cuts[0])
-        return Fault(refusal) if refusal else batch
+    def _completed(self, batch: Any, number: int, cut: Cut, following: Cut | None) -> Any:
+        """The batch with everything that a draft still lacks, which all ranks have agreed to. Collective."""
+        draft, part = (batch, self._part(batch)) if isinstance(batch, Draft) else (None, Source.read)
+        found = [] if draft is None else list(draft.found)
+        while True:
+            slabs: list[Any] = []
+            open = [] if draft is None else self.fetch.open(draft.batch, draft.indices)
+            try:
+                if open:
+                    slabs = self.fetch.slabs(open, part)
+                elif draft is not None:
+                    batch = self.fetch.finished(draft.batch, draft.indices, part)
+                    refusal = "" if self.supply is None else self.supply.refusal(number, cut)
+                    batch = Fault(refusal) if refusal else batch
+            except ReadError as error:
+                batch = Fault(str(error))
+            if not self._agree(batch, cut, following, is_open=bool(open)):
+                break
+            assert self._together is not None
+            fresh = self._together.find(open, slabs)
+            found += fresh
+            if draft is not None:
+                values = {digest: value for _, digest, value in fresh}
+                self.fetch.settle(draft.batch, draft.indices, values)
+        if self._together is not None and found:
+            self._together.learn(number, found)
+        return batch
 
-    def _agree(self, batch: Any, cut: Cut, following: Cut | None) -> None:
+    def _part(self, draft: Draft) -> Part:
+        """Reads what a worker has not read already, from the store if there is one, and each part once."""
+        read = {(sent.source, sent.region): sent.array() for sent in draft.parts}
+        if self.supply is not None:
+            self.supply.store.bring(read.items())
+            return self.supply.store.part
+
+        def part(source: Source, region: Any) -> Any:
+            key = source, region
+            if key not in read:
+                read[key] = source.read(region)
+            return read[key]
+
+        return part
+
+    def _agree(self, batch: Any, cut: Cut, following: Cut | None, *, is_open: bool) -> bool:
+        """Whether some rank has yet to find a statistic."""
         if isinstance(batch, Fault):
             self._agreed(Batch(FAULT, fault=batch.line))
-        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Slab | torch.Tensor)]
-        shapes = str(
-            [
-                (tuple(leaf.shape[1:]), str(leaf.local.dtype if isinstance(leaf, Slab) else leaf.dtype))
-                for leaf in leaves
-            ]
-        )
-        told = hash(tuple(leaf.told for leaf in leaves if isinstance(leaf, Slab))) & 0xFFFFFFFF
+        if isinstance(batch, Draft):
+            batch = batch.batch
+        leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Slab | Unread | torch.Tensor)]
+        shapes = str([(tuple(leaf.shape[1:]), str(_dtype(leaf))) for leaf in leaves])
+        told = hash(tuple(leaf.told for leaf in leaves if not isinstance(leaf, torch.Tensor))) & 0xFFFFFFFF
         indices = cut.indices if following is None else f"{cut.indices} and then {following.indices}"
-        self._agreed(Batch(BATCH, indices, shapes, told, self._share.of_samples))
+        return self._agreed(Batch(BATCH, indices, shapes, told, self._share.of_samples, is_open=is_open))
 
     def _whole(self, leaf: Any, count: int) -> Any:
         if isinstance(leaf, Slab):
@@ -145,3 +178,9 @@ class Samples:
                 f"accepted: the samples on dim 0"
             )
         return read[: stop - start].contiguous().to(self._mesh.device_type)
+
+
+def _dtype(leaf: Any) -> torch.dtype:
+    if isinstance(leaf, Unread):
+        return leaf.expression.dtype
+    return leaf.local.dtype if isinstance(leaf, Slab) else leaf.dtype

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.reading.store import Key
 from distconv.transfer.all_to_all import AllToAll
 
 _T = TypeVar("_T")
@@ -23,23 +22,33 @@ ALIGNED = 64
 
 
 class SlabExchange:
-    """All-to-alls along a mesh's axis of samples, on the host and in groups of their own, so in any thread."""
+    """All-to-alls among ranks, on the host and in groups of their own, so in any thread.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        names = mesh.mesh_dim_names or ()
+    Args:
+        lines: the ranks of each group, as many in one as in another; each rank is in one of them.
+    """
+
+    def __init__(self, lines: Sequence[Sequence[int]]) -> None:
         self._group: dist.ProcessGroup | None = None
-        self.size = 1
-        if "sample" in names and mesh.size(names.index("sample")) > 1:
-            axis = names.index("sample")
-            self.size = mesh.size(axis)
-            host = "gloo" if dist.get_backend() == "nccl" else None
-            for line in mesh.mesh.movedim(axis, -1).reshape(-1, self.size).tolist():
-                group = dist.new_group(line, backend=host)
-                if dist.get_rank() in line:
-                    self._group = group
+        self.size = len(lines[0])
+        host = "gloo" if dist.get_backend() == "nccl" else None
+        for line in lines if self.size > 1 else ():
+            group = dist.new_group(list(line), backend=host)
+            if dist.get_rank() in line:
+                self._group = group
 
-    def __call__(self, parts: Sequence[Sequence[tuple[Key, Any]]]) -> list[tuple[Key, Any]]:
-        """Sends `parts[i]` to coordinate i; what the others have sent. Collective over the group."""
+    @classmethod
+    def along_samples(cls, mesh: DeviceMesh) -> SlabExchange:
+        """Among ranks with the same place in space."""
+        names = mesh.mesh_dim_names or ()
+        if "sample" not in names:
+            return cls([[rank] for rank in mesh.mesh.flatten().tolist()])
+        axis = names.index("sample")
+        return cls(mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist())
+
+    def __call__(self, parts: Sequence[Sequence[tuple[Any, Any]]]) -> list[tuple[Any, Any]]:
+        """Sends `parts[i]`, arrays with what they are known by, to place i; what is sent to this rank. Collective over
+        the group."""
         parcels = [_packed(each) for each in parts]
         sent = [parcel.numel() for parcel in parcels]
         counts = torch.tensor(sent, dtype=torch.int64, device="cpu")
@@ -50,7 +59,7 @@ class SlabExchange:
         return [part for parcel in flat.split(received) for part in _unpacked(parcel)]
 
 
-def _packed(parts: Sequence[tuple[Key, Any]]) -> Tensor:
+def _packed(parts: Sequence[tuple[Any, Any]]) -> Tensor:
     """Parts as bytes: how long the rest of the head is, the head, and the arrays, each at a multiple of ALIGNED."""
     if not parts:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -69,7 +78,7 @@ def _packed(parts: Sequence[tuple[Key, Any]]) -> Tensor:
     return result
 
 
-def _unpacked(parcel: Tensor) -> list[tuple[Key, Any]]:
+def _unpacked(parcel: Tensor) -> list[tuple[Any, Any]]:
     if not parcel.numel():
         return []
     content = parcel.numpy()

@@ -6,8 +6,7 @@ import contextlib
 import os
 import socket
 import sys
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.job.slab_exchange import SlabExchange, Task
+from distconv.job.together import sample
 from distconv.mesh import whole_group
 from distconv.reading.share import Share
 from distconv.reading.store import Key, Sample, Store
@@ -54,26 +54,12 @@ class Supply:
         self._share, self._option = share, option
         self._limit_of = f"memory={option.gib:g}" if option.gib is not None else "memory"
         self.store = Store(int(option.gib * GIB) if option.gib is not None else _free_memory(mesh))
-        self._exchange = SlabExchange(mesh)
+        self._exchange = SlabExchange.along_samples(mesh)
         self._owners: dict[Sample, int] = {}
-        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._count = 0
         self._begun: set[int] = set()
         self._ready: Cut | None = None
         self._ahead: tuple[Cut, Task[list[tuple[Key, Any]]]] | None = None
         self._told: set[str] = set()
-
-    def number(self, dataset: Any) -> int:
-        """Of a data set, in the order in which they are read."""
-        known = self._numbers.get(id(dataset))
-        if known is None or known[0]() is not dataset:
-            try:
-                reference: Callable[[], Any] = weakref.ref(dataset)
-            except TypeError:
-                reference = lambda: dataset  # noqa: E731
-            known = self._numbers[id(dataset)] = reference, self._count
-            self._count += 1
-        return known[1]
 
     def cut(self, number: int, batch: Sequence[Any], of_epoch: int) -> Cut:
         samples = tuple(
@@ -174,12 +160,6 @@ class Supply:
         if line not in self._told:
             self._told.add(line)
             print(line, file=sys.stderr)
-
-
-def sample(number: int, index: Any) -> Sample:
-    """How a sample of a data set is known."""
-    known: Hashable = index if isinstance(index, int | str) else repr(index)
-    return number, known
 
 
 def _gib(size: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,8 @@ from numpy.exceptions import AxisError
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from distconv.reading.expression import Computed, Expression, viewed
-from distconv.reading.memory import Lazy, Memory, Step
+from distconv.reading.memory import Memory, Number, Step
+from distconv.reading.statistic import are_left_open, is_of_statistics
 from distconv.reading.view import View
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -20,7 +22,11 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """
 
 
-class LazyArray(NDArrayOperatorsMixin, Lazy):
+METHODS: dict[str, Callable[..., Any]] = {}
+"""The methods of NumPy's arrays that may be left open, by their names."""
+
+
+class LazyArray(NDArrayOperatorsMixin, Number):
     """An array of NumPy whose elements are read when they are needed.
 
     Slices, transposes, flips, casts, functions of single elements, stacking and concatenation give lazy arrays. All
@@ -76,7 +82,9 @@ class LazyArray(NDArrayOperatorsMixin, Lazy):
         made = self.view(lambda view: view.index(key), operator.itemgetter(key))
         if made is None:
             return self.read("indexing an array")[key]
-        return made if made.shape or not isinstance(made, Lazy) else made.read("a number of an array")[()]
+        if made.shape or not isinstance(made, LazyArray) or is_of_statistics(made.expression):
+            return made
+        return made.read("a number of an array")[()]
 
     def view(self, change: Callable[[View], View | None], step: Step) -> Any:
         """A view of this array; None for what is none."""
@@ -94,6 +102,8 @@ class LazyArray(NDArrayOperatorsMixin, Lazy):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in METHODS and self.present is None and are_left_open():
+            return functools.partial(METHODS[name], self)
         return getattr(self.read(f"ndarray.{name}"), name)
 
     def __array_ufunc__(self, ufunc: numpy.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -101,7 +111,7 @@ class LazyArray(NDArrayOperatorsMixin, Lazy):
         if any(not _is_known(value) for value in (*inputs, *outputs)):
             return NotImplemented
         lazily = method == "__call__" and ufunc.nout == 1 and ufunc.signature is None
-        if lazily and not options.keys() - {"dtype", "casting", "out"} and outputs in ((), (self,)):
+        if lazily and not options.keys() - {"dtype", "casting", "out"} and (not outputs or outputs[0] is self):
             made = _computed(ufunc, inputs, {name: value for name, value in options.items() if name != "out"}, outputs)
             if made is not None and not outputs:
                 return made
@@ -182,10 +192,14 @@ class LazyArray(NDArrayOperatorsMixin, Lazy):
 
     def is_contiguous(self) -> bool:
         """Whether NumPy would say so of the array that this is."""
-        fake = numpy.empty(self.memory.expression.shape, self.memory.expression.dtype)  # nothing touches it
+        return self.fake().flags.c_contiguous
+
+    def fake(self) -> numpy.ndarray:
+        """An array that lies in memory as the one that this is would; nothing touches its elements."""
+        fake = numpy.empty(self.memory.expression.shape, self.memory.expression.dtype)
         for step in self.steps:
             fake = step(fake)
-        return fake.flags.c_contiguous
+        return fake
 
 
 def is_lazy(value: Any) -> bool:

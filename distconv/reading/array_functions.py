@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy
 
-from distconv.reading.array import FUNCTIONS, LazyArray, NotLazy, axes_of, axis_of, cast, is_lazy
+from distconv.reading.array import FUNCTIONS, METHODS, LazyArray, NotLazy, axes_of, axis_of, cast, is_lazy
 from distconv.reading.expression import Expression, Joined
+from distconv.reading.statistic import asked
 
 
 def _joined(parts: Any, axis: Any, *, stacked: bool, **options: Any) -> Any:
@@ -82,7 +83,28 @@ def _of_method(name: str) -> Callable[..., Any]:
     return call
 
 
+def _statistic(name: str) -> Callable[..., Any]:
+    def call(a: Any, *args: Any, **options: Any) -> Any:
+        if not is_lazy(a):
+            raise NotLazy
+        fake = a.fake()
+        made = asked(a.expression, None if fake.flags.c_contiguous else fake.strides, name, args, options)
+        if made is NotImplemented:
+            raise NotLazy
+        return LazyArray(made)
+
+    return call
+
+
+_METHODS = ("mean", "std", "var", "sum", "prod", "min", "max")
+_STATISTICS = (
+    *(*_METHODS, "ptp", "amin", "amax", "median", "percentile", "quantile", "nanmean", "nanstd", "nanvar", "nansum"),
+    *("nanmin", "nanmax", "nanmedian", "nanpercentile", "nanquantile", "count_nonzero", "any", "all"),
+)
+METHODS |= {name: getattr(numpy, name) for name in (*_METHODS, "any", "all")}
+
 FUNCTIONS |= {
+    **{getattr(numpy, name): _statistic(name) for name in _STATISTICS},
     numpy.stack: _stack,
     numpy.concatenate: _concatenate,
     numpy.flip: _flip,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -46,25 +47,31 @@ class Sent:
 
 @dataclass(frozen=True)
 class Draft:
-    """A batch made of samples `indices`, with `Unread` leaves, and what has been read for it already."""
+    """A batch made of samples `indices`, with `Unread` leaves, and what has been read for it already.
+
+    Attributes:
+        found: of statistics that are known, the index of the sample, the digest and the value.
+    """
 
     batch: Any
     indices: Sequence[Any]
     parts: Sequence[Sent]
+    found: Sequence[tuple[Any, str, Any]] = ()
 
     def pin_memory(self, device: Any = None) -> Draft:
         return self
 
 
 class Order(list[Any]):
-    """Indices of samples, and whether a worker is to read what they are made of."""
+    """Indices of samples, whether a worker is to read what they are made of, and what is known of their statistics."""
 
     read = True
+    known: Mapping[str, Any] = MappingProxyType({})
 
 
-def ordered(indices: Sequence[Any], *, read: bool) -> Order:
+def ordered(indices: Sequence[Any], *, read: bool, known: Mapping[str, Any]) -> Order:
     order = Order(indices)
-    order.read = read
+    order.read, order.known = read, known
     return order
 
 

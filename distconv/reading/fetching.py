@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import get_worker_info
 from torch.utils.data._utils import fetch as fetching
 
 from distconv.reading.draft import Draft, Order, Part, Sent, Unread
@@ -18,7 +19,9 @@ from distconv.reading.fault import ReadError, as_read_error
 from distconv.reading.interception import lazily, renew
 from distconv.reading.share import Share
 from distconv.reading.source import Keeper, Source
+from distconv.reading.statistic import Known, Statistic, asking, statistics_in
 from distconv.reading.tensor import LazyTensor
+from distconv.reading.view import Region
 
 
 @dataclass(frozen=True)
@@ -72,18 +75,56 @@ class Fetching:
     def __call__(self, fetcher: Any, indices: Any) -> Any:
         if self.begin is not None:
             self.begin()
+        known = Known(getattr(indices, "known", {})) if self.share.cuts_samples else None
         try:
-            with lazily(self.keeper):
-                samples = self._samples(fetcher.dataset, indices)
+            with lazily(self.keeper), asking(known):
+                samples = self._samples(fetcher.dataset, indices, known)
                 with self.around(indices[0]), _at(indices):
                     batch = fetcher.collate_fn(samples)
                 unread = tree_map(_unread, batch)
-                if not self._drafts:
+                if known is not None:
+                    self.settle(unread, indices, known.values)
+                learnt = known is not None and any(each.digest not in known.values for _, each in known.asked)
+                if not self._drafts and not learnt and not self.open(unread, indices):
                     return self.finished(unread, indices, Source.read)
-                reads = self.keeper is None and getattr(indices, "read", True)
-                return Draft(unread, list(indices), self._read_for(unread, indices) if reads else ())
+                reads = get_worker_info() is not None and getattr(indices, "read", True)
+                found = known.found() if known is not None else ()
+                return Draft(unread, list(indices), self._read_for(unread, indices) if reads else (), found)
         except ReadError as error:
             return Fault(str(error))
+
+    def open(self, batch: Any, indices: Sequence[Any]) -> list[tuple[Any, Statistic]]:
+        """The statistics that have to be known before more can be computed, each with the index of a sample."""
+        found: dict[str, tuple[Any, Statistic]] = {}
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Unread):
+                for expression, _, sample in self._pieces(leaf, indices):
+                    for each in statistics_in(expression):
+                        inner = [one for one in statistics_in(each.parent) if one.value is None]
+                        if each.value is None and not inner:
+                            found.setdefault(each.digest, (sample, each))
+        return list(found.values())
+
+    def settle(self, batch: Any, indices: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Gives the statistics of a batch their values, by digest, where these are known."""
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Unread):
+                for expression, _, _ in self._pieces(leaf, indices):
+                    for each in statistics_in(expression):
+                        if each.value is None:
+                            each.value = values.get(each.digest)
+
+    def slab(self, statistic: Statistic) -> Region:
+        """The region that this rank reads of what a statistic is computed of."""
+        return self.share.region((1, *statistic.parent.shape))[1:]
+
+    def slabs(self, open: Sequence[tuple[Any, Statistic]], part: Part) -> list[Any]:
+        """What this rank reads for open statistics. ReadError where it cannot be read."""
+        read = []
+        for sample, statistic in open:
+            with self.around(sample), _at(sample):
+                read.append(statistic.parent.read(self.slab(statistic), part))
+        return read
 
     def finished(self, batch: Any, indices: Sequence[Any], part: Part) -> Any:
         """The batch with every `Unread` leaf read by `part`. ReadError where one cannot be read."""
@@ -116,20 +157,31 @@ class Fetching:
             yield leaf.expression, region, indices[0]
 
     def _read_for(self, batch: Any, indices: Sequence[Any]) -> list[Sent]:
-        sent = []
-        for leaf in tree_leaves(batch):
-            if isinstance(leaf, Unread):
-                for expression, wanted, sample in self._pieces(leaf, indices):
-                    with _at(sample):
-                        sent += [Sent.read(*need) for need in expression.needs(wanted)]
-        return sent
+        pieces = [
+            piece for leaf in tree_leaves(batch) if isinstance(leaf, Unread) for piece in self._pieces(leaf, indices)
+        ]
+        for expression, _, sample in list(pieces):
+            for each in statistics_in(expression):
+                if each.value is None:
+                    pieces.append((each.parent, self.slab(each), sample))
+        sent: dict[Any, Sent] = {}
+        for expression, wanted, sample in pieces:
+            with _at(sample):
+                for need in expression.needs(wanted):
+                    if need not in sent:
+                        sent[need] = Sent.read(*need)
+        return list(sent.values())
 
-    def _samples(self, dataset: Any, indices: Any) -> list[Any]:
+    def _samples(self, dataset: Any, indices: Any, known: Known | None) -> list[Any]:
         if getattr(dataset, "__getitems__", None):
+            if known is not None:
+                known.begin(*indices)
             with _at(list(indices)):
                 return dataset.__getitems__(list(indices) if isinstance(indices, Order) else indices)
         samples = []
         for index in indices:
+            if known is not None:
+                known.begin(index)
             with self.around(index), _at(index):
                 samples.append(dataset[index])
             renew()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import weakref
@@ -14,6 +15,7 @@ import torch
 
 from distconv.reading.expression import Expression, whole
 from distconv.reading.source import fetched
+from distconv.reading.statistic import is_known
 
 Step = Callable[[Any], Any]
 """Makes a view: of an array or a tensor another one that shares its memory."""
@@ -67,7 +69,8 @@ class Lazy:
             if self.memory.content is None:
                 if not self.memory.is_shared(self):
                     self.look(self.expression)
-                tell(why, self.memory.expression.sources())
+                if not is_known(self.memory.expression):
+                    tell(why, self.memory.expression.sources())
                 content = self.memory.expression.read(whole(self.memory.expression.shape), fetched)
                 if isinstance(content, numpy.ndarray) and not content.flags.writeable:
                     content = content.copy()  # what is kept stays as it is
@@ -76,6 +79,37 @@ class Lazy:
             for step in self.steps:
                 self.content = step(self.content)
         return self.content
+
+
+class Number(Lazy):
+    """What Python asks of an array of one element."""
+
+    def __bool__(self) -> bool:
+        return bool(self.read("bool"))
+
+    def __int__(self) -> int:
+        return int(self.read("int"))
+
+    def __index__(self) -> int:
+        return operator.index(self.read("operator.index"))
+
+    def __float__(self) -> float:
+        return float(self.read("float"))
+
+    def __complex__(self) -> complex:
+        return complex(self.read("complex"))
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.read("round")[()], digits)
+
+    def __format__(self, how: str) -> str:
+        return format(self.read("format")[()], how)
+
+    def __repr__(self) -> str:
+        return repr(self.read("repr"))
+
+    def __str__(self) -> str:
+        return str(self.read("str"))
 
 
 def tell(why: str, read: Iterable[object]) -> None:

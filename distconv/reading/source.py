@@ -106,6 +106,14 @@ class Source(abc.ABC):
             part = self._part(array, tuple(slice(at.start, at.stop, at.step) for at in region))
         return part if dense else part[..., :: last.step]
 
+    def stamp(self) -> tuple[int, ...] | None:
+        """Another one where the file is another one than before; None where there is none."""
+        try:
+            status = os.stat(self.path)
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
     def __str__(self) -> str:
         return f"{shown(self.path)}: {self.key}" if self.key else shown(self.path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -69,11 +68,11 @@ class Store:
         return found.copy() if isinstance(found, numpy.ndarray) else found
 
     def _answer(self, key: Key, read: Callable[[], Any]) -> Any:
-        stamp = _stamp(key[0])
+        stamp = key[0].stamp()
         array = self._brought.get(key)
         if array is None:
             kept = self._parts.get(key)
-            array = kept[1] if kept is not None and kept[0] == stamp else None
+            array = kept[1] if kept is not None and kept[0] == stamp else self._just_asked(key, stamp)
         if array is None:
             array = read()
             if not isinstance(array, numpy.generic) and type(array) is not numpy.ndarray:
@@ -82,6 +81,11 @@ class Store:
         if self._sample is not None:
             self._asked.setdefault(self._sample, {})[key] = (stamp, array)
         return array
+
+    def _just_asked(self, key: Key, stamp: _Stamp) -> Any:
+        """What the batch that is being made has asked for already."""
+        found = (asked[key] for asked in self._asked.values() if key in asked)
+        return next((array for before, array in found if before == stamp), None)
 
     def bring(self, parts: Iterable[tuple[Key, Any]]) -> None:
         """Parts that others have read for the batch that is made next."""
@@ -147,15 +151,6 @@ class Store:
         for sample in samples:
             for key in self._of.get(sample, ()):
                 kept = self._parts.get(key)
-                if kept is not None and kept[0] == _stamp(key[0]):
+                if kept is not None and kept[0] == key[0].stamp():
                     found.append((key, kept[1]))
         return found
-
-
-def _stamp(source: Source) -> _Stamp:
-    """Another one where the file is another one than before; None where there is none."""
-    try:
-        status = os.stat(source.path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns

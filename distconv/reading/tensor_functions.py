@@ -12,6 +12,7 @@ from distconv.reading.array import LazyArray
 from distconv.reading.expression import Converted, Joined, empty, viewed
 from distconv.reading.fault import note
 from distconv.reading.source import shown
+from distconv.reading.statistic import asked
 from distconv.reading.tensor import HANDLERS, Function, LazyTensor, cast, computed, is_lazy, meta
 
 
@@ -68,10 +69,23 @@ def _copied(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
 def _contiguous(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
     if args or options:
         return NotImplemented
-    fake = empty(x.memory.expression.shape, x.memory.expression.dtype)  # nothing touches it
+    return x if _fake(x).is_contiguous() else LazyTensor(x.expression)
+
+
+def _fake(x: LazyTensor) -> Tensor:
+    """A tensor that lies in memory as the one that this is would; nothing touches its elements."""
+    fake = empty(x.memory.expression.shape, x.memory.expression.dtype)
     for step in x.steps:
         fake = step(fake)
-    return x if fake.is_contiguous() else LazyTensor(x.expression)
+    return fake
+
+
+def _statistic(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    if name in ("max", "min", "median", "nanmedian") and (args or options):
+        return NotImplemented  # of two results, or of two tensors
+    fake = _fake(x)
+    made = asked(x.expression, None if fake.is_contiguous() else fake.stride(), name, args, options)
+    return NotImplemented if made is NotImplemented else LazyTensor(made)
 
 
 def _getitem(name: str, x: LazyTensor, key: Any) -> Any:
@@ -186,7 +200,13 @@ ELEMENTWISE = (
 )
 IN_PLACE = ("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "clamp_", "clip_")
 
+STATISTICS = (
+    *("mean", "std", "var", "sum", "prod", "amin", "amax", "min", "max", "median", "quantile"),
+    *("nanmean", "nansum", "nanmedian", "nanquantile", "any", "all", "count_nonzero"),
+)
+
 HANDLERS |= {
+    **dict.fromkeys(STATISTICS, _statistic),
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys((*IN_PLACE, "__iadd__", "__isub__", "__imul__", "__itruediv__"), _in_place),
     **dict.fromkeys((*CASTS, "to", "type"), _to),

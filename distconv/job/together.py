@@ -1,0 +1,156 @@
+"""Statistics of samples, such as means and percentiles, that ranks with the same sample find together and keep."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.job.slab_exchange import SlabExchange
+from distconv.mesh import whole_group
+from distconv.reading.expression import empty
+from distconv.reading.fault import ReadError, as_read_error, note
+from distconv.reading.share import Share
+from distconv.reading.source import shown
+from distconv.reading.statistic import Statistic, identity
+from distconv.reading.view import Region
+
+Sample = tuple[int, Hashable]
+"""The number of a data set, and the index of one of its samples."""
+
+
+class Numbers:
+    """Numbers of data sets, in the order in which they are read."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
+        self._count = itertools.count()
+
+    def __call__(self, dataset: Any) -> int:
+        known = self._numbers.get(id(dataset))
+        if known is None or known[0]() is not dataset:
+            try:
+                reference: Callable[[], Any] = weakref.ref(dataset)
+            except TypeError:
+                reference = lambda: dataset  # noqa: E731
+            known = self._numbers[id(dataset)] = reference, next(self._count)
+        return known[1]
+
+
+def sample(number: int, index: Any) -> Sample:
+    """How a sample of a data set is known."""
+    known: Hashable = index if isinstance(index, int | str) else repr(index)
+    return number, known
+
+
+class Together:
+    """What is known of the statistics of samples, and how ranks find those that are not.
+
+    Each rank reads its slab. One of the ranks with the sample, another one for the next array, gets all slabs, and
+    computes with the program's own function what one process would; then every rank of the mesh is told the numbers.
+    """
+
+    def __init__(self, mesh: DeviceMesh, share: Share) -> None:
+        self._mesh, self._share = mesh, share
+        sizes = list(mesh.shape)
+        axis = share.names.index("sample") if "sample" in share.names else None
+        own = [range(size) if place != axis else [share.of_samples] for place, size in enumerate(sizes)]
+        self._shares = [replace(share, coordinate=each) for each in itertools.product(*own)]
+        ranks = mesh.mesh.movedim(axis, 0) if axis is not None else mesh.mesh[None]
+        self._exchange = SlabExchange(ranks.reshape(len(ranks), -1).tolist())
+        self._known: dict[Sample, dict[str, Any]] = {}
+
+    def known(self, number: int, indices: Iterable[Any]) -> dict[str, Any]:
+        """The statistics of these samples, by digest."""
+        found: dict[str, Any] = {}
+        for index in indices:
+            found |= self._known.get(sample(number, index), {})
+        return found
+
+    def learn(self, number: int, found: Iterable[tuple[Any, str, Any]]) -> None:
+        """Keeps statistics; those that a sample had before and that were not asked for again are given up."""
+        fresh: dict[Sample, dict[str, Any]] = {}
+        for index, digest, value in found:
+            fresh.setdefault(sample(number, index), {})[digest] = value
+        self._known |= fresh
+
+    def find(self, open: Sequence[tuple[Any, Statistic]], slabs: Sequence[Any]) -> list[tuple[Any, str, Any]]:
+        """The index of a sample, the digest and the value of all open statistics, those of other ranks' samples among
+        them.
+
+        Collective over the mesh. `open` are the same on all ranks with the same samples; `slabs` is what this rank has
+        read for each of them. On every rank the same ReadError where one cannot be computed.
+        """
+        parents = dict.fromkeys(identity(each.parent) for _, each in open)
+        owner = {text: place % len(self._shares) for place, text in enumerate(parents)}
+        sent: list[list[tuple[Any, Any]]] = [[] for _ in self._shares]
+        for (_, each), slab in zip(open, slabs, strict=True):
+            text = identity(each.parent)
+            regions = self._regions(each.parent.shape)
+            own = regions[self._shares.index(self._share)]
+            first = regions.index(own) == self._shares.index(self._share)
+            if text in parents and first and all(map(len, own)):
+                sent[owner[text]].append(((list(owner).index(text), own), _as_bytes(slab)))
+            parents.pop(text, None)
+        received: dict[int, list[tuple[Region, Any]]] = {}
+        for (place, region), content in self._exchange(sent):
+            received.setdefault(place, []).append((region, content))
+        computed: list[tuple[Any, str, Any]] = []
+        fault = ""
+        try:
+            computed += self._computed(open, list(owner), received)
+        except ReadError as error:
+            fault = str(error)
+        told: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(told, (computed, fault), group=whole_group(self._mesh))
+        for _, each in told:
+            if each:
+                raise ReadError(each)
+        return [found for each, _ in told for found in each]
+
+    def _regions(self, shape: Sequence[int]) -> list[Region]:
+        return [share.region((1, *shape))[1:] for share in self._shares]
+
+    def _computed(
+        self, open: Sequence[tuple[Any, Statistic]], texts: list[str], received: dict[int, Any]
+    ) -> Iterator[tuple[Any, str, Any]]:
+        wholes: dict[int, Any] = {}
+        for index, each in open:
+            place = texts.index(identity(each.parent))
+            if place not in received:
+                continue
+            try:
+                if place not in wholes:
+                    wholes = {place: _joined(each.parent.shape, each.parent.dtype, received[place])}
+                yield index, each.digest, each.compute(wholes[place])
+            except Exception as error:
+                for source in each.sources():
+                    note(error, shown(source.path), source.key)
+                raise as_read_error(error, index) or error from error
+
+
+def _as_bytes(slab: Any) -> numpy.ndarray:
+    if isinstance(slab, Tensor):
+        return slab.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return numpy.ascontiguousarray(slab).reshape(-1).view(numpy.uint8)
+
+
+def _joined(shape: Sequence[int], dtype: Any, parts: Sequence[tuple[Region, numpy.ndarray]]) -> Any:
+    """The whole, from the bytes of regions."""
+    result = empty(shape, dtype)
+    for region, content in parts:
+        extents = [len(positions) for positions in region]
+        where = tuple(slice(at.start, at.stop) for at in region)
+        if isinstance(result, Tensor):
+            result[where] = torch.from_numpy(content.copy()).view(dtype).reshape(extents)
+        else:
+            result[where] = content.view(dtype).reshape(extents)
+    return result
