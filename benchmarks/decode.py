@@ -13,6 +13,7 @@ compares the ways.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import json
 import time
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 IMAGE: dict[str, Any] = {"block_out_channels": (16, 32, 64, 64), "norm_num_groups": 8}
 WAN: dict[str, Any] = {"base_dim": 8, "z_dim": 16}
@@ -76,10 +77,23 @@ def tile(vae: Any, size: int) -> None:
         vae.enable_tiling(**{name: value for name, value in wanted.items() if name in accepted})
 
 
+def cast(vae: Any) -> list[nn.Upsample]:
+    """Its layers that compute in float32 whatever the type of their input is: those of Wan and QwenImage."""
+    return [module for module in vae.modules() if isinstance(module, nn.Upsample) and type(module) is not nn.Upsample]
+
+
+def keep_type(vae: Any) -> None:
+    """Makes these layers compute in the type of their input."""
+    for module in cast(vae):
+        module.forward = functools.partial(nn.Upsample.forward, module)  # type: ignore[method-assign]
+
+
 def main() -> None:
     options = _options()
     torch.set_default_dtype(getattr(torch, options.dtype))
     vae, z = decoder(options.decoder), latent(options.decoder, options.size)
+    if options.keep_type:
+        keep_type(vae)
     if options.tiled:
         tile(vae, z.shape[-1])
     weights = sum(p.numel() * p.element_size() for p in vae.parameters())
@@ -87,7 +101,8 @@ def main() -> None:
         began = time.perf_counter()
         y = vae.decode(z, return_dict=False)[0]
         seconds = time.perf_counter() - began
-    found = {"decoder": options.decoder, "latent": list(z.shape), "result": list(y.shape), "seconds": seconds}
+    found: dict[str, Any] = {"casts": bool(cast(vae))}
+    found |= {"decoder": options.decoder, "latent": list(z.shape), "result": list(y.shape), "seconds": seconds}
     found |= {"peak": weights + most(), "weights": weights, "mean": y.mean().item(), "deviation": y.std().item()}
     print(json.dumps(found), flush=True)
     if options.save:
@@ -122,6 +137,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiled", action="store_true", help="with diffusers' enable_tiling")
     parser.add_argument("--dtype", default="float64", choices=("float64", "float32"))
     parser.add_argument("--inference-mode", action="store_true", help="torch.inference_mode instead of torch.no_grad")
+    parser.add_argument("--keep-type", action="store_true", help="nothing is cast to float32")
     parser.add_argument("--save", metavar="FILE", help="keep the result")
     return parser.parse_args()
 

@@ -58,10 +58,9 @@ them (of a quarter of the height and width where it accepts that), and by `distc
   torch's memory profiler.
 * **sent**: by one rank, counted by `python -m distconv check`.
 * **seconds**: each way once. The 4 ranks and whatever else ran shared 2 cores: these say nothing about speed.
-
-QwenImage and Wan of diffusers compute their upsampling in float32, also in a float64 model: where a number differs in
-its last digit before that, it may differ by a digit of float32 behind it. With that taken out, QwenImage's error for a
-latent of 64 is 2e-14.
+* **error, float64**: QwenImage and Wan of diffusers compute their upsampling in float32, also in a float64 model. Where
+  a number differs in its last digit before that, it may differ by a digit of float32 behind it. This column has the
+  error with these layers in float64 on both sides (`decode.py --keep-type`); the other decoders cast nothing.
 """
 
 Record = dict[str, Any]
@@ -110,6 +109,10 @@ def measured(decoder: str, size: int) -> Record:
                 "error": error(results[way], results["alone"]),
             }
         record |= {key: found["alone"][0][key] for key in ("latent", "result", "weights")}
+        if found["alone"][0]["casts"]:
+            for way, before in (("alone", []), ("ranks", RUN)):
+                run(before, decoder, size, "--keep-type", "--save", files[way])
+            record["float64"] = error(*(torch.load(files[way], weights_only=True) for way in ("ranks", "alone")))
         record["ranks"]["processes"] = len(found["ranks"])
     record["sent"] = sent(decoder, size)
     return record
@@ -134,16 +137,17 @@ def table(records: list[Record]) -> Table:
         alone, tiled, ranks = (record[way] for way in ("alone", "tiled", "ranks"))
         shape = "x".join(str(extent) for extent in record["result"])
         part = f"{ranks['peak'] / alone['peak']:.2f}"
+        kept = digit(record["float64"]) if "float64" in record else "-"
         cells.append(
             (
                 record["decoder"], shape, mib(alone["peak"]), mib(ranks["peak"]), part,
-                f"{tiled['peak'] / alone['peak']:.2f}", digit(ranks["error"]), digit(tiled["error"]),
-                mib(record["sent"]), *(f"{way['seconds']:.1f}" for way in (alone, ranks, tiled)),
+                f"{tiled['peak'] / alone['peak']:.2f}", digit(ranks["error"]), kept,
+                digit(tiled["error"]), mib(record["sent"]), *(f"{way['seconds']:.1f}" for way in (alone, ranks, tiled)),
             )
         )  # fmt: skip
     headings = (
-        "decoder", "result", "peak alone, MiB", "of a rank, MiB", "part", "part, tiled", "error", "error, tiled",
-        "sent, MiB", "seconds alone", "4 ranks", "tiled",
+        "decoder", "result", "peak alone, MiB", "of a rank, MiB", "part", "part, tiled", "error", "error, float64",
+        "error, tiled", "sent, MiB", "seconds alone", "4 ranks", "tiled",
     )  # fmt: skip
     return Table("Decoding alone, on 4 ranks, and in tiles", headings, cells)
 

@@ -7,6 +7,7 @@ import math
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -98,10 +99,14 @@ class Trial:
 
 
 def step(model: nn.Module, inputs: list[Tensor]) -> Numbers:
-    """Outputs, gradients of inputs and parameters, and buffers, after the forward and backward of one loss."""
+    """Outputs, gradients of inputs and parameters, and buffers, after the forward and backward of one loss.
+
+    What a model casts to float32 by itself stays float64 here, so that it can be compared to the last digits.
+    """
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
-    outputs = [y for y in tree_leaves(model(*inputs)) if isinstance(y, Tensor) and y.is_floating_point()]
-    sum(y.square().mean() for y in outputs if y.requires_grad).backward()  # type: ignore[union-attr]
+    with mock.patch.object(Tensor, "float", Tensor.double):
+        outputs = [y for y in tree_leaves(model(*inputs)) if isinstance(y, Tensor) and y.is_floating_point()]
+        sum(y.square().mean() for y in outputs if y.requires_grad).backward()  # type: ignore[union-attr]
     found = {f"output {place}": y.detach() for place, y in enumerate(outputs, 1)}
     found |= {f"gradient of input {place}": x.grad for place, x in enumerate(inputs, 1) if x.grad is not None}
     found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
