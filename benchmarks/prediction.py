@@ -1,119 +1,234 @@
 """Training steps predicted by the performance model, against the same steps measured on this machine.
 
-python benchmarks/prediction.py
+    python benchmarks/prediction.py                     # both tables
+    python benchmarks/prediction.py --only resnet18     # steps of one network
+    python benchmarks/prediction.py --only choice       # what is chosen, against all single partitions
 
-For 1, 2 and 4 ranks the machine is calibrated, every step is run, and then predicted from kernels that are measured
-alone. A step is forward and backward, without loss and optimizer.
+For 1, 2 and 4 ranks the machine is calibrated once. Then the steps of a case, and the kernels from which they are
+predicted, are measured in turn, the kernels in as many processes at once as there are ranks. A step is forward and
+backward, without loss and optimizer; the slowest rank counts, and of steps the median.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from torch import nn
 from tqdm import tqdm
 
-from benchmarks.prediction_cases import CASES
+from benchmarks.prediction_cases import CASES, CHOSEN, EVERY
+from benchmarks.process import Process
 from benchmarks.table import Table, conditions, save, show
 from distconv.partition import Partition
+from distconv.performance.automatic import decide
+from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
-from distconv.performance.kernels import measured_for
+from distconv.performance.kernels import Measured
+from distconv.performance.layers import LayerGraph, trace
 from distconv.performance.machine import Machine, read
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import replay
+from distconv.refusal import UnsupportedOperation
 
 RESULT = "prediction-cpu"
 RANK = Path(__file__).with_name("prediction_rank.py")
+RANKS = (1, 2, 4)
+STEPS = 5
+"""Before and after the kernels are measured."""
+
+ONE = {"*": "sample=1"}
+
+Row = dict[str, Any]
 
 
-def cases(networks: list[str]) -> Iterator[tuple[str, str]]:
-    for name in networks:
-        for partition in ("sample=1", *CASES[name].partitions):
-            yield name, partition
+class Ranks:
+    """A job of so many ranks that waits for requests, and what the machine does for it."""
+
+    def __init__(self, ranks: int, folder: Path, kept: Kept, resources: contextlib.ExitStack) -> None:
+        threads = max(1, (os.cpu_count() or 1) // ranks)
+        path = folder / f"{ranks}.toml"
+        done = subprocess.run(
+            [sys.executable, "-m", "distconv", "calibrate", "--nproc", str(ranks), "-o", str(path)],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            sys.exit(f"distconv calibrate: {done.stderr}")
+        measured = Measured(threads, kept, ranks)
+        resources.callback(measured.crowd.close)
+        self.machine: Machine = replace(read(str(path)), measured=measured)
+        store = str(folder / f"store{ranks}")
+        self.job = resources.enter_context(
+            Process(
+                f"{ranks} ranks",
+                [[sys.executable, str(RANK), str(rank), str(ranks), store] for rank in range(ranks)],
+                OMP_NUM_THREADS=str(threads),
+                GLOO_SOCKET_IFNAME="lo",
+            )
+        )
+
+    def prepare(self, name: str, strategy: Mapping[str, str]) -> None:
+        self.job.ask(do="prepare", case=name, strategy=dict(strategy))
+
+    def steps(self) -> list[float]:
+        """Seconds of each."""
+        return [float(each) for each in self.job.ask(do="steps", count=STEPS)]
 
 
-def run(ranks: int, *arguments: str) -> str:
-    threads = str(max(1, (os.cpu_count() or 1) // ranks))
-    done = subprocess.run(
-        [sys.executable, "-m", "distconv", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": threads},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"distconv {' '.join(arguments)}: {done.stderr}")
-    return done.stdout
-
-
-def machine_of(ranks: int, folder: Path, kept: Kept) -> Machine:
-    path = folder / f"{ranks}.toml"
-    run(ranks, "calibrate", "--nproc", str(ranks), "-o", str(path))
-    return replace(read(str(path)), measured=measured_for(ranks, kept))
-
-
-def predicted(name: str, partition: str, machine: Machine) -> float:
-    case, parsed = CASES[name], Partition.parse(partition)
-    with imagined_job(parsed.ranks):
-        step = record_step(on_meta(case.build), mesh_of(parsed), case.shape)
+def predicted(name: str, strategy: Mapping[str, str], machine: Machine) -> float:
+    case, outer = EVERY[name], Partition.parse(strategy["*"])
+    with imagined_job(outer.ranks):
+        layers = strategy if len(strategy) > 1 else None
+        step = record_step(on_meta(case.build), mesh_of(outer), case.shape, layers)
     return replay(step, machine).total
 
 
-def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    headings = ("network", "partition", "measured ms", "predicted ms", "error %")
-    cells = [
-        (
-            row["network"],
-            row["partition"],
-            f"{1e3 * row['measured']:.1f}",
-            f"{1e3 * row['predicted']:.1f}",
-            f"{100 * row['error']:+.1f}",
+def compared(name: str, strategy: Mapping[str, str], ranks: Ranks) -> tuple[float, float]:
+    """Seconds of a step, as measured and as predicted."""
+    ranks.prepare(name, strategy)
+    before = ranks.steps()
+    expected = predicted(name, strategy, ranks.machine)
+    return statistics.median(before + ranks.steps()), expected
+
+
+def steps(names: list[str], jobs: Mapping[int, Ranks]) -> Iterator[Row]:
+    """Measured and predicted steps."""
+    cases = [(name, partition) for name in names for partition in ("sample=1", *CASES[name].partitions)]
+    for name, partition in tqdm(cases, desc="steps"):
+        measured, expected = compared(name, {"*": partition}, jobs[Partition.parse(partition).ranks or 1])
+        yield {
+            "network": name,
+            "partition": partition,
+            "measured": measured,
+            "predicted": expected,
+            "error": expected / measured - 1,
+        }
+
+
+def choices(jobs: Mapping[int, Ranks]) -> Iterator[Row]:
+    """For each small network and number of ranks: what is chosen, beside one process and every single partition."""
+    for name, case in tqdm(CHOSEN.items(), desc="choices"):
+        model = on_meta(case.build)
+        graph = trace(model, case.shape)
+        alone = statistics.median(measured_steps(name, ONE, jobs[1]))
+        for ranks in RANKS[1:]:
+            found = worthwhile(graph, partitions(ranks, len(case.shape)))
+            choice = decide(model, graph, found, jobs[ranks].machine, jobs[1].machine)
+            candidates: dict[str, float] = {"one process": alone}
+            for partition in found:
+                if runs(model, graph, partition):
+                    took = measured_steps(name, {"*": str(partition)}, jobs[ranks])
+                    candidates[str(partition)] = statistics.median(took)
+            text = str(choice).partition(";")[0]
+            if choice.strategy == ONE:
+                candidates[text] = took_by_choice = alone
+            elif text in candidates:
+                took_by_choice = candidates[text]
+            else:
+                took_by_choice = statistics.median(measured_steps(name, choice.strategy, jobs[ranks]))
+                candidates[text] = took_by_choice
+            best = min(candidates, key=lambda each: candidates[each])
+            yield {
+                "network": name,
+                "ranks": ranks,
+                "chosen": text,
+                "seconds": took_by_choice,
+                "predicted": choice.seconds,
+                "best": best,
+                "best_seconds": candidates[best],
+                "alone": alone,
+                "candidates": candidates,
+            }
+
+
+def runs(model: nn.Module, graph: LayerGraph, partition: Partition) -> bool:
+    """Whether distconv accepts a single partition."""
+    with imagined_job(partition.ranks):
+        try:
+            record_step(model, mesh_of(partition), graph.input)
+        except (UnsupportedOperation, ValueError, RuntimeError):
+            return False
+    return True
+
+
+def measured_steps(name: str, strategy: Mapping[str, str], ranks: Ranks) -> list[float]:
+    ranks.prepare(name, strategy)
+    return ranks.steps() + ranks.steps()
+
+
+def tables(rows: list[Row], chosen: list[Row]) -> list[Table]:
+    found = []
+    if rows:
+        errors = [abs(row["error"]) for row in rows]
+        worst = max(rows, key=lambda row: abs(row["error"]))
+        title = (
+            f"{len(rows)} steps: mean error {100 * statistics.mean(errors):.1f} %, "
+            f"worst {100 * worst['error']:+.1f} % ({worst['network']}, {worst['partition']})"
         )
-        for row in rows
-    ]
-    errors = [abs(row["error"]) for row in rows]
-    worst = max(rows, key=lambda row: abs(row["error"]))
-    title = (
-        f"{len(rows)} steps: mean error {100 * statistics.mean(errors):.1f} %, "
-        f"worst {100 * worst['error']:+.1f} % ({worst['network']}, {worst['partition']})"
-    )
-    return [Table(title, headings, cells)]
+        headings = ("network", "partition", "measured ms", "predicted ms", "error %")
+        cells = [
+            (row["network"], row["partition"], *_ms(row, "measured", "predicted"), f"{100 * row['error']:+.1f}")
+            for row in rows
+        ]
+        found.append(Table(title, headings, cells))
+    if chosen:
+        slowest = max(row["seconds"] / row["best_seconds"] for row in chosen)
+        title = f"What is chosen, against one process and every single partition: at most {slowest:.2f} times the best"
+        headings = ("network", "ranks", "chosen", "ms", "predicted ms", "best", "best ms", "one process ms", "measured")
+        cells = [
+            (
+                row["network"],
+                str(row["ranks"]),
+                row["chosen"],
+                *_ms(row, "seconds", "predicted"),
+                row["best"],
+                *_ms(row, "best_seconds", "alone"),
+                str(len(row["candidates"])),
+            )
+            for row in chosen
+        ]
+        found.append(Table(title, headings, cells))
+    return found
+
+
+def _ms(row: Row, *names: str) -> list[str]:
+    return [f"{1e3 * row[name]:.1f}" for name in names]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=CASES, help="a network; may be given more than once")
+    parser.add_argument(
+        "--only", action="append", choices=[*CASES, "choice"], help="a part; may be given more than once"
+    )
     parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{RESULT}.md and .json")
     options = parser.parse_args()
+    parts = options.only or [*CASES, "choice"]
     about = conditions()
-    rows, machines = [], {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as resources:
         kept = Kept()
-        for name, partition in tqdm(list(cases(options.only or list(CASES))), desc="steps"):
-            ranks = Partition.parse(partition).ranks
-            if ranks not in machines:
-                machines[ranks] = machine_of(ranks, Path(folder), kept)
-            took = float(run(ranks, "run", "--show-ranks", "--partition", partition, str(RANK), name))
-            expected = predicted(name, partition, machines[ranks])
-            error = expected / took - 1
-            rows.append(
-                {"network": name, "partition": partition, "measured": took, "predicted": expected, "error": error}
-            )
-    found = tables(rows)
+        jobs = {ranks: Ranks(ranks, Path(folder), kept, resources) for ranks in RANKS}
+        rows = list(steps([name for name in CASES if name in parts], jobs))
+        chosen = list(choices(jobs)) if "choice" in parts else []
+    found = tables(rows, chosen)
     show(found)
     if options.save:
-        save(RESULT, "Predicted and measured steps", about, {"conditions": about, "rows": rows}, found)
+        figures = {"conditions": about, "rows": rows, "choices": chosen}
+        save(RESULT, "Predicted and measured steps", about, figures, found)
     return 0
 
 

@@ -38,4 +38,13 @@ CASES = {
     "unet3d": Case(_network("unet3d"), (2, 1, 32, 32, 32), SPACE),
     "cosmoflow": Case(_network("cosmoflow"), (2, 4, 64, 64, 64), SPACE),
 }
-"""By name. Each also runs on one rank."""
+"""By name, whose steps are predicted. Each also runs on one rank."""
+
+CHOSEN = {
+    "resnet18 64x64": Case(_network("resnet18"), (4, 3, 64, 64), ()),
+    "unet3d 32x32x32": Case(_network("unet3d"), (2, 1, 32, 32, 32), ()),
+    "cosmoflow 64x64x64": Case(_network("cosmoflow"), (2, 4, 64, 64, 64), ()),
+}
+"""By name, whose fastest partition is predicted, and looked for among all."""
+
+EVERY = {**CASES, **CHOSEN}

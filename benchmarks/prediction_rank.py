@@ -1,34 +1,78 @@
-"""Prints the median seconds of a network's forward and backward on the ranks of a job: python -m distconv run ..."""
+"""One rank of a job that takes a network's training steps when it is asked to: prediction_rank.py RANK RANKS STORE.
+
+The first rank reads requests from its input, one JSON object a line, and answers with one a line:
+
+    {"do": "prepare", "case": name, "strategy": {pattern: partition}}    makes the network, and takes some steps
+    {"do": "steps", "count": n}                                          seconds of n steps, of the slowest rank each
+"""
 
 from __future__ import annotations
 
-import statistics
+import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.prediction_cases import CASES
+import distconv
+from benchmarks.prediction_cases import EVERY
 
-WARM, STEPS = 3, 9
+WARM = 2
+
+Take = Callable[[], None]
 
 
-def main(name: str) -> None:
-    case = CASES[name]
+def prepared(name: str, strategy: Mapping[str, str]) -> Take:
+    """What takes one step of a network: forward and backward."""
+    case = EVERY[name]
     torch.manual_seed(0)
-    model = case.build()
-    x = torch.randn(case.shape)
-    times = []
-    for _ in range(WARM + STEPS):
+    mesh = distconv.init(strategy["*"])
+    model = distconv.parallelize(case.build(), mesh, strategy if len(strategy) > 1 else None)
+    x = distconv.shard(torch.randn(case.shape), mesh)
+
+    def take() -> None:
         model.zero_grad()
-        start = time.perf_counter()
         model(x).sum().backward()
-        times.append(time.perf_counter() - start)
-    print(statistics.median(times[WARM:]))
+
+    for _ in range(WARM):
+        take()
+    return take
+
+
+def seconds(take: Take) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    take()
+    took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return float(took)
+
+
+def main(rank: str, ranks: str, store: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(store, int(ranks)), rank=int(rank), world_size=int(ranks))
+    take: Take | None = None
+    while True:
+        request: list[Any] = [sys.stdin.readline() if rank == "0" else None]
+        dist.broadcast_object_list(request, 0)
+        if not request[0]:
+            return
+        told = json.loads(request[0])
+        answer: list[float] = []
+        if told["do"] == "prepare":
+            take = None  # the memory of the last network
+            take = prepared(told["case"], told["strategy"])
+        else:
+            assert take is not None
+            answer = [seconds(take) for _ in range(told["count"])]
+        if rank == "0":
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

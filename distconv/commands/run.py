@@ -48,8 +48,8 @@ one decides. What moves between layers is redistributed. For example:
 AUTOMATIC = """\
 auto: the script is started once alone, up to the first call of its model; the files that it writes are removed. A step
 is recorded under partitions of --nproc ranks (default: the cores), its kernels are measured here, and the partition of
-every layer is kept for the next start. What this machine's network does is measured before, once: python -m distconv
-calibrate. Under mpiexec and torchrun choose before: python -m distconv plan.
+every layer is kept for the next start; one process where that is predicted to be no slower. What this machine's network
+does is measured before, once: python -m distconv calibrate. Under mpiexec and torchrun choose before: python -m distconv plan.
 """
 
 VARIABLES = """\
@@ -192,7 +192,8 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
     except ValueError as error:
         raise BadInput(str(error)) from None
     started = partition.ranks if place is None else place.size
-    if options.nproc is not None and started is not None and options.nproc != started:
+    is_given = settings.value("partition") != settings.AUTO  # what is chosen may be one process
+    if is_given and options.nproc is not None and started is not None and options.nproc != started:
         if place is None:
             raise BadInput(
                 f"partition {str(partition)!r} needs {partition.ranks} ranks, but --nproc is {options.nproc}"

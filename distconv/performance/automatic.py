@@ -36,13 +36,17 @@ from mucudnn.version import VERSION
 MOST = 12
 """Partitions that are looked at: each layer's kernels are measured under all of them."""
 
+ONE = {"*": "sample=1"}
+"""The strategy of one process."""
+
 
 @dataclass(frozen=True)
 class Choice:
     """What was chosen.
 
     Attributes:
-        strategy: {pattern of layer names: partition}, as `distconv.model.strategy` reads it.
+        strategy: {pattern of layer names: partition}, as `distconv.model.strategy` reads it; `ONE`, of one rank, where
+            one process is the fastest.
         seconds: of a step, as predicted.
         alone: those of a step in one process; None where a step cannot be recorded so.
     """
@@ -52,6 +56,8 @@ class Choice:
     alone: float | None
 
     def __str__(self) -> str:
+        if self.strategy == ONE:
+            return f"one process; predicted {1e3 * self.seconds:.1f} ms a step"
         chosen = ", ".join(f"{pattern}: {partition}" for pattern, partition in self.strategy.items())
         text = f"{chosen.removeprefix('*: ')}; predicted {1e3 * self.seconds:.1f} ms a step"
         return text if self.alone is None else f"{text}, one process {1e3 * self.alone:.1f} ms"
@@ -92,20 +98,54 @@ def choose(
     found = worthwhile(graph, partitions(ranks, len(shape)), MOST)
     if not found:
         raise ValueError(f"{ranks} ranks: no partition of so many divides an input {tuple(shape)}")
-    with imagined_job(ranks):
-        plan = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown).best()
-    choice = Choice(dict(plan.strategy), plan.times.total, _alone(model, shape, machine, kept))
+    choice = decide(model, graph, found, machine, _of_one(machine, kept), batch_norm, shown)
     kept.put(key, json.dumps(vars(choice)))
     return choice
 
 
-def _alone(model: nn.Module, shape: Sequence[int], machine: Machine, kept: Kept) -> float | None:
+def decide(
+    model: nn.Module,
+    graph: LayerGraph,
+    found: Sequence[Partition],
+    machine: Machine,
+    of_one: Machine,
+    batch_norm: str = "global",
+    shown: str = "off",
+) -> Choice:
+    """The best strategy of some partitions, or one process where that is predicted to be no slower.
+
+    Args:
+        model: on the meta device.
+        found: partitions of all ranks.
+        machine: as the ranks share it.
+        of_one: as one process has it for itself.
+
+    Raises:
+        ValueError: one line, where no layer can run under any partition.
+    """
+    with imagined_job(found[0].ranks or 1):
+        planner = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown)
+        plan = planner.best()
+    alone = _alone(model, graph.input, of_one)
+    if alone is not None and alone <= plan.times.total:
+        return Choice(ONE, alone, alone)
+    return Choice(dict(plan.strategy), plan.times.total, alone)
+
+
+def _of_one(machine: Machine, kept: Kept) -> Machine:
+    """What the ranks share, for one process alone: all cores, and a host that nobody slows down."""
+    cores = os.cpu_count() or 1
+    operator = machine.host.operator / max(1.0, machine.node.ranks / cores)
+    return replace(machine, host=replace(machine.host, operator=operator), measured=Measured(cores, kept))
+
+
+def _alone(model: nn.Module, shape: Sequence[int], machine: Machine) -> float | None:
     with imagined_job(1):
         try:
-            step = record_step(model, mesh_of(Partition.parse("sample=1")), shape)
+            step = record_step(model, mesh_of(Partition.parse(ONE["*"])), shape)
         except (ValueError, RuntimeError):
             return None
-    seconds = replay(step, replace(machine, measured=Measured(os.cpu_count() or 1, kept))).total
+    seconds = replay(step, machine).total
     return seconds if math.isfinite(seconds) else None
 
 

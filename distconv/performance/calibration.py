@@ -64,11 +64,11 @@ def calibrate() -> Machine:
     machine = Machine(
         name=f"{platform.node()}, {ranks} ranks",
         device=device,
-        host=Host(operator=0.0, asynchronous=False),
+        host=Host(operator=0.0, asynchronous=False, carries=_carried(local_ranks)),
         node=Node(local_ranks, *node),
         network=Network(*network),
     )
-    return replace(machine, host=Host(_operator(machine), asynchronous=False))
+    return replace(machine, host=replace(machine.host, operator=_operator(machine)))
 
 
 def _rate(amount: float, call: Callable[[], object]) -> float:
@@ -131,12 +131,29 @@ def _line(sizes: Sequence[int], seconds: Sequence[float], messages: int) -> tupl
     return max(0.0, float(latency)), float(1 / per_byte) if per_byte > 0 else fastest
 
 
+def _carried(local_ranks: int) -> float:
+    """The share of a message's time for which this process computes, where its ranks share the cores."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return 0.0
+    sent = torch.zeros(ranks * SIZES[-1], dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    dist.barrier()
+    wall, processor = time.perf_counter(), time.process_time()
+    for _ in range(RUNS):
+        dist.all_to_all_single(received, sent)
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    return min(1.0, processor * max(1.0, local_ranks / (os.cpu_count() or 1)) / wall)
+
+
 def _operator(machine: Machine) -> float:
     """Seconds of the host for each operator, from a step of a network too small for its kernels to take any."""
     mesh = make_mesh(Partition((("sample", dist.get_world_size()),)), device_type="cpu")
     shape = (dist.get_world_size(), 3, 16, 16)
     recorded = record_step(on_meta(_tiny), mesh, shape)
-    predicted = replay(recorded, replace(machine, measured=Measured(torch.get_num_threads(), Kept()))).total
+    # Every rank measures its kernels here, beside the others.
+    measured = Measured(torch.get_num_threads(), Kept(), machine.node.ranks, beside=False)
+    predicted = replay(recorded, replace(machine, measured=measured)).total
     model, x = parallelize(_tiny(), mesh), shard(torch.randn(shape), mesh)
 
     def step() -> None:

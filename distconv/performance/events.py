@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ class Call:
 
     def __str__(self) -> str:
         return f"{self.operator} {self.args} {self.kwargs}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _called, (str(self.operator), self.args, self.kwargs)  # torch's operators cannot be pickled
+
+
+def _called(name: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
+    import torch
+
+    return Call(attrgetter(name)(torch.ops), args, kwargs)
 
 
 @dataclass(frozen=True)

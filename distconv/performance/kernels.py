@@ -4,71 +4,98 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from distconv.performance.crowd import Crowd
 from distconv.performance.events import Call, Kernel, Shape
 from distconv.performance.kept import Kept
 
-RUNS = 5
-"""Times that a kernel is measured, of which the least counts."""
+RUNS = 9
+"""Times that a kernel is measured, of which the median counts."""
 
 LONG = 0.1
 """Seconds of measuring after which a kernel is not run again."""
+
+SHORT = 2e-4
+"""Seconds: a kernel that takes less is run several times for each of its measurements."""
 
 
 class Measured:
     """Kernels run here on numbers of the recorded shapes, each once for all programs that share what is kept.
 
+    While one is measured, as many processes run the same kernel as there are other ranks on this machine. Of a rank
+    with one thread its processor time counts, so that what else runs here counts little.
+
     Args:
         threads: that a rank of the job has.
         kept: the times.
-        crowd: how many threads of the job's ranks share a core, by which times grow; at least 1.
+        ranks: of the job on this machine, which share its cores.
+        beside: whether to start processes in the place of the other ranks; not where these measure as well.
     """
 
-    def __init__(self, threads: int, kept: Kept, crowd: float = 1.0) -> None:
-        self.threads, self.kept, self.crowd = threads, kept, crowd
+    def __init__(self, threads: int, kept: Kept, ranks: int = 1, beside: bool = True) -> None:
+        self.threads, self.kept, self.ranks = threads, kept, ranks
+        self.crowd = Crowd(ranks - 1 if beside else 0, threads)
+        self.share = max(1.0, ranks * threads / (os.cpu_count() or 1))
+        """How many threads share a core, by which times grow."""
         self._known: dict[str, float] = {}
 
     def __call__(self, kernel: Kernel) -> float | None:
         """Seconds of a kernel; None for one whose call was not recorded."""
         if kernel.call is None:
             return None
-        key = f"kernel torch {torch.__version__}, {self.threads} threads: {kernel.call}"
+        key = f"kernel torch {torch.__version__}, {self.ranks} ranks, {self.threads} threads: {kernel.call}"
         if key not in self._known:
             before = self.kept.get(key)
             if before is None:
-                with _threads(self.threads):
-                    before = repr(measure(kernel.call))
+                with _threads(self.threads), self.crowd.beside(kernel.call):
+                    before = repr(measure(kernel.call, self.threads))
                 self.kept.put(key, before)
             self._known[key] = float(before)
-        return self.crowd * self._known[key]
+        return self.share * self._known[key]
 
 
 def measured_for(ranks: int, kept: Kept) -> Measured:
     """Kernels of so many ranks on this machine, which share its cores as `distconv run` shares them out."""
     cores = os.cpu_count() or 1
-    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks))
-    return Measured(threads, kept, max(1.0, ranks * threads / cores))
+    return Measured(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)), kept, ranks)
 
 
-def measure(call: Call) -> float:
-    """The least seconds of a call on this machine's processor, so that what else runs here counts little."""
+def measure(call: Call, threads: int) -> float:
+    """Seconds of a call on this machine's processor, the median of some."""
+    run = prepared(call)
+    run()
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    start = clock()
+    run()
+    count = max(1, min(100, round(SHORT / max(clock() - start, 1e-7))))
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < RUNS and (not times or time.perf_counter() - begun < LONG):
+        start = clock()
+        for _ in range(count):
+            run()
+        times.append((clock() - start) / count)
+    return statistics.median(times)
+
+
+def prepared(call: Call) -> Callable[[], object]:
+    """What runs a call on numbers of the recorded shapes."""
     args, kwargs = tree_map(_tensor, (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Shape))
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
-    times: list[float] = []
-    with torch.no_grad():
-        call.operator(*args, **kwargs)
-        while len(times) < RUNS and sum(times) < LONG:
-            start = time.perf_counter()
-            call.operator(*args, **kwargs)
-            times.append(time.perf_counter() - start)
-    return min(times)
+
+    def run() -> object:
+        with torch.no_grad():
+            return call.operator(*args, **kwargs)
+
+    return run
 
 
 def _tensor(leaf: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -51,10 +51,13 @@ class Host:
         operator: seconds that it takes to run an operator on distributed tensors, or to launch a kernel or a
             collective, what the kernel itself takes apart.
         asynchronous: whether kernels run while the host goes on, as on a GPU.
+        carries: the share of a message's time for which a rank's own processor is busy with it, at most 1. While a
+            message hides behind kernels, these take so much longer. 0 where adapters carry messages.
     """
 
     operator: float
     asynchronous: bool
+    carries: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,8 @@ def _table(kind: Any, content: Any, table: str, where: str) -> Any:
     unknown = sorted(set(content) - set(types))
     if unknown:
         raise MachineError(f"{where}: unknown field {table}.{unknown[0]}; accepted: {', '.join(types)}")
-    return kind(**{field.name: _value(types[field.name], content, table, field.name, where) for field in fields(kind)})
+    given = [field for field in fields(kind) if field.name in content or field.default is MISSING]
+    return kind(**{field.name: _value(types[field.name], content, table, field.name, where) for field in given})
 
 
 def _value(kind: type, content: dict[str, Any], table: str, name: str, where: str) -> Any:
@@ -187,10 +191,11 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
             return value
         accepted = "true or false"
     elif not isinstance(value, bool) and isinstance(value, int if kind is int else int | float):
-        low_enough = name != "efficiency" or value <= 1
-        if (value > 0 and low_enough) or (value == 0 and name in ("latency", "operator", "kernel")):
+        low_enough = name not in ("efficiency", "carries") or value <= 1
+        may_be_none = name in ("latency", "operator", "kernel", "carries")
+        if low_enough and (value > 0 or (value == 0 and may_be_none)):
             return kind(value)
-        accepted = "a number above 0, at most 1" if name == "efficiency" else accepted
+        accepted = {"efficiency": "a number above 0, at most 1", "carries": "a number from 0 to 1"}.get(name, accepted)
     elif kind is int:
         accepted = "a whole number above 0"
     raise MachineError(f"{where}: {table}.{name} = {value!r}; accepted: {accepted}")

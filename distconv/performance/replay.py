@@ -16,7 +16,7 @@ class Times:
     Attributes:
         total: from the first kernel to the last.
         compute: in which kernels run.
-        host: that the program takes to run its operators.
+        host: that the program takes to run its operators, and to carry messages behind which it computes.
         exposed: in which the rank waits for messages.
         messages: seconds of all messages by kind, hidden ones too.
     """
@@ -77,7 +77,7 @@ def replay(step: Step, machine: Machine) -> Times:
     """A step's times, one network lane taking one collective after the other."""
     host = kernels = network = 0.0
     compute = worked = exposed = 0.0
-    ends: dict[int, float] = {}
+    ends: dict[int, tuple[float, float]] = {}  # of a message: its end, and how long it takes
     messages: dict[str, float] = {}
     alone = not machine.host.asynchronous
     for event in step.events:
@@ -91,12 +91,15 @@ def replay(step: Step, machine: Machine) -> Times:
         elif isinstance(event, Start):
             seconds = message_seconds(machine, event, step.rank)
             network = max(network, kernels, host) + seconds
-            ends[event.number] = network
+            ends[event.number] = network, seconds
             messages[event.kind] = messages.get(event.kind, 0.0) + seconds
         elif isinstance(event, Wait):
-            now = max(kernels, host)
-            exposed += max(0.0, ends[event.number] - now)
-            kernels = max(now, ends[event.number])
+            now, (end, seconds) = max(kernels, host), ends[event.number]
+            waited = max(0.0, end - now)
+            exposed += waited
+            carried = machine.host.carries * max(0.0, seconds - waited)
+            worked += carried
+            kernels = now + waited + carried
         if alone:
             host = kernels = max(host, kernels)
     return Times(max(host, kernels, network), compute, worked, exposed, messages)

@@ -1,0 +1,113 @@
+"""Processes that compute what this one measures, at the same time: as the other ranks of a machine do in a job.
+
+Ranks that share a machine share its caches, its memory and, where there are more threads than cores, its cores. A
+kernel that is measured alone runs faster than the same kernel in a step that all ranks take together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from distconv.performance.events import Call
+
+_READY = b"."
+
+
+class Crowd:
+    """The other ranks of this machine, started when they are first needed; they end with this process.
+
+    Args:
+        others: how many.
+        threads: that each has.
+    """
+
+    def __init__(self, others: int, threads: int) -> None:
+        self.others, self.threads = others, threads
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @contextlib.contextmanager
+    def beside(self, call: Call) -> Iterator[None]:
+        """Within it all the others run a kernel over and over.
+
+        Raises:
+            RuntimeError: where one of them has ended; it has printed why.
+        """
+        while len(self._processes) < self.others:
+            self._processes.append(_start(self.threads))
+        try:
+            self._tell(call)
+            try:
+                yield
+            finally:
+                self._tell(None)
+        except BrokenPipeError:
+            raise RuntimeError("a process that computes beside a measurement has ended") from None
+
+    def _tell(self, what: Call | None) -> None:
+        text = pickle.dumps(what)
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(text)
+            process.stdin.flush()
+        for process in self._processes:
+            assert process.stdout is not None
+            if process.stdout.read(1) != _READY:
+                raise RuntimeError("a process that computes beside a measurement has ended")
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    assert pipe is not None
+                    pipe.close()
+            process.wait()
+        self._processes.clear()
+
+
+def _start(threads: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "distconv.performance.crowd"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        start_new_session=True,  # Ctrl-C reaches whoever measures, whose end they notice
+    )
+
+
+def main() -> None:
+    """Runs each kernel that it is told of until it is told to stop; ends at the end of its input."""
+    from distconv.performance.kernels import prepared
+
+    told: Any = sys.stdin.buffer
+    while True:
+        try:
+            call = pickle.load(told)
+        except EOFError:
+            return
+        run = prepared(call)
+        run()
+        _answer()
+        while not select.select([told], [], [], 0)[0]:
+            run()
+        try:
+            pickle.load(told)  # nothing else is sent before this is answered
+        except EOFError:
+            return
+        _answer()
+
+
+def _answer() -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), _READY)
+
+
+if __name__ == "__main__":
+    main()
