@@ -36,14 +36,14 @@ CASES = {
     "resnet18": Case(_network("resnet18"), (4, 3, 128, 128), PLANE),
     "resnet50": Case(_network("resnet50"), (4, 3, 96, 96), PLANE),
     "unet3d": Case(_network("unet3d"), (2, 1, 32, 32, 32), SPACE),
-    "cosmoflow": Case(_network("cosmoflow"), (2, 4, 64, 64, 64), SPACE),
+    "cosmoflow": Case(_network("cosmoflow", size=64), (2, 4, 64, 64, 64), SPACE),
 }
 """By name, whose steps are predicted. Each also runs on one rank."""
 
 CHOSEN = {
     "resnet18 64x64": Case(_network("resnet18"), (4, 3, 64, 64), ()),
     "unet3d 32x32x32": Case(_network("unet3d"), (2, 1, 32, 32, 32), ()),
-    "cosmoflow 64x64x64": Case(_network("cosmoflow"), (2, 4, 64, 64, 64), ()),
+    "cosmoflow 64x64x64": Case(_network("cosmoflow", size=64), (2, 4, 64, 64, 64), ()),
 }
 """By name, whose fastest partition is predicted, and looked for among all."""
 

@@ -14,12 +14,14 @@ from jobs import ENVIRONMENT, SCRIPTS
 from torch import nn
 
 from distconv.partition import Partition
+from distconv.performance.automatic import ONE, decide
 from distconv.performance.calibration import _line, as_toml
 from distconv.performance.events import Call, Kernel, Shape
 from distconv.performance.first_call import NoModel, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
+from distconv.performance.layers import trace
 from distconv.performance.machine import parse, read
 from distconv.performance.recording import on_meta, record_step
 
@@ -122,7 +124,7 @@ def test_a_script_runs_under_what_is_chosen(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == plain.stdout
     assert "measuring this machine with 2 ranks, once" in done.stderr
-    assert "ms a step, one process" in done.stderr
+    assert "ms a step" in done.stderr and "one process" in done.stderr
     assert (tmp_path / "starts.txt").read_text() == "started\n"
     machine = parse((tmp_path / "cache" / "mucudnn" / "machine.toml").read_text())
     assert machine.node.ranks == 2 and machine.host.operator > 0 and machine.network.bandwidth > 0
@@ -147,3 +149,28 @@ def test_ranks_that_a_launcher_has_started_cannot_choose(tmp_path: Path, monkeyp
     done = run(tmp_path, "--partition", "auto")
     assert done.returncode == 2
     assert "choose by python -m distconv plan" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_kernel_is_measured_beside_others() -> None:
+    measured = Measured(1, Kept(), ranks=2)
+    try:
+        kernel = Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (MATRIX, MATRIX), ()))
+        assert (measured(kernel) or 0) > 0
+        (process,) = measured.crowd._processes
+        assert process.poll() is None
+    finally:
+        measured.crowd.close()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("alone_is", "chosen"), [(1e-3, "one process"), (1e3, "sample=2")])
+def test_one_process_is_chosen_where_ranks_are_slower(alone_is: float, chosen: str) -> None:
+    """Kernels take as long on two ranks as on one, or a thousandth: what else a step costs does not matter."""
+    model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())), (2, 3, 16, 16)
+    machine = replace(read("lassen"), measured=lambda kernel: 1.0)
+    of_one = replace(machine, measured=lambda kernel: alone_is)
+    found = [Partition.parse("sample=2")]
+    choice = decide(model, trace(model, shape), found, machine, of_one)
+    assert str(choice).startswith(chosen)
+    assert choice.alone is not None and choice.seconds <= choice.alone
+    assert (choice.strategy == ONE) == (chosen == "one process")

@@ -57,6 +57,7 @@ def test_machines_that_ship_can_be_read(name: str) -> None:
     [
         ("flops = 1e12", "", "device.flops is missing"),
         ("efficiency = 0.5", "efficiency = 1.5", "device.efficiency = 1.5"),
+        ("asynchronous = true", "asynchronous = true\ncarries = 1.5", "accepted: a number from 0 to 1"),
         ("ranks = 2", "ranks = 2.5", "node.ranks = 2.5; accepted: a whole number"),
         ("asynchronous = true", "asynchronous = 1", "accepted: true or false"),
         ('"16GiB"', '"much"', "device.memory"),
@@ -104,6 +105,16 @@ def test_messages_hide_behind_kernels(machine: Machine) -> None:
     waits = replay(Step((start, Wait(0), kernel), 0, 0, 0), machine)
     assert waits.total == pytest.approx(launched / 2 + taken + machine.kernel_seconds(kernel))
     assert waits.exposed == pytest.approx(taken)
+
+
+def test_a_message_that_the_processor_carries_hides_at_a_price(machine: Machine) -> None:
+    kernel, start = Kernel("k", 10**9, 0), Start(0, "gradients", (0, 1), 10**7)
+    free = replay(Step((start, kernel, Wait(0)), 0, 0, 0), machine)
+    carrying = parse(TEXT.replace("asynchronous = true", "asynchronous = true\ncarries = 0.5"))
+    half = replay(Step((start, kernel, Wait(0)), 0, 0, 0), carrying)
+    assert half.total == pytest.approx(free.total + 0.5 * message_seconds(machine, start, 0))
+    waits = Step((start, Wait(0), kernel), 0, 0, 0)  # nothing hides
+    assert replay(waits, carrying).total == pytest.approx(replay(waits, machine).total)
 
 
 def test_a_host_that_does_not_wait_hides_behind_kernels(machine: Machine) -> None:
