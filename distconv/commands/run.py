@@ -49,8 +49,8 @@ AUTOMATIC = """\
 auto: the script is started once alone, up to the first call of its model; the files that it writes are removed. A step
 is recorded under partitions of --nproc ranks (default: the cores), its kernels are measured here, and the partition of
 every layer is kept for the next start; one process where that is predicted to be no slower. What this machine's network
-does is measured before, once: python -m distconv calibrate. Under mpiexec and torchrun choose before: python -m distconv
-plan.
+does is measured before, once: python -m distconv calibrate. Under mpiexec and torchrun choose before, by python -m
+distconv plan.
 """
 
 VARIABLES = """\
