@@ -84,7 +84,7 @@ def _start(threads: int) -> subprocess.Popen[bytes]:
 
 def main() -> None:
     """Runs each kernel that it is told of until it is told to stop; ends at the end of its input."""
-    from distconv.performance.kernels import prepared
+    from distconv.performance.calls import prepared
 
     told: Any = sys.stdin.buffer
     while True:

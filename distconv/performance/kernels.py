@@ -6,14 +6,13 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from distconv.performance.calls import prepared
 from distconv.performance.crowd import Crowd
-from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.events import Call, Kernel
 from distconv.performance.kept import Kept
 
 RUNS = 9
@@ -83,30 +82,6 @@ def measure(call: Call, threads: int) -> float:
             run()
         times.append((clock() - start) / count)
     return statistics.median(times)
-
-
-def prepared(call: Call) -> Callable[[], object]:
-    """What runs a call on numbers of the recorded shapes."""
-    args, kwargs = tree_map(_tensor, (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Shape))
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
-
-    def run() -> object:
-        with torch.no_grad():
-            return call.operator(*args, **kwargs)
-
-    return run
-
-
-def _tensor(leaf: object) -> object:
-    """Numbers of a shape: random ones where they may be fractions, zeros, which every index accepts, elsewhere."""
-    if not isinstance(leaf, Shape):
-        return leaf
-    span = sum((size - 1) * stride for size, stride in zip(leaf.sizes, leaf.strides, strict=True)) + 1
-    numbers: Tensor = torch.zeros(max(span, 0), dtype=leaf.dtype)
-    if leaf.dtype.is_floating_point:
-        numbers.uniform_()
-    return numbers.as_strided(leaf.sizes, leaf.strides)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,154 @@
+"""The performance model against published measurements: ResNet-50 on up to 1,024 V100 (ParaDL, arXiv 2104.09075).
+
+    python benchmarks/clusters.py
+
+One constant, the efficiency of convolutions, is fitted to the time on one GPU; nothing else is. Their implementation,
+over ChainerMN, begins the allreduce of all gradients when backward has ended, so messages are not hidden here either.
+Its batch norm takes each GPU's own statistics, and space is divided by height alone, in four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks.table import Table, save, show
+from distconv.partition import Partition
+from distconv.performance.costs import without_gradients
+from distconv.performance.events import Step
+from distconv.performance.imagined import imagined_job, mesh_of
+from distconv.performance.machine import Machine, read
+from distconv.performance.recording import on_meta, record_step
+from distconv.performance.replay import message_seconds, replay
+from mucudnn.networks.models import NETWORKS
+
+HERE = Path(__file__).resolve().parent
+MEASURED = HERE / "paradl_resnet50_v100.csv"
+RESULT = "clusters"
+SAMPLES = 64
+"""Of a GPU, or of a group of four that share their samples."""
+
+CURVES = ("data", "spatial4_data")
+NAMES = {"data": "samples", "spatial4_data": "samples and height in four"}
+
+Row = dict[str, Any]
+
+
+def measurements() -> list[tuple[str, int, float]]:
+    """(curve, GPUs, steps per second), in the order of the curves."""
+    lines = [line for line in MEASURED.read_text().splitlines() if not line.startswith("#")]
+    rows = list(csv.DictReader(lines))
+    return [(curve, int(row["gpus"]), float(row[curve])) for curve in CURVES for row in rows if row[curve]]
+
+
+def recorded(model: nn.Module, curve: str, gpus: int) -> Step:
+    groups = gpus if curve == "data" else gpus // 4
+    partition = Partition((("sample", groups), ("height", gpus // groups)))
+    with imagined_job(gpus):
+        return record_step(model, mesh_of(partition), (SAMPLES * groups, 3, 224, 224), batch_norm="local")
+
+
+def seconds(step: Step, machine: Machine) -> float:
+    """A step whose gradients are summed when backward has ended."""
+    rest, gradients = without_gradients(step)
+    return replay(rest, machine).total + sum(message_seconds(machine, start, step.rank) for start in gradients)
+
+
+def fitted(machine: Machine, took: Callable[[Machine], float], wanted: float) -> Machine:
+    """The machine with the efficiency for which a step takes so many seconds.
+
+    Raises:
+        ValueError: where no efficiency does.
+    """
+
+    def of(efficiency: float) -> Machine:
+        return replace(machine, device=replace(machine.device, efficiency=efficiency))
+
+    low, high = 0.01, 1.0
+    if not took(of(high)) <= wanted <= took(of(low)):
+        raise ValueError(f"no efficiency from {low} to {high} gives {wanted} s; at the best {took(of(high))} s")
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if took(of(middle)) > wanted else (low, middle)
+    return of(high)
+
+
+def compare() -> tuple[Machine, list[Row]]:
+    """The fitted machine, and a row for each measurement."""
+    model = on_meta(NETWORKS["resnet50"].build)
+    rows: list[Row] = []
+    machine: Machine = read(str(HERE / "clusters.toml"))
+    firsts: dict[str, tuple[float, float]] = {}
+    for curve, gpus, measured in tqdm(measurements(), desc="steps"):
+        step = recorded(model, curve, gpus)
+        if not rows:
+            machine = fitted(machine, lambda other, step=step: seconds(step, other), 1 / measured)  # type: ignore[misc]
+        predicted = 1 / seconds(step, machine)
+        first = firsts.setdefault(curve, (measured, predicted))
+        rows.append(
+            {
+                "curve": curve,
+                "gpus": gpus,
+                "measured": measured,
+                "predicted": predicted,
+                "shape": (predicted / first[1]) / (measured / first[0]) - 1,
+                "missing": 1 / measured - 1 / predicted,
+            }
+        )
+    return machine, rows
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    found = []
+    headings = ("GPUs", "measured steps/s", "predicted", "shape off by %", "missing ms a step")
+    for curve in CURVES:
+        mine = [row for row in rows if row["curve"] == curve]
+        off = [abs(row["shape"]) for row in mine[1:]]
+        mean, worst = 100 * statistics.mean(off), 100 * max(off)
+        title = f"{NAMES[curve]}: shape off by {mean:.0f} % on average, {worst:.0f} % at most"
+        cells = [
+            (
+                str(row["gpus"]),
+                f"{row['measured']:.2f}",
+                f"{row['predicted']:.2f}",
+                f"{100 * row['shape']:+.1f}",
+                f"{1e3 * row['missing']:.0f}",
+            )
+            for row in mine
+        ]
+        found.append(Table(title, headings, cells))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{RESULT}.md and .json")
+    options = parser.parse_args()
+    machine, rows = compare()
+    found = tables(rows)
+    show(found)
+    if options.save:
+        efficiency = machine.device.efficiency
+        about = (
+            f"Predicted for {machine.name}, with an efficiency of {efficiency:.3f}, the one constant that is fitted, to"
+            " the first row. A curve's shape is its steps per second over those of its first row; missing is how much"
+            " longer a step took than is predicted."
+        )
+        figures = {"machine": machine.name, "efficiency": efficiency, "rows": rows}
+        save(RESULT, "ResNet-50 on V100: predicted, and measured by others", about, figures, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
