@@ -77,7 +77,7 @@ MEETINGS: dict[str, Meeting] = {
     **dict.fromkeys(("max_unpool2d", "max_unpool3d"), Meeting(_space, empty=False)),
     **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), Meeting(_along("dim"), empty=False)),
     "renorm": Meeting(_slices),
-    **dict.fromkeys(("triu", "tril", "linalg_matrix_exp", "cholesky_inverse"), Meeting(_matrices)),
+    **dict.fromkeys(("linalg_matrix_exp", "cholesky_inverse"), Meeting(_matrices)),
     **dict.fromkeys(
         (
             *("cholesky", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh"),

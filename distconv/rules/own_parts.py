@@ -40,7 +40,7 @@ class _Wrapped(torch.autograd.Function):
         ctx: Any, local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
     ) -> DTensor:
         ctx.layout = mesh, placements
-        return wrap(local.view_as(local), mesh, placements, shape)
+        return wrap(local.detach(), mesh, placements, shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -38,6 +39,8 @@ class AllReduce:
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Tensor:
     """The reduction of ``x``, which may be overwritten with it. Collective over the group."""
+    if x.dtype == torch.int16:  # neither Gloo nor NCCL knows it
+        return all_reduced(x.to(torch.int32), group, op).to(torch.int16)
     if is_traced(x):
         return AllReduce(x, group, op).wait()
     dist.all_reduce(x, op, group=group)

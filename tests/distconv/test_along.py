@@ -22,6 +22,16 @@ def symmetric(x: Tensor) -> Tensor:
     return x @ x.mT + 3 * torch.eye(x.shape[-2], dtype=x.dtype)
 
 
+def many(x: Tensor) -> Tensor:
+    """Points (N, 30, W) beside each other."""
+    return x.flatten(1, 2)[:, [i % 15 for i in range(30)]]
+
+
+def draws(x: Tensor, space: int = 2) -> Tensor:
+    """Numbers from 0 to 1 for each map of x (N, C, ...)."""
+    return random(x.shape[0], x.shape[1], space, seed=11).sigmoid()
+
+
 ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "cumulative sum": lambda x: x.cumsum(2) + x.cumsum(0),
     "cumulative product": lambda x: x.cumprod(2),
@@ -44,6 +54,12 @@ ALONG: dict[str, Callable[[Tensor], Tensor]] = {
     "from conjugates": lambda x: torch.fft.ifft(torch.complex(x.detach(), x.detach()).conj(), dim=2).real,
     "spectrum of rows": lambda x: torch.fft.ifft(torch.fft.fft(x, dim=2) * 2, dim=2).real,
     "triangles": lambda x: x.triu() + x.tril(-1),
+    "triangles of rows": lambda x: x[0, 0].triu(1) + x[0, 0].tril(-2) + torch.ones_like(x[0, 0]).triu_(),
+    "distances of many": lambda x: torch.cdist(many(x), many(x) * 2 + 1),
+    "pooled at random": lambda x: F.fractional_max_pool2d(x, 2, (3, 3), _random_samples=draws(x)),
+    "pooled at random, a volume": lambda x: F.fractional_max_pool3d(
+        x[:, None].expand(2, 4, -1, -1, -1), 2, (1, 2, 2), _random_samples=draws(x.new_zeros(2, 4), 3)
+    ),
     "renormalised": lambda x: x.renorm(2, 1, 0.5),
     "unpooled": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
     "floored": lambda x: torch.fmax(x, x.flip(1)) + torch.fmin(x, x * 2) + (x * 1).clamp_min(x.flip(1)),

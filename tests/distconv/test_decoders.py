@@ -10,9 +10,12 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv
+from distconv.check.memory import Memory
 
 pytestmark = pytest.mark.gloo
 
@@ -82,3 +85,72 @@ def test_a_video_decoder_equals_one_process(
     assert max(error for error, _, _ in found) < 1e-12
     assert not any(recorded for _, recorded, _ in found)
     assert [own for _, _, own in found] == rows
+
+
+class Counting(TorchDispatchMode):
+    """Counts what every operator on plain tensors, such as a rank's shards, makes and leaves alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Memory()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.memory.count(result)
+        return result
+
+
+class Tokens(nn.Module):
+    """Attention between all positions of a map."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(2).mT[:, None]
+        return F.scaled_dot_product_attention(rows, rows, rows)[:, 0].mT.reshape(x.shape)
+
+
+def kept(inference: bool) -> tuple[int, list[int], list[int]]:
+    """Tensors saved for backward; bytes alive beside a layer's input when it begins, and the bytes of these inputs."""
+    mesh = distconv.init("height=4", device_type="cpu")
+    layers = (nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU(), Tokens(), nn.Upsample(scale_factor=2))
+    model = distconv.parallelize(
+        nn.Sequential(*layers, nn.Conv2d(8, 8, 5, 2, 2), nn.BatchNorm2d(8), nn.MaxPool2d(3, 1, 1)).double().eval(), mesh
+    )
+    saved: list[Tensor] = []
+    beside, inputs = [], []
+    counting = Counting()
+
+    def begins(module: nn.Module, args: tuple[Tensor]) -> None:
+        own = own_part(args[0])
+        beside.append(counting.memory.now - own.untyped_storage().nbytes())
+        inputs.append(own.untyped_storage().nbytes())
+
+    for layer in model:
+        layer.register_forward_pre_hook(begins)
+    with (
+        torch.inference_mode() if inference else torch.no_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),  # type: ignore[func-returns-value]
+    ):
+        for _ in range(2):  # the second time, what plans keep is there
+            beside.clear(), inputs.clear()
+            counting.memory = Memory()
+            counting.memory.count([p.detach() for p in model.parameters()])
+            x = torch.randn(1, 4, 32, 16, dtype=torch.float64)
+            with counting:
+                model(x)
+    return len(saved), beside, inputs
+
+
+def own_part(x: Tensor) -> Tensor:
+    """This rank's part."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inference_keeps_nothing_that_training_needs(ranks: Callable[[int], Ranks], inference: bool) -> None:
+    for saved, beside, inputs in ranks(4).run(kept, inference):
+        assert not saved
+        assert len(inputs) == 8 and min(inputs[1:]) >= 8192
+        # The model's own input stays alive; an output of a layer, of 8 KiB or more, does not.
+        assert max(beside) - beside[0] < inputs[0] + 3000, (beside, inputs)

@@ -22,6 +22,19 @@ def map_of(x: Tensor) -> Tensor:
     return x.mean((0, 1))
 
 
+def row_of(x: Tensor) -> Tensor:
+    """(N, C, 1, W): one row, of which the first rank has it all."""
+    return x[:, :, :1] * 2
+
+
+def shorts(x: Tensor) -> Tensor:
+    return (x.detach() * 9).to(torch.int16)
+
+
+def written(x: Tensor) -> Tensor:
+    return torch.mm(x, x.t(), out=torch.empty_like(x))
+
+
 CONFLICTS: dict[str, Callable[[Tensor], Any]] = {
     "sum of rows and columns": lambda x: x + x.transpose(2, 3),
     "where": lambda x: torch.where(x.transpose(1, 2) > 0, x, x.transpose(2, 3)),
@@ -30,6 +43,10 @@ CONFLICTS: dict[str, Callable[[Tensor], Any]] = {
     "in place": lambda x: (x * 1).add_(x.transpose(2, 3)).mul_(x.mean((0, 1, 3))),
     "products": lambda x: [map_of(x) @ map_of(x), map_of(x) @ map_of(x).t(), map_of(x).t() @ map_of(x)],
     "sum with a product": lambda x: torch.addmm(map_of(x).t(), map_of(x), map_of(x).t(), alpha=2),
+    "written to a tensor": lambda x: written(map_of(x).detach()),
+    "one row": lambda x: [row_of(x).mT @ row_of(x), x * row_of(x), x @ row_of(x).mT, row_of(x) @ x.mT],
+    "small integers": lambda x: [shorts(x).amax(2), shorts(x).sum(2), shorts(x).argmin(3), shorts(x).cumsum(2)],
+    "equal": lambda x: torch.tensor([torch.equal(x, x * 1), torch.equal(x, x + (x == x.max()))]),
     "batches": lambda x: [x @ x.transpose(1, 2), torch.einsum("nchw,ncwh->nc", x, x.transpose(1, 2))],
 }
 
