@@ -187,7 +187,8 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         compiled.leave(module, compiled.MESHES)
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled):
-            result = compiled.run(module, made, mesh, _meshes(module.modules(), _Run(known, mesh)), args, kwargs)
+            here = _Run(known, mesh)
+            result = compiled.run(module, made, mesh, lambda: _meshes(module.modules(), here), args, kwargs)
             return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:

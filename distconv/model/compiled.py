@@ -34,8 +34,8 @@ class NotCompiled(Exception):
 
 
 class _Thread(threading.local):
-    meshes: Mapping[Tensor, DeviceMesh] | None = None
-    """Where the parameters lie of the compiled model that runs."""
+    meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
+    """Tells where the parameters lie of the compiled model that runs: asked where a graph is made, not at each call."""
 
 
 _thread = _Thread()
@@ -67,7 +67,7 @@ def run(
     module: nn.Module,
     made: Any,
     mesh: DeviceMesh,
-    meshes: Mapping[Tensor, DeviceMesh],
+    meshes: Callable[[], Mapping[Tensor, DeviceMesh]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -76,7 +76,7 @@ def run(
     Args:
         made: what ``maker`` told.
         mesh: that of the inputs.
-        meshes: where each of its parameters lies.
+        meshes: tells where each of its parameters lies.
     """
     forms: weakref.WeakKeyDictionary[nn.Module, _Form] = made.__dict__.setdefault(_FORMS, weakref.WeakKeyDictionary())
     if module not in forms:
@@ -86,15 +86,37 @@ def run(
 
 
 @contextlib.contextmanager
-def tracing(meshes: Mapping[Tensor, DeviceMesh] | None = None) -> Iterator[None]:
+def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> Iterator[None]:
     """Within it, what torch.compile traces is all of a model: the modules in it are called as they are."""
     global is_tracing_model
-    outer = _thread.meshes, is_tracing_model
+    outer, known = (_thread.meshes, is_tracing_model), _dynamo_knows()
     _thread.meshes, is_tracing_model = meshes, True
+    _let_dynamo_know(nn.Module.__call__)
     try:
         yield
     finally:
         _thread.meshes, is_tracing_model = outer
+        _let_dynamo_know(known)
+
+
+_CALL_NAME = "unpatched_nn_module_call"
+
+
+def _dynamo_knows() -> Any:
+    """The ``nn.Module.__call__`` in whose place Dynamo calls ``forward`` where a module has no hooks.
+
+    Any other it traces step by step: that takes longer, and leaves a graph with more to check at every call of it.
+    """
+    from torch._dynamo.variables import nn_module
+
+    return nn_module.__dict__.get(_CALL_NAME)
+
+
+def _let_dynamo_know(call: Any) -> None:
+    from torch._dynamo.variables import nn_module
+
+    if _CALL_NAME in nn_module.__dict__:
+        setattr(nn_module, _CALL_NAME, call)
 
 
 def _warn(module: nn.Module, reason: str) -> None:
@@ -197,7 +219,7 @@ class _Backend:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         meshes = _thread.meshes
         if meshes is not None:
-            enter_parameters(graph, inputs, meshes)
+            enter_parameters(graph, inputs, meshes())
         result = self._backend(graph, inputs)
         if self.everywhere is not None and not self.everywhere.all(True):
             raise RuntimeError("another rank could not compile it")

@@ -17,7 +17,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,19 +128,9 @@ class Bucket:
         self.arrived: set[int] = set()
         self.work: Any = None
 
-    def alias(self, parameter: Tensor) -> Tensor:
+    def alias(self, index: int, parameter: Tensor) -> Tensor:
         """What this rank holds of a parameter, as the uses of it share it."""
         return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
-
-    def slot(self, index: int) -> Tensor:
-        """The place of one gradient in the buffer."""
-        assert self.flat is not None
-        offsets = self.plan.offsets
-        return self.flat[offsets[index] : offsets[index + 1]].view(self.plan.shapes[index])
-
-    def gradient(self, index: int) -> Tensor:
-        """What the buffer has of one gradient, laid out as its parameter."""
-        return self.laid_out(index, self.slot(index))
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
         """What this rank holds of a gradient, laid out as its parameter."""
@@ -189,25 +179,12 @@ class _Finish(torch.autograd.Function):
     def forward(ctx: Any, bucket: Bucket, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket = bucket
         ctx.set_materialize_grads(False)
-        return tuple([bucket.alias(parameter) for parameter in parameters])
+        return tuple([bucket.alias(index, parameter) for index, parameter in enumerate(parameters)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         whole = ctx.bucket.finish()
         return (None, *(whole.get(index) for index in range(len(grads))))
-
-
-class _Use(torch.autograd.Function):
-    """Of a bucket in a graph, whose ``put`` takes DTensors."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, bucket: Any, index: int) -> DTensor:
-        ctx.bucket, ctx.index = bucket, index
-        return distributed(parameter, bucket.homes[index].mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
-        return ctx.bucket.put(ctx.index, grad), None, None
 
 
 def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -216,10 +193,10 @@ def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return wrap(held(tensor), placed.mesh, placed.placements, tensor.shape)
 
 
-def used(bucket: Any, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The DTensors of all parameters of a bucket that is put together in a graph, for one forward pass."""
-    for index, source in enumerate(_Finish.apply(bucket, *parameters)):
-        yield _Use.apply(source, bucket, index)
+def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The parameters of a bucket for one forward pass, whose gradients are what the bucket finishes with."""
+    result: tuple[Tensor, ...] = _Finish.apply(bucket, *parameters)
+    return result
 
 
 def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
@@ -272,7 +249,7 @@ def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool
     if torch.is_grad_enabled():
         for plan in bucket_plans(model, parameters):
             bucket = Bucket(plan)
-            finished = _Finish.apply(bucket, *plan.parameters)
+            finished = finish(bucket, plan.parameters)
             for index, (parameter, source) in enumerate(zip(plan.parameters, finished, strict=True)):
                 sources[id(parameter)] = source, bucket, index
 

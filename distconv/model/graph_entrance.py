@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from distconv.direct.shares import as_sharded
 from distconv.dtensors import wrap
-from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, home, used
+from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, finish, home
 from distconv.transfer.all_reduce import AllReduce
 
 
 def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mapping[Tensor, DeviceMesh]) -> None:
-    """Puts what parameters go through at the beginning of a graph that reads them plain.
+    """Puts what parameters go through into a graph that reads them plain: at its beginning what waits for gradients,
+    and at the first use of each what hands its gradient over, since backward goes the other way.
 
     Args:
         graph: as torch.compile has found it; it is changed.
@@ -36,11 +37,14 @@ def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mappi
     enter = _Enter([value for _, value in found], meshes)
     with graph.graph.inserting_after(nodes[-1]):
         entering = graph.graph.call_function(enter, tuple(node for node, _ in found))
-    last = entering
+    order = {node: place for place, node in enumerate(graph.graph.nodes)}
     for index, (node, _) in enumerate(found):
-        with graph.graph.inserting_after(last):
-            last = graph.graph.call_function(operator.getitem, (entering, index))
-        node.replace_all_uses_with(last, delete_user_cb=lambda user: user is not entering)
+        users = [user for user in node.users if user is not entering]
+        if users:
+            with graph.graph.inserting_before(min(users, key=order.__getitem__)):
+                source = graph.graph.call_function(operator.getitem, (entering, index))
+                own = graph.graph.call_function(_Use(enter, index), (source,))
+            node.replace_all_uses_with(own, delete_user_cb=lambda user: user is not entering)
     graph.recompile()
 
 
@@ -59,14 +63,43 @@ class _Enter:
         for members in buckets({parameter: groups[place] for parameter, place in homes.items()}):
             plan = BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
             self._buckets.append((plan, [places[member] for member in members]))
+        self.handed_over: dict[int, tuple[_TracedBucket, int]] = {}
+        """Of the pass that is traced: each trained parameter's bucket, and its number there."""
 
     def __call__(self, *parameters: Tensor) -> tuple[Tensor, ...]:
         result: list[Tensor] = [distributed(p, mesh) for p, mesh in zip(parameters, self._meshes, strict=True)]
         for plan, places in self._buckets:
-            members = used(_TracedBucket(plan), [parameters[place] for place in places])
-            for place, member in zip(places, members, strict=True):
-                result[place] = member
+            bucket = _TracedBucket(plan)
+            finished = finish(bucket, [parameters[place] for place in places])
+            for index, (place, source) in enumerate(zip(places, finished, strict=True)):
+                result[place], self.handed_over[place] = source, (bucket, index)
         return tuple(result)
+
+
+class _Use:
+    """The first use of a parameter of a graph."""
+
+    __name__ = "use_parameter"
+
+    def __init__(self, enter: _Enter, place: int) -> None:
+        self._enter, self._place = enter, place
+
+    def __call__(self, source: DTensor) -> Tensor:
+        found = self._enter.handed_over.get(self._place)
+        return source if found is None else _HandOver.apply(source, *found)
+
+
+class _HandOver(torch.autograd.Function):
+    """What hands a parameter's gradient over to its bucket. Autograd runs what is made later first, so early."""
+
+    @staticmethod
+    def forward(ctx: Any, source: DTensor, bucket: _TracedBucket, index: int) -> DTensor:
+        ctx.bucket, ctx.index = bucket, index
+        return wrap(source._local_tensor, source.device_mesh, source.placements, source.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
+        return ctx.bucket.put(ctx.index, grad), None, None
 
 
 class _TracedBucket(Bucket):
@@ -76,12 +109,11 @@ class _TracedBucket(Bucket):
         super()._reset()
         self._shares: dict[int, Tensor] = {}
 
-    def alias(self, parameter: Tensor) -> Tensor:
-        if not isinstance(parameter, DTensor):
-            return parameter.view_as(parameter)
-        return wrap(parameter._local_tensor, parameter.device_mesh, parameter.placements, parameter.shape)
+    def alias(self, index: int, parameter: Tensor) -> Tensor:
+        return distributed(parameter, self.homes[index].mesh)
 
-    def put(self, index: int, grad: DTensor) -> Tensor:
+    def put(self, index: int, grad: DTensor) -> DTensor:
+        """Takes this rank's share of a gradient. Returns what autograd hands on in its place."""
         grad = as_sharded(grad, self.homes[index].placements)
         local = grad._local_tensor
         share = local.new_zeros(self.plan.shapes[index])
@@ -94,14 +126,15 @@ class _TracedBucket(Bucket):
         self.arrived.add(index)
         if len(self.arrived) == len(self.plan.shapes):
             self.start()
-        return self.laid_out(index, share)
+        place = self.homes[index]
+        return wrap(share, place.mesh, place.placements, self.plan.wholes[index])
 
     def start(self) -> None:
         like = next(iter(self._shares.values()))
         shares = [self._shares.get(index) for index in range(len(self.plan.shapes))]
         self.flat = torch.cat(
             [
-                like.new_zeros(shape.numel()) if share is None else share.reshape(-1)
+                like.new_zeros(shape.numel()) if share is None else _shaped(share, (shape.numel(),))
                 for share, shape in zip(shares, self.plan.shapes, strict=True)
             ]
         )
@@ -113,8 +146,15 @@ class _TracedBucket(Bucket):
             return {}
         if self.flat is None:
             self.start()
-        if self.work is not None:
-            self.flat = self.work.wait()
-        grads = {index: self.gradient(index) for index in self.arrived}
+        assert self.flat is not None
+        flat = self.flat if self.work is None else self.work.wait()
+        shapes = self.plan.shapes
+        slots = flat.split([shape.numel() for shape in shapes])
+        grads = {index: self.laid_out(index, _shaped(slots[index], shapes[index])) for index in self.arrived}
         self._reset()
         return grads
+
+
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor as one of this shape; itself, without an operator in the graph, where it has it."""
+    return x if x.shape == tuple(shape) else x.reshape(shape)

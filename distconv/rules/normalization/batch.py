@@ -136,9 +136,11 @@ def batch_norm_backward(
     w = None if weight is None else local_as(weight, mesh, of)
     own_grad = local_as(grad, mesh, placements)
     over: Share | None = None
+    inverse: Tensor | None = None
     if training:
         assert save_mean is not None and save_inverse is not None
-        mean, square = local_as(save_mean, mesh, of), local_as(save_inverse, mesh, of).pow(-2)
+        inverse = local_as(save_inverse, mesh, of)
+        mean, square = local_as(save_mean, mesh, of), inverse.pow(-2)
         if batch_norm_statistics.get(mesh) != "local":
             over = batch_share(mesh, placements, x.shape)
     else:
@@ -146,11 +148,14 @@ def batch_norm_backward(
         mean, square = local_as(running_mean, mesh, of), local_as(running_var, mesh, of) + eps
     dtype = precise(local.new_empty(0)).dtype
     mean, square, w32 = mean.to(dtype), square.to(dtype), None if w is None else w.to(dtype)
+    inverse = None if inverse is None else inverse.to(dtype)
     dx: Tensor | None = None
     if training or not local.numel():
         total = count(local) if over is None else over.total
         need = mask[0] and training
-        dx, dweight, dbias = normalize_backward(own_grad, local, mean, square, w32, over, total, None, need)
+        dx, dweight, dbias = normalize_backward(
+            own_grad, local, mean, square, w32, over, total, None, need, 0.0, inverse
+        )
         if mask[0] and not training:
             dx = torch.empty_like(local)
     else:

@@ -25,7 +25,7 @@ from distconv.mesh import sharded_dims
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import constant, is_traced, planned
 
 aten = torch.ops.aten
 
@@ -94,10 +94,18 @@ def count(rows: Tensor) -> int:
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
     if rows.numel():
-        mean, variance = torch.batch_norm_update_stats(precise(rows), None, None, 0.0)
-        return mean, variance
+        return _moments(precise(rows), [0, *range(2, rows.dim())])
     zeros = precise(rows.new_zeros(rows.shape[1]))
     return zeros, zeros
+
+
+def _moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all dims but dim 1."""
+    if is_traced(x):  # a compiler takes these into its loops, and calls the other one as it is
+        variance, mean = torch.var_mean(x, dims, correction=0)
+    else:
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+    return mean, variance
 
 
 def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor]:
@@ -112,10 +120,11 @@ def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor
     table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
     if share.is_even:
         # The mean of the means and variances, and the variance of the means: one operator has all three.
-        means, spread = torch.batch_norm_update_stats(table, None, None, 0.0)
-        return means[:rows], means[rows:] + spread[:rows]
-    # A compiler's stand-ins for tensors must not be kept.
-    weights, largest = (_weights if type(mean) is Tensor else _weights.__wrapped__)(share, mean.dtype, mean.device)
+        means, spread = _moments(table, [0])
+        mean, within = means.chunk(2)
+        return mean, within + spread[:rows]
+    weights, largest = _weights(share, mean.dtype, mean.device)
+    weights = constant(weights, mean)
     means = table[:, :rows]
     pivot = means[largest]
     means = means - pivot
@@ -124,7 +133,7 @@ def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor
     return pivot + shift, torch.mv(within.t(), weights)
 
 
-@functools.lru_cache(maxsize=1024)
+@planned(1024)
 def _weights(share: Share, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
     """The part of all elements that each rank has, and the rank with most, where all columns are alike."""
     counts = [count for (count,) in share.counts]
@@ -176,11 +185,12 @@ def normalize_backward(
     pool: Pool | None,
     need_input: bool,
     eps: float = 0.0,
+    inverse: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row.
 
-    ``total``: of how many elements, on all ranks, each statistic is. With n the normalized rows and g = weight dy:
-    dx = (g - mean(g) - n mean(g n)) / sqrt(variance + eps).
+    ``inverse``: 1 / sqrt(variance + eps) where it is known. ``total``: of how many elements, on all ranks, each
+    statistic is. With n the normalized rows and g = weight dy: dx = (g - mean(g) - n mean(g n)) / sqrt(variance + eps).
     """
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
@@ -192,17 +202,20 @@ def normalize_backward(
         return None, dweight, dbias
     sums = torch.cat([dbias, dweight]).view(2, -1)
     if weight is not None:
-        sums *= weight
+        sums = sums * weight
     if pool is not None:
         sums = sums.new_zeros(2, pool.size).index_add_(1, pool.index, sums)
     if share is not None:
         sums = all_reduced(sums, share.group)
     if rows.numel():
         sums = sums if pool is None else sums[:, pool.index]
-        scaled, scale = sums * torch.rsqrt(variance + eps if eps else variance), 1 / total
+        if inverse is None:
+            inverse = torch.rsqrt(variance + eps if eps else variance)
+        scaled, scale = sums * inverse, 1 / total
         if rows.dtype is torch.float16:  # which holds no large sums
             scaled, scale = scaled * scale, 1.0
-        dx.sub_(normalize(rows, mean, variance, scaled[1], scaled[0], eps), alpha=scale)
+        shift, slope = scaled.unbind()
+        dx.sub_(normalize(rows, mean, variance, slope, shift, eps), alpha=scale)
     return dx, dweight, dbias
 
 

@@ -16,10 +16,11 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(2, 4, 3, padding=1)
         self.norm = nn.BatchNorm2d(4)
+        self.second = nn.Conv2d(4, 4, 3, padding=1)
         self.last = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)).relu().mean((2, 3)))
+        return self.last(self.second(self.norm(self.first(x)).relu()).mean((2, 3)))
 
 
 def train(backend: str, way: str) -> list[dict[str, float]]:
