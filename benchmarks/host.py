@@ -1,19 +1,22 @@
 """Host time of a training step of ResNet-50 with tiny activations, in one process of a fake group of four ranks.
 
-    python benchmarks/host.py                       # the step, the optimizer's part of it, and single operators
-    python benchmarks/host.py --compile aot_eager   # the step through torch.compile, too: takes minutes to compile
+    python benchmarks/host.py                         # the step, the optimizer's part of it, and single operators
+    python benchmarks/host.py -c aot_eager -c inductor --save     # the step through torch.compile, too
 
 Messages are free here: what is measured is the processor time of this process alone, medians of steps in turn. Beside
 it stand the collectives of a step, and the bytes that a rank hands to them. Plain torch computes the whole batch; DDP
 and torch's own DTensor, sharded by samples, compute one image of four. These two are measured before distconv changes
-anything in the process, beside plain torch at that time.
+anything in the process, beside plain torch at that time. A first step through torch.compile is told in seconds of the
+processor, those of C++ compilers among them; over plain stands how often those of the plain model, compiled likewise.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -25,12 +28,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import distconv
 from benchmarks import host_operators
+from benchmarks.host_messages import Messages, let_messages_arrive_at_once
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks.models import NETWORKS
 
@@ -45,55 +48,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 Figures = dict[str, dict[str, Any]]
 """By arm: what was found of it."""
-
-
-library = torch.library.Library("_c10d_functional", "IMPL")
-
-
-class _Done:
-    """The work of a message that needs no time; that of a fake group has not ended before it is waited for."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self) -> bool:
-        return True
-
-
-def let_messages_arrive_at_once() -> None:
-    """And lets a fake group exchange nothing for something, which it refuses, in a graph and outside of one."""
-    stock = dist.all_to_all_single
-
-    def exchange(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if input.numel():
-            stock(output, input, *args, **kwargs)
-        return _Done()
-
-    dist.all_to_all_single = exchange  # type: ignore[assignment]
-
-    def exchanged(input: Tensor, received: list[int], sent: list[int], group: str) -> Tensor:
-        return input.new_empty((sum(received), *input.shape[1:]))
-
-    library.impl("all_to_all_single", exchanged, "CPU")
-
-
-class Messages(TorchDispatchMode):
-    """Counts the collectives that are called while it is on, and the bytes that this process hands to them."""
-
-    INPUTS = ("input", "tensors", "inputs", "input_tensor", "input_tensors", "self")
-    WAITS = ("wait_tensor", "barrier", "monitored_barrier_")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and func._opname not in self.WAITS:
-            given = {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)}
-            sent = next(given[name] for name in self.INPUTS if name in given)
-            self.calls += 1
-            self.bytes += sum(x.numel() * x.element_size() for x in torch.utils._pytree.tree_leaves(sent))
-        return func(*args, **(kwargs or {}))
 
 
 Step = Callable[[], None]
@@ -179,6 +133,7 @@ def ours(width: int, x: Tensor, target: Tensor, rounds: int) -> Figures:
 def compiled(width: int, x: Tensor, target: Tensor, rounds: int, backend: str, partitions: Iterable[str]) -> Figures:
     """Plain torch and distconv through torch.compile; what could not be compiled says why."""
     arms: dict[str, Step] = {}
+    firsts: dict[str, float] = {}
     refused: Figures = {}
     for name in ("plain", *partitions):
         model = resnet(width)
@@ -186,12 +141,29 @@ def compiled(width: int, x: Tensor, target: Tensor, rounds: int, backend: str, p
             model = distconv.parallelize(model, distconv.init(name, device_type="cpu"))
         step = step_of(torch.compile(model, backend=backend, fullgraph=True, dynamic=False), x, target)
         try:
+            start = _with_compilers()
             step()
-            arms[name] = step
+            arms[name], firsts[name] = step, _with_compilers() - start
         except Exception as error:  # whatever it refuses, it says
-            refused[f"{name}, {backend}"] = {"refused": _line(error)}
+            refused[name] = {"refused": _line(error)}
     figures = timed(arms, rounds) if "plain" in arms else {}
-    return {f"{name}, {backend}": found for name, found in figures.items()} | refused
+    for name, found in figures.items():
+        found |= {"first": firsts[name], "first over plain": firsts[name] / firsts["plain"]}
+    return figures | refused
+
+
+def _with_compilers() -> float:
+    """Seconds of the processor so far of this process and of those, such as C++ compilers, that it has waited for."""
+    return sum(os.times()[:4])
+
+
+def compile_anew() -> None:
+    """What a compiler has kept from another run is not used, and it works in this process alone."""
+    import torch._inductor.config as inductor
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
+    inductor.force_disable_caches = True
+    inductor.compile_threads = 1
 
 
 def _line(error: Exception) -> str:
@@ -214,11 +186,22 @@ def optimizers(width: int, x: Tensor, target: Tensor, rounds: int) -> dict[str, 
     return found
 
 
-def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
+def row(name: str, found: dict[str, Any], backends: Mapping[str, Figures]) -> tuple[str, ...]:
     if "refused" in found:
-        return f"{name}: {found['refused']}", "-", "-", "-", "-"
+        return f"{name}: {found['refused']}", *["-"] * (4 + 2 * len(backends))
     sent = (f"{found['collectives']}", f"{found['bytes'] / 2**10:.0f}") if "bytes" in found else ("-", "-")
-    return name, f"{found['ms']:.1f}", f"{found['over plain']:.2f}", *sent
+    cells = [cell for figures in backends.values() for cell in _cells(figures.get(name, {}))]
+    return name, f"{found['ms']:.1f}", f"{found['over plain']:.2f}", *sent, *cells
+
+
+def _cells(found: dict[str, Any]) -> tuple[str, str]:
+    """Of one backend: the step, and the first one, which compiles."""
+    if "ms" not in found:
+        return found.get("refused", "-"), "-"
+    return (
+        f"{found['ms']:.1f} ({found['over plain']:.2f})",
+        f"{found['first']:.1f} ({found['first over plain']:.2f})",
+    )
 
 
 def main() -> None:
@@ -226,7 +209,13 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=4, help="channels of the first stage (default %(default)s)")
     parser.add_argument("--size", type=int, default=64, help="height and width of the input (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=15, help="steps that count (default %(default)s)")
-    parser.add_argument("--compile", metavar="BACKEND", help="of torch.compile, such as aot_eager or inductor")
+    parser.add_argument(
+        *("--compile", "-c"),
+        metavar="BACKEND",
+        action="append",
+        default=[],
+        help="of torch.compile, such as aot_eager or inductor; may be given several times",
+    )
     parser.add_argument("--partitions", default=";".join(PARTITIONS), help="that are compiled, between semicolons")
     parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
     arguments = parser.parse_args()
@@ -240,16 +229,21 @@ def main() -> None:
     given = arguments.width, x, target, arguments.rounds
     beside = others(*given)
     steps = ours(*given) | beside
-    if arguments.compile:
-        steps |= compiled(*given, arguments.compile, arguments.partitions.split(";"))
+    backends: dict[str, Figures] = {}
+    for backend in arguments.compile:
+        compile_anew()
+        backends[backend] = compiled(*given, backend, arguments.partitions.split(";"))
     updates = optimizers(*given)
     operators = host_operators.measured(("plain", *PARTITIONS), arguments.rounds)
     what = f"ResNet-50, width {arguments.width}"
     tables = [
         Table(
             f"A training step of {what}, on 4 images of {arguments.size}²",
-            ("", "ms of the host", "over plain", "collectives", "KiB"),
-            [row(name, found) for name, found in steps.items()],
+            (
+                *("", "ms of the host", "over plain", "collectives", "KiB"),
+                *(head for name in backends for head in (f"{name}: ms (over plain)", "its first step: s (over plain)")),
+            ),
+            [row(name, found, backends) for name, found in steps.items()],
         ),
         Table(
             f"The step of an optimizer of {what}: milliseconds of the host, and over plain",
@@ -266,7 +260,7 @@ def main() -> None:
             RESULT,
             "Host time of a training step",
             about,
-            {"steps": steps, "optimizers": updates, "operators": operators},
+            {"steps": steps, "compiled": backends, "optimizers": updates, "operators": operators},
             tables,
         )
     show(tables)
