@@ -5,6 +5,9 @@ every step; the targets are the template's tissue probabilities. Printed at the 
 beside the best that two intensity thresholds reach there, the median seconds of a step, and the peak tensor memory of
 a step. Runs with one seed give the same numbers.
 
+With --write FILE.h5 or FILE.zarr the volumes with their noise, eight of them, are written there and nothing is trained;
+with --data FILE they are read from there, shuffled, in place of noise drawn at every step.
+
 A picture needs the whole prediction in one place. Save the weights of a training with --save, and draw from them with
 --load FILE --steps 0 --picture FILE.
 """
@@ -34,6 +37,7 @@ from brain import (
     train,
     with_noise,
 )
+from brain_files import batches, write
 from torch import Tensor
 
 from mucudnn.networks.models import UNet3d
@@ -95,6 +99,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=8, help="channels of the first convolution (default %(default)s)")
     parser.add_argument("--levels", type=int, default=3, help="resolutions of the U-Net (default %(default)s)")
     parser.add_argument("--norm", choices=("group", "batch"), default="group", help="(default %(default)s)")
+    parser.add_argument("--write", metavar="FILE", help="write volumes with noise there, HDF5 or .zarr")
+    parser.add_argument("--data", metavar="FILE", help="train on volumes that --write wrote")
     parser.add_argument("--load", metavar="FILE", help="start from weights that --save wrote")
     parser.add_argument("--save", metavar="FILE", help="write the weights there after training")
     add_arguments(parser, noise=0.15)
@@ -126,20 +132,29 @@ def main() -> None:
     # Probabilities of zero add nothing to the cross entropy: so held-out voxels count in no loss.
     targets = torch.where(out, 0.0, probabilities).to(options.device, dtype)
 
+    if options.write:
+        write(Path(options.write), image, torch.where(out, 0.0, probabilities), options.noise, generator)
+        return
+
     model = UNet3d(width=options.width, levels=options.levels, norm=options.norm).to(options.device, dtype)
     if options.load:
         model.load_state_dict(torch.load(options.load, map_location=options.device))
     shape = "x".join(map(str, options.size))
     print(f"{shape} voxels, {int(out.sum())} of {options.size[0]} axial slices held out")
 
+    volumes = batches(Path(options.data), options.size) if options.data else None
+
     def draw_volume() -> tuple[Tensor, Tensor]:
+        if volumes is not None:
+            inputs, theirs = next(volumes)
+            return inputs.to(options.device, dtype), theirs.to(options.device, dtype)
         return with_noise(image, options.noise, generator).to(options.device, dtype), targets
 
     losses, seconds = train(model, options.rate, options.steps, draw_volume)
 
     def one_more() -> None:
-        inputs, _ = draw_volume()
-        loss = F.cross_entropy(model(inputs), targets)
+        inputs, wanted = draw_volume()
+        loss = F.cross_entropy(model(inputs), wanted)
         loss.backward()
         print(f"loss after training {loss.item():.6f}")
 

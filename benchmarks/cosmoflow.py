@@ -97,7 +97,7 @@ class Universes(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(volume).permute(3, 0, 1, 2), torch.from_numpy(parameters)
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     writing = commands.add_parser("write", help="make files of universes")
@@ -118,7 +118,7 @@ def arguments() -> argparse.Namespace:
     training.add_argument("--device", default="cpu", help="such as cpu or cuda (default %(default)s)")
     training.add_argument("--checkpoint", type=Path, help="write it there after each epoch, and go on from it")
     training.add_argument("--json", type=Path, help="write losses and seconds there")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(given)
     for name in ("size", "samples", "epochs", "batch", "width"):
         if getattr(chosen, name, 1) < 1:
             stop(f"--{name} {getattr(chosen, name)}: not a positive number")

@@ -1,19 +1,24 @@
 """What ranks read of files, with and without a store, counted by the operating system.
 
-    python benchmarks/reading.py            # about three minutes and 250 MiB of disk
+    python benchmarks/reading.py            # about four minutes and 400 MiB of disk
     python benchmarks/reading.py --save
 
 Volumes of 4 x 64³ in HDF5, in chunks of which no two ranks of a partition read the same, are read on 4 ranks by a
 shuffling DataLoader. Before each epoch the operating system is asked to forget the file's pages
-(posix_fadvise(DONTNEED)). Bytes are those of /proc/self/io: what a process asked of files (rchar), and what came from a
-disk for it (read_bytes, with what is read ahead). Seconds are medians; where this machine has fewer cores than ranks,
-the ranks wait for one another, and the processor's time of a rank tells more than the clock.
+(posix_fadvise(DONTNEED)). Ranks of one machine that read one file share its pages: what one of them has brought from
+the disk, the others find in memory, so that reading all costs the disk no more than reading slabs. On nodes of their own
+they would not: therefore slabs are also compared with all where each rank has a copy of the file.
+
+Bytes are those of /proc/self/io: what a process asked of files (rchar), and what came from a disk for it (read_bytes,
+with what is read ahead). Seconds are medians; where this machine has fewer cores than ranks, the ranks wait for one
+another, and the processor's time of a rank tells more than the clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -104,9 +109,19 @@ def of_parts(ranks: Process, folder: Path) -> tuple[Table, Any]:
     ), figures
 
 
-def of_all(ranks: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
-    """Slabs of 4 ranks against every rank reading all."""
-    path = write(folder, "volumes", "depth=4", (SAMPLES, *SHAPE))
+def copies(path: str) -> str:
+    """A copy of a file for each rank, as on nodes that share no cache; "{rank}" stands for its number."""
+    for rank in range(RANKS):
+        shutil.copyfile(path, f"{path}.{rank}")
+        with open(f"{path}.{rank}", "rb") as written:
+            os.fsync(written.fileno())
+    return f"{path}.{{rank}}"
+
+
+def of_all(ranks: Process, folder: Path, rounds: int, *, apart: bool) -> tuple[Table, Any]:
+    """Slabs of 4 ranks against every rank reading all, of one file or `apart`, each of its own copy."""
+    written = write(folder, "volumes", "depth=4", (SAMPLES, *SHAPE))
+    path = copies(written) if apart else written
     request = {"what": "read", "path": path, "batch": BATCH, "partition": "depth=4", "epochs": 1, "store": False}
     arms: dict[str, list[list[dict[str, float]]]] = {
         "all": [[] for _ in range(RANKS)],
@@ -116,11 +131,13 @@ def of_all(ranks: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
         for arm, rows in arms.items():
             for rank, found in enumerate(ranks.ask(**request, shard=arm == "slabs", plain=False)):
                 rows[rank] += found
-    Path(path).unlink()
+    for each in Path(written).parent.glob(f"{Path(written).name}*"):
+        each.unlink()
     cells = [
         (
             {"all": "every rank reads all", "slabs": "each rank reads its slabs"}[arm],
             f"{sum(rank[0]['asked'] for rank in rows) / MIB:.0f}",
+            f"{sum(rank[0]['disk'] for rank in rows) / MIB:.0f}",
             f"{1e3 * median(rows, 'wall'):.0f}",
             f"{median(rows, 'wall') / median(arms['all'], 'wall'):.2f}",
             f"{1e3 * median(rows, 'cpu'):.0f}",
@@ -128,8 +145,12 @@ def of_all(ranks: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
         )
         for arm, rows in arms.items()
     ]
-    headings = "", "MiB of 4 ranks", "ms of an epoch", "ratio", "ms of the processor, a rank", "ratio"
-    return Table("depth=4: slabs against all, an epoch of reading", headings, cells), arms
+    headings = (
+        *("", "MiB of 4 ranks", "of them from a disk", "ms of an epoch", "ratio"),
+        *("ms of the processor, a rank", "ratio"),
+    )
+    where = "each rank with a file of its own" if apart else "one file, one cache of pages"
+    return Table(f"depth=4: slabs against all, an epoch of reading; {where}", headings, cells), arms
 
 
 def of_one(alone: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
@@ -191,16 +212,17 @@ def main() -> None:
         with started(RANKS, folder) as ranks:
             warm_up(ranks, folder)
             parts, of = of_parts(ranks, folder)
-            against, arms = of_all(ranks, folder, options.rounds)
+            against, arms = of_all(ranks, folder, options.rounds, apart=False)
+            alone_against, alone_arms = of_all(ranks, folder, options.rounds, apart=True)
         with started(1, folder) as alone:
             warm_up(alone, folder)
             one, plain = of_one(alone, folder, options.rounds)
         with started(2, folder) as two:
             training, steps = of_training(two, folder, options.rounds)
-    tables = [parts, against, one, training]
+    tables = [parts, against, alone_against, one, training]
     show(tables)
     if options.save:
-        figures = {"parts": of, "all": arms, "one process": plain, "training": steps}
+        figures = {"parts": of, "all": arms, "all, copies": alone_arms, "one process": plain, "training": steps}
         about = f"`python benchmarks/reading.py --rounds {options.rounds}`: {before}"
         save(
             RESULT,

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import distconv
+from distconv import settings
 from distconv.job.data import loading
 from distconv.mesh import make_mesh
 from distconv.partition import Partition
@@ -53,27 +54,31 @@ def io() -> dict[str, int]:
     return {"asked": counted["rchar"], "disk": counted["read_bytes"]}
 
 
-def drop_cache(path: str) -> None:
-    """Lets the operating system forget a file's pages."""
+def drop_cache(path: str, *, own: bool) -> None:
+    """Lets the operating system forget the pages of the ranks' file, or of this rank's own."""
     dist.barrier()
-    if dist.get_rank() == 0:
+    if own or dist.get_rank() == 0:
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dist.barrier()
 
 
 def read(path: str, batch: int, partition: str, epochs: int, shard: bool, store: bool, plain: bool) -> Any:
-    """Epochs of a loader on this rank: what each took of files, of other ranks and of time."""
+    """Epochs of a loader on this rank: what each took of files, of other ranks and of time. "{rank}" in the path is the
+    number of the rank, where each has a copy of its own."""
     torch.manual_seed(0)
+    own = "{rank}" in path
+    path = path.replace("{rank}", str(dist.get_rank()))
     dataset, rows = Volumes(path), []
     around: Any = contextlib.nullcontext()
     if not plain:
         around = loading(make_mesh(Partition.parse(partition)), shard=shard, store=KEPT if store else None)
-    with around as samples:
+    # Files that the ranks have by other names are told apart.
+    with settings.options({"check": "off"} if own else {}), around as samples:
         loader = DataLoader(dataset, batch, shuffle=True)
         first: set[int] = set()
         for _ in range(epochs):
-            drop_cache(path)
+            drop_cache(path, own=own)
             dataset.made.clear()
             kept = samples.supply.store if store else None
             brought = kept.bytes_brought if kept else 0

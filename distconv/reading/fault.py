@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 _NOTED = "_distconv_read"
 
@@ -40,8 +41,8 @@ def as_read_error(error: BaseException, sample: object) -> ReadError | None:
 def of_a_library(error: BaseException) -> str | None:
     """One line for an error of a library that opens or reads arrays in files, outside of samples; None for any other.
 
-    An OSError and what zarr raises name the file themselves; for a key that is missing, the file is the one of the
-    object that was asked for it.
+    Most name the file themselves. Where HDF5 cannot open one, it is the one that it was asked for, and where a key is
+    missing that of the object that was asked for it.
     """
     if not isinstance(error, OSError | KeyError):
         return None
@@ -49,11 +50,16 @@ def of_a_library(error: BaseException) -> str | None:
     while trace is not None:
         name = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
         room = room if name == "distconv" else name  # which may stand in for `open`
-        file = getattr(getattr(trace.tb_frame.f_locals.get("self"), "file", None), "filename", file)
+        held = trace.tb_frame.f_locals
+        if trace.tb_frame.f_code.co_qualname == "File.__init__":
+            file = os.fsdecode(held["name"]) if isinstance(held.get("name"), str | bytes | os.PathLike) else file
+        else:
+            file = getattr(getattr(held.get("self"), "file", None), "filename", file)
         trace = trace.tb_next
     if room not in _LIBRARIES:
         return None
-    return f"{file}: {_text(error)}" if isinstance(error, KeyError) and file else _text(error)
+    text = _text(error)
+    return f"{file}: {text}" if file and os.path.basename(file) not in text else text
 
 
 def _text(error: BaseException) -> str:

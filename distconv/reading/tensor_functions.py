@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from typing import Any
 
 import torch
@@ -169,7 +170,8 @@ def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
     try:
         tried = (torch.stack if stacked else torch.cat)(metas, dim)
     except RuntimeError as error:
-        odd = next((place for place, item in enumerate(items) if item.dim() and item.shape != items[0].shape), 0)
+        usual = Counter(item.shape for item in items).most_common(1)[0][0]
+        odd = next((place for place, item in enumerate(items) if item.shape != usual), 0)
         for source in items[odd].expression.sources():
             note(error, shown(source.path), source.key, odd)
         raise

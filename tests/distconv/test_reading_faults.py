@@ -7,7 +7,7 @@ import os
 import h5py
 import numpy as np
 import pytest
-from jobs import launch
+from jobs import SCRIPTS, launch
 
 DYING = """
 import os, signal, sys
@@ -35,35 +35,16 @@ def test_a_worker_that_dies_is_one_line(tmp_path):
     assert lines[1:] in ([], ["distconv: on rank 1 of 2"])
 
 
-UNSEEN = """
-import os, sys
-import h5py
-from torch.utils.data import DataLoader, Dataset
-
-class Volumes(Dataset):
-    def __init__(self, path):
-        self.volumes = h5py.File(path, "r")["volume"]
-    def __len__(self):
-        return len(self.volumes)
-    def __getitem__(self, index):
-        return self.volumes[index]
-
-for batch in DataLoader(Volumes(sys.argv[1] + os.environ["RANK"]), 2):
-    pass
-"""
-
-
 @pytest.mark.parametrize("what", ["file", "key"])
 def test_what_one_rank_cannot_open_before_the_first_sample_is_one_line(tmp_path, what):
-    script = tmp_path / "unseen.py"
-    script.write_text(UNSEEN)
+    script = SCRIPTS / "reads.py"
     for rank in range(1 if what == "file" else 2):
-        with h5py.File(tmp_path / f"v.h5{rank}", "w") as file:
+        with h5py.File(tmp_path / f"{rank}.h5", "w") as file:
             file["other" if rank else "volume"] = np.zeros((4, 1, 8, 8, 8))
     options = ("--show-ranks", "--shard-data", "--partition", "depth=2")
-    done = launch("alone", 2, *options, str(script), str(tmp_path / "v.h5"))
+    done = launch("alone", 2, *options, str(script), str(tmp_path / "{rank}.h5"))
     assert done.returncode == 1
     first, *others = [line for line in done.stderr.splitlines() if line]
-    assert first.startswith(f"distconv: {os.path.relpath(script)}:8: ") and f"{tmp_path / 'v.h5'}1" in first
+    assert first.startswith(f"distconv: {os.path.relpath(script)}:") and str(tmp_path / "1.h5") in first
     assert ("No such file" if what == "file" else "'volume' doesn't exist") in first
     assert others == ["distconv: on rank 1 of 2"]
