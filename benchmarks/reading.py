@@ -6,8 +6,8 @@
 Volumes of 4 x 64³ in HDF5, in chunks of which no two ranks of a partition read the same, are read on 4 ranks by a
 shuffling DataLoader. Before each epoch the operating system is asked to forget the file's pages
 (posix_fadvise(DONTNEED)). Ranks of one machine that read one file share its pages: what one of them has brought from
-the disk, the others find in memory, so that reading all costs the disk no more than reading slabs. On nodes of their own
-they would not: therefore slabs are also compared with all where each rank has a copy of the file.
+the disk, the others find in memory, so that reading all costs the disk no more than reading slabs. On nodes of their
+own they would not: therefore slabs are also compared with all where each rank has a copy of the file.
 
 Bytes are those of /proc/self/io: what a process asked of files (rchar), and what came from a disk for it (read_bytes,
 with what is read ahead). Seconds are medians; where this machine has fewer cores than ranks, the ranks wait for one

@@ -16,6 +16,7 @@ from distconv.dtensors import wrap
 from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.cutting import OwnIndices
 from distconv.job.supply import Cut, Supply
+from distconv.job.to_device import ToDevice
 from distconv.job.together import Numbers, Together, sample
 from distconv.reading.draft import Draft, Part, Unread
 from distconv.reading.fault import ReadError
@@ -43,6 +44,7 @@ class Samples:
             self.fetch.around = self._of
         self._together = Together(mesh, self._share) if self._share.cuts_samples else None
         self._numbers = Numbers()
+        self._to_device = ToDevice(mesh.device_type)
         self._taking: OwnIndices | None = None
 
     def share(self, loader: DataLoader[Any], indices: Any) -> OwnIndices:
@@ -177,7 +179,7 @@ class Samples:
                 f"sharded data: the loader made a tensor of shape {tuple(shape)} from {samples} samples; "
                 f"accepted: the samples on dim 0"
             )
-        return read[: stop - start].contiguous().to(self._mesh.device_type)
+        return self._to_device(read[: stop - start].contiguous())
 
 
 def _dtype(leaf: Any) -> torch.dtype:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distconv.gpu import take_gpu
 from distconv.job.data import loading
+from distconv.job.to_device import ToDevice
 from distconv.model import parallelize
 
 
@@ -155,3 +156,62 @@ def test_results_over_mpi_are_put_in_place_after_what_the_issuer_had_enqueued(mo
         "the copy",
         "the finder's stream is waited for",
     ]
+
+
+class Streams:
+    """Stands in for torch.cuda: which stream is current, and what was done in which."""
+
+    def __init__(self) -> None:
+        self.now, self.done = "the program's", list[tuple[str, str]]()
+
+    def is_available(self) -> bool:
+        return True
+
+    def Stream(self) -> str:
+        return "the copies'"
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: self.done.append((self.now, f"waits for {other}")))
+
+
+class OnHost:
+    """Stands in for a tensor of the host, and for its copy on the GPU."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams, self.pinned = streams, False
+
+    def is_pinned(self) -> bool:
+        return self.pinned
+
+    def pin_memory(self) -> OnHost:
+        made = OnHost(self.streams)
+        made.pinned = True
+        return made
+
+    def to(self, device: str, *, non_blocking: bool = False) -> OnHost:
+        self.streams.done.append((self.streams.now, f"copies, {self.pinned=}, {non_blocking=}"))
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self.streams.done.append((self.streams.now, "holds the memory"))
+
+
+def test_a_batch_is_copied_beside_what_the_gpu_computes() -> None:
+    streams = Streams()
+    x: Any = OnHost(streams)
+    ToDevice("cuda", streams)(x)
+    assert streams.done == [
+        ("the copies'", "copies, self.pinned=True, non_blocking=True"),
+        ("the program's", "waits for the copies'"),
+        ("the program's", "holds the memory"),
+    ]
+    plain = torch.arange(3.0)
+    assert ToDevice("cpu", streams)(plain) is plain
