@@ -79,7 +79,7 @@ class Statistic(Expression):
     def _read(self, wanted: Region, fetch: Fetch) -> Any:
         if self.value is None:
             self.value = self.compute(_read_whole(self.parent, fetch))
-        value = self.value if self.of_torch else numpy.asarray(self.value)
+        value = self.value.clone() if self.of_torch else numpy.array(self.value)  # a program may write into it
         return value[tuple(slice(at.start, at.stop, at.step) for at in wanted)]
 
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:

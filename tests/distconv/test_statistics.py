@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import multiprocessing
 import os
 from pathlib import Path
@@ -54,8 +55,11 @@ def of_a_view(volume: Any) -> Any:
 
 def at_once(volume: Any) -> Any:
     volume = volume.astype("f4")
-    deviation = float(volume.std())
-    return torch.from_numpy(volume / (deviation if deviation > 0 else 1))
+    deviation, means = float(volume.std()), volume.mean(axis=(1, 2, 3))
+    volume = volume / (deviation if deviation > 0 else 1) - means[0]
+    assert means[0] > 0
+    means += 1  # what is kept stays as it is
+    return torch.from_numpy(volume)
 
 
 WAYS = {way.__name__: way for way in (of_numpy, of_channels, in_steps, of_a_view, at_once)}
@@ -118,6 +122,7 @@ def on_ranks(partition: str, path: str, way: str, workers: int, store: bool) -> 
     [
         ("depth=2", "of_numpy", 0, False),
         ("sample=2,depth=2", "of_numpy", 0, True),
+        ("depth=2,channel=2", "of_channels", 0, False),
         ("height=2", "of_channels", 1, False),
         ("depth=2", "in_steps", 0, True),
         ("sample=2,width=2", "in_steps", 1, True),
@@ -130,7 +135,7 @@ def test_batches_are_those_of_one_process_and_each_rank_reads_its_slabs(
 ):
     path, parsed = write(tmp_path), Partition.parse(partition)
     expected, _ = epochs(path, way, 0)
-    space = parsed.ranks // dict(parsed.axes).get("sample", 1)
+    space = math.prod(size for name, size in parsed.axes if name not in ("sample", "channel"))
     for found, counts, told in ranks(parsed.ranks).run(on_ranks, partition, path, way, workers, store):
         for epoch, plain in zip(found, expected, strict=True):
             for batch, other in zip(epoch, plain, strict=True):
