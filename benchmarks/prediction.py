@@ -46,7 +46,7 @@ from distconv.refusal import UnsupportedOperation
 RESULT = "prediction-cpu"
 RANK = Path(__file__).with_name("prediction_rank.py")
 RANKS = (1, 2, 4)
-STEPS = 5
+STEPS = 3
 """Before and after the kernels are measured."""
 
 ONE = {"*": "sample=1"}
