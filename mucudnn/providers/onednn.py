@@ -61,13 +61,18 @@ class OneDnn:
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            result = stock_result(even.problem, _converted(even.problem, even.operands(part.operands))).to_dense()
+            result = onednn_result(even.problem, even.operands(part.operands))
             if accumulate:
                 part.target.add_(even.result(result))
             else:
                 part.target.copy_(even.result(result))
             accumulate = part.problem.target is Role.W
             del result
+
+
+def onednn_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
+    """What oneDNN's kernel gives for a problem that it serves, in torch's layout; the target is read for its shape."""
+    return stock_result(problem, _converted(problem, operands)).to_dense()
 
 
 def _converted(problem: ConvProblem, operands: Operands) -> Operands:

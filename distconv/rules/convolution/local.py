@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from distconv.channels import Run
+from distconv.rules.convolution import kernels
 from distconv.rules.convolution.plan import ConvolutionPlan, Margins
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
+from mucudnn.providers.onednn import BLOCK
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class LocalConvolution:
         bias = None if bias is None else part(bias, 0, filters)
         rest = plan.stride, plan.padding, plan.dilation, plan.layer.transposed, plan.output_padding
         if len(runs) == 1:
-            y = torch.convolution(part(x, 1, runs[0].channels), weight, bias, *rest, runs[0].groups)
+            y = kernels.convolution(plan.onednn, part(x, 1, runs[0].channels), weight, bias, (*rest, runs[0].groups))
         else:
             made = [
-                torch.convolution(
+                kernels.convolution(
+                    plan.onednn,
                     part(x, 1, run.channels),
                     part(weight, 0, run.weight),
                     None if bias is None else part(bias, 0, run.filters),
-                    *rest,
-                    run.groups,
+                    (*rest, run.groups),
                 )
                 for run in runs
             ]
@@ -109,25 +111,33 @@ class LocalConvolution:
         for dim, margin in margins:
             at = 2 * (x.dim() - 1 - dim)
             zeros[at : at + 2] = margin.before, margin.after
-        padded = torch.ops.aten.constant_pad_nd.default(x, zeros) if any(zeros) else x
         plan = self.plan
-        dx, dw, _ = torch.ops.aten.convolution_backward(
-            grad,
-            padded,
-            weight,
-            None,
-            plan.stride,
-            padding,
-            plan.dilation,
-            plan.layer.transposed,
-            plan.output_padding,
-            run.groups,
-            [for_data, for_filter, False],
-        )
-        if for_data and any(zeros):
+        rest = plan.stride, padding, plan.dilation, plan.layer.transposed, plan.output_padding, run.groups
+        if not any(zeros):
+            return kernels.gradients(plan.onednn, grad, x, weight, rest, for_data, for_filter)
+        at_once = x.shape[1] if for_data else self._channels_at_once(x, run)
+        dws: list[Tensor] = []
+        for start in range(0, x.shape[1], at_once):
+            stop = min(start + at_once, x.shape[1])
+            padded = torch.ops.aten.constant_pad_nd.default(part(x, 1, (start, stop)), zeros)
+            of = weight if at_once == x.shape[1] else part(weight, 1, (start, stop))
+            dx, dw = kernels.gradients(plan.onednn, grad, padded, of, rest, for_data, for_filter)
+            dws += [] if dw is None else [dw]
+        dw = _joined(dws, 1)
+        if dx is not None:
             for dim, margin in margins:
                 dx = dx.narrow(dim, margin.before, x.shape[dim])
-        return dx if for_data else None, dw if for_filter else None
+        return dx, dw
+
+    def _channels_at_once(self, x: Tensor, run: Run) -> int:
+        """How many channels of x are padded at one time for dL/dweight.
+
+        All of them, unless there are more than filters: then the copies need not be larger than dL/dy. oneDNN takes no
+        longer for the parts, if they are of whole blocks of its own.
+        """
+        filters = length(run.filters)
+        parts = self.plan.onednn and run.groups == 1 and filters % BLOCK == 0
+        return min(filters, x.shape[1]) if parts else x.shape[1]
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor | None:

@@ -18,6 +18,7 @@ from distconv.channels import ChannelMap
 from distconv.layouts import box_at, coordinate, local_shape, owners, shard_axes
 from distconv.rules.channel_split import Split, make_split
 from distconv.rules.convolution.edges import Edges, around, edges
+from distconv.rules.convolution.kernels import goes_to_onednn
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, window
 from distconv.transfer.tracing import planned
@@ -93,6 +94,8 @@ class ConvolutionPlan:
     """None where all halos are better fetched at once."""
     by_channels: bool
     """Whether channels and filters are computed piece by piece while others of them travel."""
+    onednn: bool
+    """Whether torch hands the whole to oneDNN on a CPU."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,7 +203,12 @@ def make_convolution_plan(
     paddings = local_padding, data_padding, filter_padding, local_output_padding
     strides = tuple(arguments[0]), tuple(arguments[2])
     by_channels = groups == 1 and is_large(mesh, placements, shape, dtypes[0])
-    return ConvolutionPlan(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels)
+    onednn = mesh.device_type == "cpu" and goes_to_onednn(
+        *(shape, weight, dtypes[0], (*arguments, transposed, out_arguments, groups))
+    )
+    return ConvolutionPlan(
+        *(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn)
+    )
 
 
 def overlap_pays(

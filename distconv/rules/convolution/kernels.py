@@ -1,0 +1,146 @@
+"""Which of torch's kernels a rank's part of a convolution takes on a CPU: the one that torch takes for the whole.
+
+Torch hands large samples to oneDNN and small ones to a kernel that writes out all products' operands first (im2col). A
+rank's part of a large sample may be small to torch. The other kernel would take two to four times as long as oneDNN's
+for the same part, and memory for 27 copies of the inputs where a kernel has 3x3x3 elements.
+
+Where mucudnn is at work, it decides: oneDNN is among the algorithms that it measures.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distconv.transfer.tracing import is_traced
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.providers.onednn import OneDnn, onednn_result
+from mucudnn.runtime import shim
+
+Arguments = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
+"""Stride, padding, dilation, whether it is transposed, output padding and groups, as `aten::convolution` has them."""
+
+
+def goes_to_onednn(shape: Sequence[int], weight: Sequence[int], dtype: torch.dtype | None, arguments: Any) -> bool:
+    """Whether torch, on a CPU, hands a convolution of an input and a weight of these shapes to oneDNN."""
+    if dtype is not torch.float32 or len(shape) not in (4, 5) or 0 in shape or 0 in weight:
+        return False
+    x, w = (torch.empty(1).expand(*sizes) for sizes in (shape, weight))  # shapes without memory
+    return "Mkldnn" in torch._C._select_conv_backend(x, w, None, *arguments, None).name
+
+
+def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
+    """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
+    if whole and _may(x, weight):
+        problem = _problem(Direction.FORWARD, x.shape, weight.shape, _key(arguments), torch.get_num_threads())
+        if problem is not None:
+            return _onednn(x, weight, None, bias, problem)
+    return torch.convolution(x, weight, bias, *arguments)
+
+
+def gradients(
+    whole: bool, grad: Tensor, x: Tensor, weight: Tensor, arguments: Arguments, for_data: bool, for_filter: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those asked for of dL/dx and dL/dweight, as ``aten::convolution_backward`` gives them."""
+    if whole and _may(x, weight):
+        key, threads = _key(arguments), torch.get_num_threads()
+        asked = [
+            _problem(direction, x.shape, weight.shape, key, threads) if wanted else None
+            for direction, wanted in ((Direction.BACKWARD_DATA, for_data), (Direction.BACKWARD_FILTER, for_filter))
+        ]
+        if [problem is not None for problem in asked] == [for_data, for_filter]:
+            return (
+                None if asked[0] is None else _onednn(None, weight, grad, None, asked[0]),
+                None if asked[1] is None else _onednn(x, None, grad, None, asked[1]),
+            )
+    dx, dw, _ = torch.ops.aten.convolution_backward(grad, x, weight, None, *arguments, [for_data, for_filter, False])
+    return dx if for_data else None, dw if for_filter else None
+
+
+def _may(x: Tensor, weight: Tensor) -> bool:
+    """Whether the tensors are such that oneDNN may be asked for; alike in a graph and when it runs."""
+    return (
+        x.device.type == weight.device.type == "cpu"
+        and x.dtype is weight.dtype is torch.float32
+        and shim.current() is None
+        and x.is_contiguous()
+    )
+
+
+def _key(arguments: Arguments) -> Any:
+    stride, padding, dilation, transposed, output_padding, groups = arguments
+    return tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups
+
+
+@functools.lru_cache(maxsize=4096)
+def _problem(direction: Direction, x: Sequence[int], w: Sequence[int], arguments: Any, _: int) -> ConvProblem | None:
+    """The problem of one direction, where oneDNN serves it and torch would take another kernel. By threads, too."""
+    if arguments[3]:
+        return None
+    try:
+        problem = _of_shapes(direction, tuple(x), tuple(w), arguments)
+    except ValueError:  # torch says why
+        return None
+    return problem if OneDnn().algorithms(problem) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_shapes(direction: Direction, x: tuple[int, ...], w: tuple[int, ...], arguments: Any) -> ConvProblem:
+    stride, padding, dilation, _, _, groups = arguments
+    return ConvProblem.of_convolution(
+        direction, x, w, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype="float32"
+    )
+
+
+def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor | None, problem: ConvProblem) -> Tensor:
+    """Of x, weight and y of a convolution the one that is None, from the other two."""
+    present = [tensor for tensor in (x, w, y) if tensor is not None]
+    if is_traced(present[0]) or is_traced(present[1]):
+        _, padding, *_, groups = problem.arguments
+        shape = list(problem.target_shape)
+        graph_op: Any = torch.ops.distconv.onednn_convolution
+        result: Tensor = graph_op(x, w, y, bias, shape, list(padding), groups)
+        return result
+    target = present[0].new_empty(1).expand(problem.target_shape)
+    x, w, y = (target if tensor is None else tensor for tensor in (x, w, y))
+    return onednn_result(problem, Operands(x, w, y, bias))
+
+
+_library = torch.library.Library("distconv", "FRAGMENT")
+_library.define(
+    "onednn_convolution(Tensor? x, Tensor? w, Tensor? y, Tensor? bias, SymInt[] shape, SymInt[] padding, int groups)"
+    " -> Tensor",
+    tags=[torch.Tag.pt2_compliant_tag],
+)
+
+
+def _of_graph(
+    x: Tensor | None,
+    w: Tensor | None,
+    y: Tensor | None,
+    bias: Tensor | None,
+    shape: list[int],
+    padding: list[int],
+    groups: int,
+) -> Tensor:
+    """The operator of a graph: ``_onednn``, which has been decided on when the graph was made."""
+    shapes = [tuple(shape if tensor is None else tensor.shape) for tensor in (x, w)]
+    direction = Direction.BACKWARD_DATA if x is None else Direction.BACKWARD_FILTER if w is None else Direction.FORWARD
+    ones, zeros = (1,) * len(padding), (0,) * len(padding)
+    return _onednn(x, w, y, bias, _of_shapes(direction, *shapes, (ones, tuple(padding), ones, False, zeros, groups)))
+
+
+def _shape_only(
+    x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor | None, shape: list[int], *_: Any
+) -> Tensor:
+    present = next(tensor for tensor in (x, w, y) if tensor is not None)
+    return present.new_empty(shape)
+
+
+_library.impl("onednn_convolution", _of_graph, "CPU")
+torch.library.register_fake("distconv::onednn_convolution", _shape_only, lib=_library)
