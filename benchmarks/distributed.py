@@ -7,10 +7,12 @@
 One thread per rank and device. What is shown are medians of milliseconds of forward + backward, the gradients'
 allreduce included. The arms take turns, so that a busy moment of the machine meets all of them:
 
-    one process     the whole input, plain torch, one thread, other ranks idle
+    one process     the whole input, plain torch, one thread, other ranks idle; also with as many threads as there are
+                    ranks, which then use as many cores as these do
     slab            one rank's share of the input, plain torch, other ranks idle: what a rank computes anyway
     slabs at once   the same on all ranks at one time: what sharing cores and memory costs, without communication
     Gloo, MPI       distconv; MPI runs after the others, since its waiting ranks keep their cores busy
+    compiled        the same by torch.compile in its default mode, compiled before anything is timed (small cases)
     JAX             jit and NamedSharding over as many host devices, and on one of them (its one process)
 
 All processes keep memory that they free, so that page faults do not fall on one arm by chance.
@@ -133,7 +135,8 @@ def measure_speed(name: str, case: Case, ranks: int, gloo: Process, jax: Process
 
 
 def _named(arms: dict[str, Any], transport: str) -> dict[str, Any]:
-    return {transport if arm == "distconv" else arm: value for arm, value in arms.items()}
+    names = {"distconv": transport, "compiled": f"{transport}, compiled"}
+    return {names.get(arm, arm): value for arm, value in arms.items()}
 
 
 def measure(options: argparse.Namespace, jax: bool) -> Record:
@@ -212,7 +215,8 @@ def _over_mpi(record: Record, mpi: Process, ranks: int, chosen: list[str], optio
         if row is None:
             row = {"case": name, "ranks": ranks, "partition": CASES[name].partitions[ranks], "seconds": {}}
             record["speed"].append(row)
-        row["seconds"]["MPI"] = found["distconv"]
+        measured = _named(found, "MPI")
+        row["seconds"] |= {arm: measured[arm] for arm in ("MPI", "MPI, compiled") if arm in measured}
     if "fixed" in chosen and ranks == 2:
         _fixed(record, mpi, "MPI", options.seconds)
     if "channels" in chosen:

@@ -20,6 +20,7 @@ class Case:
     """Forward and backward of a module on one sample.
 
     shape: of the input (N, C, spatial...). partitions: {ranks: partition}. input_gradient: backward reaches the input.
+    compiled: measured by torch.compile, too.
     """
 
     title: str
@@ -27,6 +28,7 @@ class Case:
     shape: tuple[int, ...]
     partitions: dict[int, str]
     input_gradient: bool = True
+    compiled: bool = False
 
     def parts(self, ranks: int) -> tuple[int, ...]:
         """Into how many parts each dim of the input is cut."""
@@ -46,8 +48,12 @@ HEIGHT = {2: "height=2", 4: "height=4"}
 
 CASES = {
     "conv": Case("conv2d, 32 channels 512²", lambda: nn.Conv2d(32, 32, 3, padding=1), (1, 32, 512, 512), HEIGHT),
-    "conv-small": Case("conv2d, 16 channels 64²", lambda: nn.Conv2d(16, 16, 3, padding=1), (1, 16, 64, 64), HEIGHT),
-    "block": Case("ResNet-18 block, 64 channels 56²", lambda: ResNet(18).stages[0], (1, 64, 56, 56), HEIGHT),
+    "conv-small": Case(
+        "conv2d, 16 channels 64²", lambda: nn.Conv2d(16, 16, 3, padding=1), (1, 16, 64, 64), HEIGHT, compiled=True
+    ),
+    "block": Case(
+        "ResNet-18 block, 64 channels 56²", lambda: ResNet(18).stages[0], (1, 64, 56, 56), HEIGHT, compiled=True
+    ),
     "unet": Case(
         "3-D U-Net, width 16, 64³",
         lambda: UNet3d(width=16),

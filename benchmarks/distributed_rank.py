@@ -31,7 +31,9 @@ import distconv
 
 Step = Callable[[], object]
 
-ALONE = ("one process", "slab", "share")
+THREADS, PLAIN_COMPILED, COMPILED = "one process, a thread per rank", "one process, compiled", "compiled"
+
+ALONE = ("one process", THREADS, PLAIN_COMPILED, "slab", "share")
 """Arms that run on rank 0 while the other ranks wait."""
 
 
@@ -55,20 +57,39 @@ class Subject:
             x.requires_grad_(case.input_gradient)
         self.arms: dict[str, Step] = {
             "one process": lambda: _step(self.plain, self.x, self.grad),
+            THREADS: lambda: _with_threads(ranks, lambda: _step(self.plain, self.x, self.grad)),
             "slab": lambda: _step(self.plain, self.slab_x, self.slab_grad),
             "slabs at once": lambda: _step(self.plain, self.slab_x, self.slab_grad),
             "distconv": lambda: _step(self.model, self.shard, self.shard_grad),
         }
+        self.models = {"distconv": self.model}
+        if case.compiled:
+            whole: Any = torch.compile(copy.deepcopy(self.plain))
+            self.arms[PLAIN_COMPILED] = lambda: _step(whole, self.x, self.grad)
+            self.models[COMPILED] = self.compiled("inductor")
+            self.arms[COMPILED] = lambda: _step(self.models[COMPILED], self.shard, self.shard_grad)
+            self.arms[COMPILED]()
+            if dist.get_rank() == 0:
+                self.arms[PLAIN_COMPILED]()
+
+    def compiled(self, backend: str) -> torch.nn.Module:
+        """The distributed model by torch.compile, with parameters of its own."""
+        model = distconv.parallelize(copy.deepcopy(self.plain), self.mesh)
+        compiled: Any = torch.compile(model, backend=backend)
+        return compiled
 
     def error(self) -> float:
-        """Largest difference of distconv's output and gradients from one process's, relative to their largest value."""
+        """Largest difference of outputs and gradients from one process's, relative to their largest value."""
+        return max(self._error(model) for model in self.models.values())
+
+    def _error(self, model: torch.nn.Module) -> float:
         buffers = copy.deepcopy(self.plain.state_dict())
-        pairs = [(distconv.gather(_step(self.model, self.shard, self.shard_grad)), _step(*self.whole()))]
+        pairs = [(distconv.gather(_step(model, self.shard, self.shard_grad)), _step(*self.whole()))]
         self.plain.load_state_dict(buffers)
         if self.x.requires_grad:
             assert self.shard.grad is not None
             pairs.append((distconv.gather(self.shard.grad), self.x.grad))
-        pairs += [(a.grad, b.grad) for a, b in zip(self.model.parameters(), self.plain.parameters(), strict=True)]
+        pairs += [(a.grad, b.grad) for a, b in zip(model.parameters(), self.plain.parameters(), strict=True)]
         largest = max(float(b.detach().abs().max()) for _, b in pairs)
         return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs) / largest
 
@@ -82,6 +103,12 @@ def _step(model: torch.nn.Module, x: Tensor, grad: Tensor) -> Tensor:
     y: Tensor = model(x)
     y.backward(grad)
     return y
+
+
+def _with_threads(number: int, step: Step) -> None:
+    torch.set_num_threads(number)
+    step()
+    torch.set_num_threads(1)
 
 
 _meshes: dict[str, DeviceMesh] = {}
@@ -164,22 +191,32 @@ def fixed(case: str, rounds: int) -> dict[str, list[float]]:
 
 
 def memory(case: str, partition: str) -> dict[str, Any]:
-    """Peak tensor bytes of a step: of one process, and of every rank."""
+    """Peak tensor bytes of a step: of one process, and of every rank, eager and compiled (aot_eager)."""
     subject = _subject(case, partition)
-    subject.arms["distconv"]()
-    dist.barrier()
-    subject.model.zero_grad()
-    share = peak_tensor_bytes(subject.arms["distconv"], "cpu")
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, share)
+    compiled = subject.compiled("aot_eager")
+    shares = _peaks(subject.model, subject.arms["distconv"])
+    by_graph = _peaks(compiled, lambda: _step(compiled, subject.shard, subject.shard_grad))
     whole = 0
     if dist.get_rank() == 0:
-        subject.arms["one process"]()
-        subject.plain.zero_grad()
-        whole = peak_tensor_bytes(subject.arms["one process"], "cpu")
+        whole = _peak(subject.plain, subject.arms["one process"])
     dist.barrier()
     parameters = sum(parameter.nbytes for parameter in subject.plain.parameters())
-    return {"whole": whole, "shares": shares, "parameters": parameters}
+    return {"whole": whole, "shares": shares, "compiled": by_graph, "parameters": parameters}
+
+
+def _peak(model: torch.nn.Module, step: Step) -> int:
+    """Of the second step, before which there are no gradients."""
+    step()
+    model.zero_grad()
+    found = peak_tensor_bytes(step, "cpu")
+    model.zero_grad()
+    return found
+
+
+def _peaks(model: torch.nn.Module, step: Step) -> list[int]:
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, _peak(model, step))
+    return shares
 
 
 def traffic(case: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from distconv.layouts import local_shape
 from distconv.mesh_options import channel_algorithm
 from distconv.rules.channel_split import channel_layout, parameter_layout
 from distconv.rules.convolution import convolution_gradients, convolved
+from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
 from distconv.transfer.needs import OWN
 
@@ -58,6 +59,8 @@ def _call(
     )
     as_asked = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
     alone = parts.is_whole and apart and as_asked and x.is_filled and 0 not in plan.out_local
+    own, block = (local_shape(mesh, lies.placements, lies.shape) for lies in (x, weight))
+    alone = alone and not differs(plan.onednn, own, block, arguments)
     vector = where(mesh, parts.vector, torch.Size((plan.out_shape[1],)))
     return _Call(plan, alone, x, weight, vector, x.of_shape(plan.out_shape), arguments)
 

@@ -34,6 +34,12 @@ def goes_to_onednn(shape: Sequence[int], weight: Sequence[int], dtype: torch.dty
     return "Mkldnn" in torch._C._select_conv_backend(x, w, None, *arguments, None).name
 
 
+def differs(whole: bool, x: Sequence[int], weight: Sequence[int], arguments: Arguments) -> bool:
+    """Whether a rank's part, of these shapes, would by itself go to another kernel than the whole."""
+    key, threads = _key(arguments), torch.get_num_threads()
+    return whole and _problem(Direction.FORWARD, torch.Size(x), torch.Size(weight), key, threads) is not None
+
+
 def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
     if whole and _may(x, weight):
