@@ -17,7 +17,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "volume, more channels than filters": (lambda: nn.Conv3d(32, 16, 3, padding=1), (1, 32, 32, 32, 12)),
     "volume": (lambda: nn.Conv3d(16, 32, 3, padding=1), (1, 16, 40, 40, 12)),
     "image": (lambda: nn.Conv2d(16, 24, 5, padding=2), (1, 16, 48, 48)),
-    "groups": (lambda: nn.Conv3d(16, 16, (3, 1, 3), padding=(1, 0, 1), groups=4), (1, 16, 40, 40, 12)),
     "two samples": (lambda: nn.Conv2d(16, 24, 5, padding=2), (2, 16, 40, 24)),
 }
 """Convolutions that torch hands to oneDNN as a whole, but not in halves."""
