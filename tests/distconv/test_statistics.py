@@ -57,7 +57,7 @@ def at_once(volume: Any) -> Any:
     volume = volume.astype("f4")
     deviation, means = float(volume.std()), volume.mean(axis=(1, 2, 3))
     volume = volume / (deviation if deviation > 0 else 1) - means[0]
-    assert means[0] > 0
+    assert float(means[0]) > 0
     means += 1  # what is kept stays as it is
     return torch.from_numpy(volume)
 
