@@ -13,8 +13,8 @@ from typing import Any
 
 from distconv import settings
 from distconv.channels import check_algorithm
-from distconv.job.keeper import keep_rank, started_by_launcher
-from distconv.job.launcher import BadInput, Job, start
+from distconv.job.keeper import keep_rank
+from distconv.job.launcher import BadInput, Job, is_launcher, part, start
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
 from distconv.performance.machine import here
@@ -217,22 +217,29 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
 
 def command(options: argparse.Namespace) -> int:
     """Start the ranks, or be one of those that a launcher started; the exit code of the job or of the script."""
-    place = find_place(os.environ)
+    place, launches = find_place(os.environ), is_launcher()
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
-        if place is None and settings.value("partition") == settings.AUTO:
+        if place is None and not launches and settings.value("partition") == settings.AUTO:
             try:
                 around.enter_context(_chosen(options))
             except _NothingChosen as failed:
                 return int(failed.args[0])
         job = _job(options, place)
-        if place is None:
+        if place is None and not launches:
             return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
-        watcher = started_by_launcher() or keep_rank(
-            place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks
-        )
+        if place is None:
+            watcher = part(job)
+            place = find_place(os.environ)
+        else:
+            watcher = keep_rank(
+                place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks
+            )
+            if isinstance(watcher, int):
+                os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
         if isinstance(watcher, int):
-            os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
+            return watcher
+        assert place is not None  # a rank's environment tells it
         from distconv.job.script import run
 
         return run(job, place, watcher)

@@ -9,11 +9,10 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from distconv.job.files.private import FOLDER_VARIABLE, make_folder
@@ -209,25 +208,31 @@ def accompany(process: Process, bound: bool) -> int:
     return shell_code(code)
 
 
-def start_ranks(
-    command: list[str], environments: Sequence[dict[str, str]], print_all: bool, listener: socket.socket
-) -> int:
-    """Starts `command` once in each of the environments, rank by rank, and watches; the exit code of the job.
+def part_into_ranks(places: Sequence[Mapping[str, str]], print_all: bool, listener: socket.socket) -> int | Watcher:
+    """Parts this process in one rank for each of `places` and the launcher that watches them.
 
-    listener: where the ranks meet, bound and listening already. The store that serves it is made when the ranks are on
-    their way: both they and it need torch, which takes seconds to import.
+    What this process has imported the ranks need not import: they share it, as long as none of them writes to it.
+
+    places: what the environment tells each rank, beside what it tells all. listener: where the ranks meet, bound and
+    listening already. Its store is made after the ranks, since it has a thread, which a rank would lack.
+    Returns the exit code of the job in the launcher, a Watcher in a rank.
     """
-    size = len(environments)
+    launcher = os.getpid()
+    adopt_orphans()
     written: dict[int, IO[bytes]] = {}
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    for rank, environment in enumerate(environments):
-        handed: tuple[int, ...] = ()
+    processes: dict[int, Process] = {}
+    for rank, place in enumerate(places):
         if rank and not print_all:
             written[rank] = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
-            handed = (written[rank].fileno(),)
-        told = {_TOLD: ":".join(map(str, (os.getpid(), *handed)))}
-        stdin = None if rank == 0 else subprocess.DEVNULL
-        processes[rank] = subprocess.Popen(command, env={**environment, **told}, stdin=stdin, pass_fds=handed)
+        child = _fork()
+        if child is None:
+            end_with(launcher)
+            listener.close()
+            os.environ.update(place)
+            if rank:
+                _leave_input()
+            return Watcher(os.dup(written[rank].fileno()) if rank in written else None)
+        processes[rank] = child
 
     @functools.cache
     def notices() -> Notices:
@@ -236,22 +241,16 @@ def start_ranks(
         host, port = listener.getsockname()
         # The store takes the socket over and listens on it.
         store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return Notices(store, size)
+        return Notices(store, len(places))
 
-    return Watch(processes, size, notices, written, bound=True).run()
-
-
-_TOLD = "DISTCONV_LAUNCHER"  # from the launcher to its ranks: its process id, and a file for stderr
+    return Watch(processes, len(places), notices, written, bound=True).run()
 
 
-def started_by_launcher() -> Watcher | None:
-    """The launcher that started this rank, with which it will end; None for a rank that another program started."""
-    told = os.environ.pop(_TOLD, None)
-    if told is None:
-        return None
-    launcher, *stderr = map(int, told.split(":"))
-    end_with(launcher)
-    return Watcher(stderr[0] if stderr else None)
+def _leave_input() -> None:
+    """Lets this process read nothing: what is typed, or comes through a pipe, is for the first rank."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def _fork() -> ForkedChild | None:

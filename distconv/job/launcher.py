@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
 import importlib.util
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +18,7 @@ from pathlib import Path
 from distconv import settings
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
-from distconv.job.keeper import accompany, keep_launcher, start_ranks
+from distconv.job.keeper import Watcher, accompany, keep_launcher, part_into_ranks
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition, shards_data
 from distconv.place import MPI_VARIABLES, Place
@@ -129,20 +132,47 @@ def start(job: Job, command: list[str]) -> int:
             if (code := keep_launcher()) is not None:
                 return code
             return accompany(subprocess.Popen([*program, *command], env=environment), bound=True)
+    environment[_STARTER] = str(os.getpid())
     with job_folder() as environment[FOLDER_VARIABLE]:
-        if (code := keep_launcher()) is not None:
-            return code
-        # The ranks meet at a store in this process, as they do at torchrun's agent.
-        listener = socket.create_server(("127.0.0.1", 0), backlog=size)
-        environment.update(
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(listener.getsockname()[1]),
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            WORLD_SIZE=str(size),
-            LOCAL_WORLD_SIZE=str(size),
-        )
-        environments = [dict(environment, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(size)]
-        return start_ranks(command, environments, job.print_all_ranks, listener)
+        return accompany(subprocess.Popen(command, env=environment), bound=False)
+
+
+def is_launcher() -> bool:
+    """Whether `start` has started this process."""
+    return _STARTER in os.environ
+
+
+def part(job: Job) -> int | Watcher:
+    """Parts this process, which `start` has started, in the ranks of `job` and their launcher.
+
+    Torch and distconv take seconds to import. They are imported here, once for all ranks; so is torch's compiler, which
+    torch imports when an optimizer is made.
+
+    Returns:
+        A Watcher in a rank, whose environment then tells its place; in the launcher the exit code of the job.
+    """
+    for name in ("torch._dynamo", "distconv.interface", "distconv.job.script"):
+        importlib.import_module(name)
+
+    gc.freeze()  # a rank then need not look through what it shares, which would copy it, and take a second at its end
+
+    if os.getppid() != int(os.environ.pop(_STARTER)):
+        return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
+    size = job.partition.ranks
+    # The ranks meet at a store in this process, as they do at torchrun's agent.
+    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(listener.getsockname()[1]),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+    )
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return part_into_ranks(places, job.print_all_ranks, listener)
+
+
+_STARTER = "DISTCONV_STARTER"  # from `start` to the launcher: the process that watches it
 
 
 def mpiexec(size: int) -> list[str]:

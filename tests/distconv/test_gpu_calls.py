@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,6 +23,23 @@ from distconv.gpu import take_gpu
 from distconv.job.data import loading
 from distconv.job.to_device import ToDevice
 from distconv.model import parallelize
+
+
+def test_what_ranks_import_before_they_are_forked_asks_for_no_gpu() -> None:
+    """CUDA does not work in a process that was forked after it was asked for."""
+    forks = """
+import os
+import torch
+def refuse(*_): raise SystemExit("a GPU was asked for")
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, refuse)
+from distconv.job.launcher import Job, part
+from distconv.partition import Partition
+os.environ["DISTCONV_STARTER"] = str(os.getppid())
+result = part(Job(Partition.parse("sample=2"), "script.py"))
+raise SystemExit(result if isinstance(result, int) else 0)
+"""
+    assert subprocess.run([sys.executable, "-c", forks], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
