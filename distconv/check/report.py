@@ -20,7 +20,7 @@ def parts(findings: Findings, most: int | None) -> list[RenderableType]:
         shown.append(_layers(layers, most))
     if findings.refusals:
         shown.append(_refusals(findings))
-    return [*shown, summary(findings)]
+    return [*shown, _plain(summary(findings))]
 
 
 def summary(findings: Findings) -> str:
@@ -37,10 +37,14 @@ def summary(findings: Findings) -> str:
     if findings.accepted:
         told.append("Every operator runs.")
     if refused:
-        told.append(f"{refused} calls of operators are refused.")
+        told.append(
+            f"{refused} calls of operators are refused." if refused > 1 else "One call of an operator is refused."
+        )
     if failed:
         told.append(f"{failed} fail, which is a fault of distconv.")
-    if findings.ended:
+    if any(refusal.message in findings.ended for refusal in findings.refusals):
+        told.append("Without the result of the last one the rest of the step cannot be followed.")
+    elif findings.ended:
         told.append(f"The step ended early: {findings.ended}")
     return " ".join(told)
 

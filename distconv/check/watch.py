@@ -98,12 +98,11 @@ class Watch(TorchDispatchMode):
             of = first_of_ours((*args, *kwargs.values()))
             if of is None:
                 raise
-            try:
-                result = stand_in(func, args, kwargs, of)
-            except Exception:
-                raise error from None
             self._refused(func, error)
-            return result
+            try:
+                return stand_in(func, args, kwargs, of)
+            except Exception:  # such as a result whose shape depends on numbers
+                raise error from None
         finally:
             self._now, self._passing = before, False
 

@@ -142,7 +142,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None
     if partition is None and strategy is not None:
         partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
     if partition is None:
-        raise ValueError("no partition: give --partition AXIS=RANKS,... or set DISTCONV_PARTITION")
+        raise ValueError("no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION")
     return partition, strategy if strategy is None or len(strategy.layers) > 1 or not chosen else None
 
 

@@ -48,6 +48,17 @@ def refused() -> nn.Module:
     return Refused()
 
 
+class Endless(Refused):
+    """How many elements the result of the last operator has depends on numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.unique(x).sum()
+
+
+def endless() -> nn.Module:
+    return Endless()
+
+
 def huge() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU())
 
@@ -119,6 +130,12 @@ def test_every_refusal_is_found_and_not_the_first_alone() -> None:
     assert any(layer["name"] == "second" for layer in findings["layers"]), "it goes on behind a refusal"
 
 
+def test_a_refusal_without_a_result_is_found_too() -> None:
+    findings = found("endless", "2,3,16,16", "height=4", 1)
+    assert findings["ended"] and len(findings["refusals"]) == 3
+    assert "unique" in findings["refusals"][-1]["operator"]
+
+
 def test_memory_is_followed_by_shapes_alone() -> None:
     findings = found("huge", "1,3,65536,8192", "height=8", 0)
     output = 64 * 65536 * 8192 * 4  # 128 GiB
@@ -156,5 +173,7 @@ def test_the_summary_says_what_was_found() -> None:
     fine = Findings("height=4", 4, layers=layers, peak=2**20, peak_alone=2**22)
     assert summary(fine).endswith("0.25 of the 4 MiB of one process. Every operator runs.")
     refusal = Refusal("refused", "aten.sort.default", "conv", False, "aten.sort.default: why")
-    assert "1 calls of operators are refused" in summary(Findings("height=4", 4, refusals=[refusal]))
+    assert "One call of an operator is refused." in summary(Findings("height=4", 4, refusals=[refusal]))
+    ended = Findings("height=4", 4, refusals=[refusal], ended="UnsupportedOperation: aten.sort.default: why")
+    assert summary(ended).endswith("Without the result of the last one the rest of the step cannot be followed.")
     assert not Findings("height=4", 4, ended="an error").accepted
