@@ -41,7 +41,9 @@ def test_halo_traffic_of_a_convolution(measured: tuple[dict[str, Any], str]) -> 
 
 def test_every_arm_is_timed(measured: tuple[dict[str, Any], str]) -> None:
     (row,) = measured[0]["speed"]
-    assert set(row["seconds"]) == {"one process", "slab", "slabs at once", "Gloo"}
+    compiled = {"one process, compiled", "Gloo, compiled"}
+    threads = "one process, a thread per rank"
+    assert set(row["seconds"]) == {"one process", threads, "slab", "slabs at once", "Gloo", *compiled}
     assert all(seconds > 0 for seconds in row["seconds"].values())
     assert row["error"] < 1e-5
     (fixed,) = measured[0]["fixed"]
