@@ -1,13 +1,14 @@
 """What ranks read of files, with and without a store, counted by the operating system.
 
-    python benchmarks/reading.py            # about four minutes and 400 MiB of disk
+    python benchmarks/reading.py            # about three minutes and 1.3 GiB of disk
     python benchmarks/reading.py --save
 
-Volumes of 4 x 64³ in HDF5, in chunks of which no two ranks of a partition read the same, are read on 4 ranks by a
-shuffling DataLoader. Before each epoch the operating system is asked to forget the file's pages
-(posix_fadvise(DONTNEED)). Ranks of one machine that read one file share its pages: what one of them has brought from
-the disk, the others find in memory, so that reading all costs the disk no more than reading slabs. On nodes of their
-own they would not: therefore slabs are also compared with all where each rank has a copy of the file.
+Volumes of 4 x 64³, and of 4 x 128³ where slabs are compared with all, lie in HDF5 in chunks of which no two ranks of a
+partition read the same. A shuffling DataLoader reads them on 4 ranks. Before each epoch the operating system is asked
+to forget the file's pages (posix_fadvise(DONTNEED)). Ranks of one machine that read one file share its pages: what one
+of them has brought from the disk, the others find in memory, so that reading all costs the disk no more than reading
+slabs. On nodes of their own they would not: therefore slabs are also compared with all where each rank has a copy of
+the file.
 
 Bytes are those of /proc/self/io: what a process asked of files (rchar), and what came from a disk for it (read_bytes,
 with what is read ahead). Seconds are medians; where this machine has fewer cores than ranks, the ranks wait for one
@@ -39,6 +40,7 @@ from distconv.reading.conversion import chunk_shape
 RESULT = "reading-cpu"
 RANKS = 4
 SAMPLES, SHAPE, BATCH = 16, (4, 64, 64, 64), 8
+LARGE_SAMPLES, LARGE, LARGE_BATCH = 8, (4, 128, 128, 128), 4
 BYTES = SAMPLES * 4 * SHAPE[0] * SHAPE[1] ** 3
 PARTITIONS = ("depth=4", "height=4", "width=4", "sample=4", "sample=2,depth=2")
 MIB = 1 << 20
@@ -120,9 +122,9 @@ def copies(path: str) -> str:
 
 def of_all(ranks: Process, folder: Path, rounds: int, *, apart: bool) -> tuple[Table, Any]:
     """Slabs of 4 ranks against every rank reading all, of one file or `apart`, each of its own copy."""
-    written = write(folder, "volumes", "depth=4", (SAMPLES, *SHAPE))
+    written = write(folder, "volumes", "depth=4", (LARGE_SAMPLES, *LARGE))
     path = copies(written) if apart else written
-    request = {"what": "read", "path": path, "batch": BATCH, "partition": "depth=4", "epochs": 1, "store": False}
+    request = {"what": "read", "path": path, "batch": LARGE_BATCH, "partition": "depth=4", "epochs": 1, "store": False}
     arms: dict[str, list[list[dict[str, float]]]] = {
         "all": [[] for _ in range(RANKS)],
         "slabs": [[] for _ in range(RANKS)],

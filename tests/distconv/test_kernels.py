@@ -16,8 +16,7 @@ import distconv
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "volume, more channels than filters": (lambda: nn.Conv3d(32, 16, 3, padding=1), (1, 32, 32, 32, 12)),
     "volume": (lambda: nn.Conv3d(16, 32, 3, padding=1), (1, 16, 40, 40, 12)),
-    "image": (lambda: nn.Conv2d(16, 24, 5, padding=2), (1, 16, 48, 48)),
-    "two samples": (lambda: nn.Conv2d(16, 24, 5, padding=2), (2, 16, 40, 24)),
+    "two samples": (lambda: nn.Conv3d(16, 24, 3, padding=1), (2, 16, 28, 28, 12)),
 }
 """Convolutions that torch hands to oneDNN as a whole, but not in halves."""
 

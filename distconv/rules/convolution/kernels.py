@@ -1,8 +1,9 @@
 """Which of torch's kernels a rank's part of a convolution takes on a CPU: the one that torch takes for the whole.
 
 Torch hands large samples to oneDNN and small ones to a kernel that writes out all products' operands first (im2col). A
-rank's part of a large sample may be small to torch. The other kernel would take two to four times as long as oneDNN's
-for the same part, and memory for 27 copies of the inputs where a kernel has 3x3x3 elements.
+rank's part of a large volume may be small to torch. The other kernel would take two to eleven times as long as oneDNN's
+for the same part, and memory for 27 copies of the inputs where a kernel has 3x3x3 elements. Images are left to torch:
+where it chooses im2col for them, oneDNN is no faster, since copies in its own layout take longer than they save.
 
 Where mucudnn is at work, it decides: oneDNN is among the algorithms that it measures.
 """
@@ -10,6 +11,7 @@ Where mucudnn is at work, it decides: oneDNN is among the algorithms that it mea
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,13 +24,16 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.providers.onednn import OneDnn, onednn_result
 from mucudnn.runtime import shim
 
+LEAST = 8192
+"""Elements of a part below which it is left to torch: copies in oneDNN's layout would take longer than they save."""
+
 Arguments = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 """Stride, padding, dilation, whether it is transposed, output padding and groups, as `aten::convolution` has them."""
 
 
 def goes_to_onednn(shape: Sequence[int], weight: Sequence[int], dtype: torch.dtype | None, arguments: Any) -> bool:
-    """Whether torch, on a CPU, hands a convolution of an input and a weight of these shapes to oneDNN."""
-    if dtype is not torch.float32 or len(shape) not in (4, 5) or 0 in shape or 0 in weight:
+    """Whether torch, on a CPU, hands a convolution of a volume and a weight of these shapes to oneDNN."""
+    if dtype is not torch.float32 or len(shape) != 5 or 0 in shape or 0 in weight:
         return False
     x, w = (torch.empty(1).expand(*sizes) for sizes in (shape, weight))  # shapes without memory
     return "Mkldnn" in torch._C._select_conv_backend(x, w, None, *arguments, None).name
@@ -86,7 +91,7 @@ def _key(arguments: Arguments) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _problem(direction: Direction, x: Sequence[int], w: Sequence[int], arguments: Any, _: int) -> ConvProblem | None:
     """The problem of one direction, where oneDNN serves it and torch would take another kernel. By threads, too."""
-    if arguments[3]:
+    if arguments[3] or math.prod(x) < LEAST:
         return None
     try:
         problem = _of_shapes(direction, tuple(x), tuple(w), arguments)
