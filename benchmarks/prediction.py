@@ -71,7 +71,7 @@ class Ranks:
             sys.exit(f"distconv calibrate: {done.stderr}")
         measured = Measured(threads, kept, ranks)
         resources.callback(measured.crowd.close)
-        self.machine: Machine = replace(read(str(path)), measured=measured)
+        self.machine: Machine = replace(read(str(path)), measured=measured, threads=threads)
         store = str(folder / f"store{ranks}")
         self.job = resources.enter_context(
             Process(
@@ -92,7 +92,7 @@ class Ranks:
 
 def predicted(name: str, strategy: Mapping[str, str], machine: Machine) -> float:
     case, outer = EVERY[name], Partition.parse(strategy["*"])
-    with imagined_job(outer.ranks):
+    with imagined_job(outer.ranks, machine.threads):
         layers = strategy if len(strategy) > 1 else None
         step = record_step(on_meta(case.build), mesh_of(outer), case.shape, layers)
     return replay(step, machine).total

@@ -134,7 +134,7 @@ def command(options: Any) -> int:
         found = worthwhile(graph, every, options.candidates or MOST)
         if not found:
             raise ValueError(f"--ranks {options.ranks}: no partition of so many ranks divides an input {shape}")
-        with imagined_job(options.ranks):
+        with imagined_job(options.ranks, machine.threads):
             planner = Planner(
                 model,
                 graph,

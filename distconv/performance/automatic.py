@@ -73,7 +73,8 @@ def machine_here(ranks: int, kept: Kept) -> Machine:
         MachineError: one line, where the machine has not been measured.
     """
     machine = read(HERE)
-    return replace(machine, measured=measured_for(min(ranks, machine.node.ranks), kept))
+    measured = measured_for(min(ranks, machine.node.ranks), kept)
+    return replace(machine, measured=measured, threads=measured.threads)
 
 
 def choose(
@@ -123,7 +124,7 @@ def decide(
     Raises:
         ValueError: one line, where no layer can run under any partition.
     """
-    with imagined_job(found[0].ranks or 1):
+    with imagined_job(found[0].ranks, machine.threads):
         planner = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown)
         plan = planner.best()
     alone = _alone(model, graph.input, of_one)
@@ -136,11 +137,12 @@ def _of_one(machine: Machine, kept: Kept) -> Machine:
     """What the ranks share, for one process alone: all cores, and a host that nobody slows down."""
     cores = os.cpu_count() or 1
     operator = machine.host.operator / max(1.0, machine.node.ranks / cores)
-    return replace(machine, host=replace(machine.host, operator=operator), measured=Measured(cores, kept))
+    host = replace(machine.host, operator=operator)
+    return replace(machine, host=host, measured=Measured(cores, kept), threads=cores)
 
 
 def _alone(model: nn.Module, shape: Sequence[int], machine: Machine) -> float | None:
-    with imagined_job(1):
+    with imagined_job(1, machine.threads):
         try:
             step = record_step(model, mesh_of(Partition.parse(ONE["*"])), shape)
         except (ValueError, RuntimeError):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+import distconv.rules.convolution.kernels  # noqa: F401 - an operator that a call may name
 from distconv.performance.events import Call, Shape
 
 

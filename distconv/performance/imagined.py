@@ -15,14 +15,19 @@ from distconv.dtensors import wrap
 from distconv.layouts import local_shape
 from distconv.mesh import make_mesh, placements
 from distconv.partition import Partition
+from distconv.rules.convolution.kernels import as_on_a_processor
 
 
 @contextlib.contextmanager
-def imagined_job(ranks: int) -> Iterator[int]:
+def imagined_job(ranks: int, threads: int | None = None) -> Iterator[int]:
     """A job of so many ranks of which only this process is there; gives its rank. Messages go nowhere.
 
     The rank is a third of their number, rounded down: in numbers to the base of two its digits alternate, so that on
     every axis of four or more ranks it has neighbours on both sides.
+
+    Args:
+        threads: that each rank has on a processor, where its kernels are to be those that it takes there: for some,
+            torch decides by threads. None for kernels by their names, of a machine that is not here.
 
     Raises:
         RuntimeError: where the process is in a job already.
@@ -33,7 +38,7 @@ def imagined_job(ranks: int) -> Iterator[int]:
         raise RuntimeError("an imagined job needs a process that is in no job")
     dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
     try:
-        with settings.options({"check": "off"}):
+        with settings.options({"check": "off"}), as_on_a_processor(threads) if threads else contextlib.nullcontext():
             yield ranks // 3
     finally:
         dist.destroy_process_group()

@@ -96,6 +96,7 @@ class Machine:
         name: for people.
         measured: tells the seconds of a kernel, None for one that it does not know; where it is None itself, and for
             such kernels, the roofline of the device does.
+        threads: that a rank has where kernels are measured on a processor, so that those are measured which it takes.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Machine:
     node: Node
     network: Network
     measured: Callable[[Kernel], float | None] | None = field(default=None, compare=False)
+    threads: int | None = field(default=None, compare=False)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
         """As measured; else by the roofline: as long as arithmetic or memory takes, whichever is more, and what any
@@ -153,7 +155,8 @@ def parse(text: str, where: str = "machine") -> Machine:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise MachineError(f"{where}: {error}") from None
-    kinds: dict[str, Any] = {name: kind for name, kind in get_type_hints(Machine).items() if name != "measured"}
+    hints = get_type_hints(Machine)
+    kinds: dict[str, Any] = {field.name: hints[field.name] for field in fields(Machine) if field.compare}
     tables = {name: kind for name, kind in kinds.items() if name != "name"}
     unknown = sorted(set(content) - set(kinds))
     if unknown:

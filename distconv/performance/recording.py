@@ -235,7 +235,7 @@ class _Kernels(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
-        if func.namespace != "aten" or not outputs or func in _FREE:
+        if func.namespace not in ("aten", "distconv") or not outputs or func in _FREE:
             return
         known = {_storage(x) for x in inputs}
         if not func._schema.is_mutable and all(_storage(y) in known for y in outputs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from torch import nn
 from distconv.partition import Partition
 from distconv.performance.automatic import ONE, decide
 from distconv.performance.calibration import _line, as_toml
+from distconv.performance.calls import prepared
 from distconv.performance.events import Call, Kernel, Shape
 from distconv.performance.first_call import NoModel, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
@@ -73,6 +75,27 @@ def test_every_kernel_of_a_step_can_be_run_again() -> None:
     measured = Measured(1, Kept())
     kernels = [event for event in step.events if isinstance(event, Kernel)]
     assert len(kernels) > 10 and all((measured(kernel) or 0) > 0 for kernel in kernels)
+
+
+@pytest.mark.parametrize(
+    ("threads", "takes"),
+    [(1, "distconv.onednn_convolution.default"), (None, "aten.convolution.default")],
+)
+def test_the_kernels_recorded_are_those_that_a_rank_takes(threads: int | None, takes: str) -> None:
+    """Torch gives the volume to oneDNN, and so does the rule with half of it, for which torch has another kernel."""
+    model = on_meta(lambda: nn.Conv3d(16, 16, 3, padding=1))
+    before = torch.get_num_threads()
+    with imagined_job(2, threads):
+        step = record_step(model, mesh_of(Partition.parse("depth=2")), (1, 16, 40, 40, 12), wants_gradient=True)
+    assert torch.get_num_threads() == before
+    kernels = [event for event in step.events if isinstance(event, Kernel) and "convolution" in event.name]
+    assert kernels[0].name == takes
+    # Forward, dL/dx and dL/dweight: 27 products for each of 16 channels and each output, those of the halo's too.
+    once = 2 * 27 * 16 * 16 * 20 * 40 * 12
+    assert 3 * once <= sum(kernel.flops for kernel in kernels) <= 3.3 * once
+    if threads is not None:
+        again = pickle.loads(pickle.dumps(kernels[0].call))
+        assert prepared(again)().shape == (1, 16, 20, 40, 12)
 
 
 def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:

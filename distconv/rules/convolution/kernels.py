@@ -10,13 +10,15 @@ Where mucudnn is at work, it decides: oneDNN is among the algorithms that it mea
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from distconv.transfer.tracing import is_traced
 from mucudnn.convolution.operands import Operands
@@ -73,10 +75,28 @@ def gradients(
     return dx if for_data else None, dw if for_filter else None
 
 
+_devices = {"cpu"}
+"""The kinds of devices whose tensors oneDNN may be asked for."""
+
+
+@contextlib.contextmanager
+def as_on_a_processor(threads: int) -> Iterator[None]:
+    """Within it calls on tensors without data are those that a rank with so many threads makes on a CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    _devices.add("meta")
+    try:
+        yield
+    finally:
+        _devices.discard("meta")
+        torch.set_num_threads(before)
+
+
 def _may(x: Tensor, weight: Tensor) -> bool:
     """Whether the tensors are such that oneDNN may be asked for; alike in a graph and when it runs."""
     return (
-        x.device.type == weight.device.type == "cpu"
+        x.device.type == weight.device.type
+        and x.device.type in _devices
         and x.dtype is weight.dtype is torch.float32
         and shim.current() is None
         and x.is_contiguous()
@@ -111,7 +131,7 @@ def _of_shapes(direction: Direction, x: tuple[int, ...], w: tuple[int, ...], arg
 def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor | None, problem: ConvProblem) -> Tensor:
     """Of x, weight and y of a convolution the one that is None, from the other two."""
     present = [tensor for tensor in (x, w, y) if tensor is not None]
-    if is_traced(present[0]) or is_traced(present[1]):
+    if is_traced(present[0]) or is_traced(present[1]) or present[0].is_meta:
         _, padding, *_, groups = problem.arguments
         shape = list(problem.target_shape)
         graph_op: Any = torch.ops.distconv.onednn_convolution
@@ -155,3 +175,10 @@ def _shape_only(
 
 _library.impl("onednn_convolution", _of_graph, "CPU")
 torch.library.register_fake("distconv::onednn_convolution", _shape_only, lib=_library)
+
+
+@register_flop_formula(torch.ops.distconv.onednn_convolution)
+def _flops(x: Any, w: Any, y: Any, bias: Any, shape: Any, *_: Any, **__: Any) -> int:
+    """Multiplications and additions of any direction, from the shapes of two of x, weight and y and of the third."""
+    w, y = (shape if sizes is None else sizes for sizes in (w, y))
+    return 2 * math.prod(y) * math.prod(w[1:])
