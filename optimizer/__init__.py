@@ -6,19 +6,27 @@ if __name__ != "mucudnn.optimizer":
 
 from mucudnn.optimizer.assign import assign, cost_of, longest_path_first
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
+from mucudnn.optimizer.exploration import Exploration, Settled, Trial
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
+from mucudnn.optimizer.purse import Purse
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
 from mucudnn.optimizer.timeline import Timeline, common
+from mucudnn.optimizer.ways import Way
 
 __all__ = [
     "POLICIES",
     "Division",
     "DoesNotFit",
+    "Exploration",
     "Option",
+    "Purse",
+    "Settled",
     "Sharing",
     "Timeline",
+    "Trial",
+    "Way",
     "Within",
     "assign",
     "assign_within",

@@ -1,0 +1,210 @@
+"""Exploration: which division a call tries next, from the times that calls have taken so far, until the best is found.
+
+Every division is exact, so a call may be computed by any of them. What is tried is a bet: a launch that turns out slow
+makes its call slower than the baseline, the undivided call of one algorithm. `Purse` says what may be lost.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from mucudnn.optimizer.option import Division
+from mucudnn.optimizer.playoff import BASELINE, Playoff
+from mucudnn.optimizer.purse import Purse
+from mucudnn.optimizer.ways import Key, Launches, Way
+
+MOST_CONTENDERS = 4
+
+CLOSE = 1.25
+"""Divisions that are expected to take at most so many times the time of the best one are compared as wholes."""
+
+ATTEMPTS = 3
+"""Playoffs, each among divisions that were in none before; if nobody wins them the baseline stays."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a call is to be computed by.
+
+    Attributes:
+        dim: along which it is divided.
+        division: `None` for the baseline; the seconds of its options are what is expected.
+        by_launch: whether the seconds of every launch are wanted, rather than those of the whole.
+        place: in the playoff.
+    """
+
+    dim: str = ""
+    division: Division | None = None
+    by_launch: bool = False
+    place: int = BASELINE
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What exploring found.
+
+    Attributes:
+        dim: along which the division cuts.
+        division: `None` for the baseline.
+        seconds: of the division, by the ratio to the baseline that holds nearly always.
+        undivided_seconds: of the best that takes the whole at once, the baseline among them.
+    """
+
+    dim: str
+    division: Division | None
+    seconds: float
+    undivided_seconds: float
+
+
+class Exploration:
+    """The candidates of one convolution, and what is known of their times.
+
+    First every way that may win is tried on a part of a call, the likeliest first; the rest of that call is left to
+    the baseline. Then its other sizes, several in one call. Then the best divisions, as wholes, play off against the
+    baseline and each other.
+
+    Attributes:
+        settled: what was found in the end.
+        tried: calls that were trials.
+        lost: seconds that trials took more than the baseline.
+        launches: what is known.
+    """
+
+    def __init__(
+        self,
+        baseline: str,
+        seconds: Sequence[float],
+        ways: Sequence[Way],
+        purse: Purse,
+        margins: tuple[float, float],
+        rehearsals: int = 0,
+    ) -> None:
+        """
+        Args:
+            baseline: the algorithm whose undivided call is replaced only by what is faster.
+            seconds: that such calls have taken, at least one.
+            ways: what there is to try; of the baseline's algorithm on parts only.
+            purse: shared by all convolutions of a program.
+            margins: shares of the baseline's time by which a division must be faster: in general, and where all its
+                parts are of the baseline's algorithm.
+            rehearsals: first times of a launch that do not count, where these contain the loading of kernels.
+        """
+        self._name, self._purse, self._margins, self._rehearsals = baseline, purse, margins, rehearsals
+        self.launches = Launches(ways, baseline)
+        self.settled: Settled | None = None
+        self.tried, self.lost = 0, 0.0
+        self._baseline = list(seconds)
+        self._seen: dict[Key, int] = {}
+        self._met: set[Hashable] = set()
+        self._contenders: list[tuple[str, Division]] = []
+        self._playoff: Playoff | None = None
+        self._attempts = 0
+        self._surveyed = False
+        self._wanted: list[tuple[str, Division]] | None = None  # trials of launches, kept until more is known
+
+    @property
+    def baseline_seconds(self) -> float:
+        """Median of the baseline's calls, the first left out where there are others: it does more than the others."""
+        return statistics.median(self._baseline[1:] or self._baseline)
+
+    def trial(self) -> Trial | None:
+        """What the next call is to be computed by; `None` for the baseline where nothing is to be learnt of it."""
+        while self.settled is None:
+            if not self._surveyed:
+                trial = self._survey()
+                if trial is not None or not self._surveyed:
+                    return trial
+            elif self._playoff is None:
+                self._begin()
+            elif self._playoff.winner is not None:
+                self._end(self._playoff)
+            else:
+                place = self._playoff.next()
+                if place == BASELINE:
+                    return Trial()
+                dim, division = self._contenders[place]
+                return Trial(dim, division, place=place) if self._is_granted(division) else None
+        return None
+
+    def learn(self, trial: Trial, total: float, launches: Sequence[float] = ()) -> None:
+        """Notes what a call took.
+
+        Args:
+            total: its seconds.
+            launches: those of each option of the division, where they were wanted.
+        """
+        self._wanted = None
+        baseline = self.baseline_seconds
+        self._purse.count(baseline, total)
+        if trial.division is None:
+            self._baseline.append(total)
+        else:
+            self.tried += 1
+            self.lost += total - baseline
+        if trial.by_launch and trial.division is not None:
+            for option, seconds in zip(trial.division.options, launches, strict=True):
+                key = trial.dim, option.algorithm, option.extent
+                self._seen[key] = self._seen.get(key, 0) + 1
+                if self._seen[key] > self._rehearsals:
+                    self.launches.seconds.setdefault(key, []).append(seconds)
+        elif self._playoff is not None:
+            self._playoff.learn(trial.place, total)
+
+    def fail(self, trial: Trial, algorithm: str, extent: int) -> None:
+        """Leaves out an algorithm that failed at an extent, there and above."""
+        self._wanted = None
+        self.launches.fail(trial.dim, algorithm, extent)
+        if self._playoff is not None and trial.place != BASELINE:
+            self._playoff.drop(trial.place)
+
+    def _is_granted(self, division: Division) -> bool:
+        return self._purse.grants(division.seconds - self.baseline_seconds)
+
+    def _survey(self) -> Trial | None:
+        """The next trial of launches; `None` if it is too dear now, or, `_surveyed` being set, if there is none."""
+        if self._wanted is None:
+            stock = self.baseline_seconds
+            best = min((division.seconds for _, division in self.launches.wholes()), default=math.inf)
+            found = self.launches.trials(min(best, (1 - min(self._margins)) * stock), stock)
+            self._wanted = [whole for wholes in found for whole in wholes]
+            self._surveyed = not self._wanted
+        granted = (whole for whole in self._wanted if self._is_granted(whole[1]))
+        return next((Trial(dim, division, by_launch=True) for dim, division in granted), None)
+
+    def _begin(self) -> None:
+        """A playoff of the best divisions that were in none."""
+        wholes = {_shape(whole): whole for whole in self.launches.wholes()}
+        fast = [whole for whole in wholes.values() if whole[1].seconds < self.baseline_seconds]
+        best = min((division.seconds for _, division in fast), default=math.inf)
+        close = sorted((w for w in fast if w[1].seconds <= CLOSE * best), key=lambda whole: whole[1].seconds)
+        self._contenders = [whole for whole in close if _shape(whole) not in self._met][:MOST_CONTENDERS]
+        self._met.update(map(_shape, self._contenders))
+        self._attempts += 1
+        margins = [self._margin(division) for _, division in self._contenders]
+        expected = [division.seconds for _, division in self._contenders]
+        self._playoff = Playoff(margins, self.baseline_seconds, expected)
+
+    def _margin(self, division: Division) -> float:
+        return self._margins[1 if {option.algorithm for option in division.options} == {self._name} else 0]
+
+    def _end(self, playoff: Playoff) -> None:
+        """Settles, or goes on without the losers, whose launches were faster alone than together."""
+        stock, winner = self.baseline_seconds, playoff.winner
+        seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
+        if winner is not None and winner != BASELINE:
+            dim, division = self._contenders[winner]
+            undivided = [s for place, s in seconds.items() if len(self._contenders[place][1].options) == 1]
+            self.settled = Settled(dim, division, seconds[winner], min([stock, *undivided]))
+        elif self._attempts >= ATTEMPTS or not self._contenders:
+            self.settled = Settled("", None, stock, stock)
+        else:
+            for place, found in seconds.items():
+                self.launches.correct(*self._contenders[place], found)
+            self._playoff = None
+
+
+def _shape(whole: tuple[str, Division]) -> Hashable:
+    return whole[0], whole[1].runs()

@@ -1,0 +1,110 @@
+"""Playoff: a few contenders against a baseline and against each other, a call of each in turn, until one has won."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+BASELINE = -1
+"""The baseline's place among the contenders."""
+
+LEAST_ROUNDS = 5
+MOST_ROUNDS = 11
+
+DECISIVE = 0.5
+"""Where the best contender takes less than this share of the baseline's time, the baseline is not called again."""
+
+
+class Playoff:
+    """Rounds in which the baseline and every contender that is left take a turn.
+
+    What counts is a contender's time in units of the baseline's in the same round, as a change of the machine's speed
+    falls on both. A contender replaces the baseline only if the upper quartile of these ratios is below 1 - margin, so
+    only if it is faster nearly always. It is out once its lower quartile is above that, or above the upper quartile of
+    the best. The winner is the one with the least median.
+
+    Attributes:
+        winner: the place of who has won, `BASELINE` for the baseline; `None` until then.
+        ratios: of each contender, a number per round.
+    """
+
+    def __init__(self, margins: Sequence[float], baseline: float, seconds: Sequence[float]) -> None:
+        """
+        Args:
+            margins: of each contender, the share of the baseline's time by which it must be faster.
+            baseline: what is known of the baseline's seconds.
+            seconds: that are expected of each contender.
+        """
+        self._margins = margins
+        self._known, self._expected = baseline, seconds
+        self.ratios: list[list[float]] = [[] for _ in margins]
+        self.winner: int | None = None if margins else BASELINE
+        self._left = list(range(len(margins)))
+        self._round: dict[int, float] = {}
+
+    @property
+    def left(self) -> Sequence[int]:
+        """The places of the contenders that may still win."""
+        return self._left
+
+    def next(self) -> int:
+        """Whose turn it is: a place or `BASELINE`."""
+        if BASELINE not in self._round and not self._is_decided():
+            return BASELINE
+        return next(place for place in self._left if place not in self._round)
+
+    def learn(self, place: int, seconds: float) -> None:
+        """Notes the seconds of a call."""
+        if self.winner is not None or (place != BASELINE and place not in self._left):
+            return
+        self._round[place] = seconds
+        if all(place in self._round for place in self._left):
+            baseline = self._round.get(BASELINE, self._known)
+            for place in self._left:
+                self.ratios[place].append(self._round[place] / max(baseline, 1e-12))
+            self._round = {}
+            self._judge()
+
+    def drop(self, place: int) -> None:
+        """Takes a contender out that cannot be computed."""
+        self._left = [other for other in self._left if other != place]
+        if not self._left:
+            self.winner = BASELINE
+
+    def ratio(self, place: int) -> float:
+        """At most how long a contender takes, in units of the baseline: the upper quartile."""
+        return _quartiles(self.ratios[place])[2]
+
+    def _is_decided(self) -> bool:
+        """Whether the baseline is so much slower that it need not be called to see that."""
+        first = min(self._left, key=self._median)
+        return self._median(first) < DECISIVE
+
+    def _median(self, place: int) -> float:
+        ratios = self.ratios[place]
+        return statistics.median(ratios) if ratios else self._expected[place] / max(self._known, 1e-12)
+
+    def _judge(self) -> None:
+        rounds = len(self.ratios[self._left[0]])
+        if rounds < 3:
+            return
+        quartiles = {place: _quartiles(self.ratios[place]) for place in self._left}
+        first = min(self._left, key=lambda place: quartiles[place][1])
+        self._left = [
+            place
+            for place in self._left
+            if quartiles[place][0] <= 1 - self._margins[place]
+            and (place == first or quartiles[place][0] <= quartiles[first][2])
+        ]
+        if not self._left:
+            self.winner = BASELINE
+        elif rounds >= MOST_ROUNDS or (len(self._left) == 1 and rounds >= LEAST_ROUNDS):
+            best = min(self._left, key=lambda place: quartiles[place][1])
+            if quartiles[best][2] <= 1 - self._margins[best]:
+                self.winner = best
+            elif rounds >= MOST_ROUNDS:
+                self.winner = BASELINE
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
