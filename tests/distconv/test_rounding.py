@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -40,25 +42,23 @@ def in_bfloat16(kind: str, seed: int) -> list[float]:
 
 
 def bfloat16_errors(partition: str) -> dict[str, float]:
-    """{how: the largest distance from the losses in float64, over eight seeds}, and of the ranks from the plain run."""
+    """{how: root of the mean squared distance to the losses in float64}, over the three steps of sixteen seeds.
+
+    A mean rather than the largest: which of the few losses rounds worst depends on the processor's bfloat16 kernels.
+    """
     mesh = distconv.init(partition, device_type="cpu")
-    errors = dict.fromkeys(("whole", "halves", "ranks", "ranks from whole", "halves from whole"), 0.0)
-    for seed in range(8):
-        exact, whole, halves = (in_bfloat16(kind, seed) for kind in ("float64", "whole", "halves"))
+    squares: dict[str, list[float]] = {"whole": [], "halves": [], "ranks": []}
+    for seed in range(16):
+        exact = in_bfloat16("float64", seed)
         with distributed_script(mesh):
             ranks = in_bfloat16("whole", seed)
-        for name, a, b in (
-            ("whole", whole, exact),
-            ("halves", halves, exact),
-            ("ranks", ranks, exact),
-            ("ranks from whole", ranks, whole),
-            ("halves from whole", halves, whole),
-        ):
-            errors[name] = max(errors[name], *(abs(one - other) for one, other in zip(a, b, strict=True)))
-    return errors
+        whole, halves = (in_bfloat16(kind, seed) for kind in ("whole", "halves"))
+        for name, losses in (("whole", whole), ("halves", halves), ("ranks", ranks)):
+            squares[name] += [(one - other) ** 2 for one, other in zip(losses, exact, strict=True)]
+    return {name: math.sqrt(statistics.fmean(each)) for name, each in squares.items()}
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_bfloat16_is_as_near_to_float64_as_one_process_is(ranks: Callable[[int], Ranks], partition: str) -> None:
     for found in ranks(4).run(bfloat16_errors, partition):
-        assert found["ranks"] < 2 * max(found["whole"], found["halves"]), found
+        assert found["ranks"] < 1.5 * max(found["whole"], found["halves"]), found
