@@ -9,11 +9,11 @@ import sys
 from typing import NoReturn
 
 from distconv import settings
-from distconv.commands import calibrate, check, convert, plan, run, simulate
+from distconv.commands import calibrate, check, convert, doctor, plan, run, simulate
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
 
-COMMANDS = (run, check, convert, plan, simulate, calibrate)
+COMMANDS = (run, check, convert, plan, simulate, calibrate, doctor)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from distconv.job.random_state import set_generators, state_of_generators
+from distconv.job.random_state import as_text, from_text, set_generators, state_of_generators
 from distconv.job.samples import Samples
 from distconv.partition import shards_data
 from distconv.reading.fetching import install
 from distconv.settings import StoreOption
 
-_STATE_BYTES = 16384  # the states of all generators, pickled, take about 10,000
+_STATE_BYTES = 32768  # the states of all generators, as text, take about 17,000
 
 
 @contextlib.contextmanager
@@ -94,8 +93,8 @@ class _Alike:
     def _share(self) -> None:
         state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device="cpu")
         if dist.get_rank() == self._first:
-            packed = pickle.dumps(state_of_generators())
+            packed = as_text(state_of_generators())
             state[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         dist.broadcast(state, self._first, group=self._group)
         if dist.get_rank() != self._first:
-            set_generators(pickle.loads(state.numpy().tobytes()))
+            set_generators(from_text(state.numpy().tobytes().rstrip(b"\0")))

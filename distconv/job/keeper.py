@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
+from distconv.addresses import LOOPBACK, is_on_one_machine, listening_store
 from distconv.job.files.private import FOLDER_VARIABLE, make_folder
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
@@ -60,9 +61,7 @@ class _Meeting:
         self._line.setblocking(False)
 
     def hold(self, host: str, port: int) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self.held = TCPStore(host, port, is_master=True, wait_for_workers=False)
+        self.held = listening_store(host, port)
         self._line.sendall(f"{self.held.port}\n".encode())
 
     def notices(self) -> Notices | None:
@@ -129,7 +128,10 @@ def _remove(folder: str | None) -> None:
 
 def _host(meeting: _Meeting, mpi: bool) -> str | None:
     """Holds the store at which the ranks meet; why not, where that fails."""
-    host, port = ("127.0.0.1", 0) if mpi else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if mpi:  # ranks of other machines ask for this one by its name
+        host, port = LOOPBACK if is_on_one_machine() else socket.gethostname(), 0
+    else:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         meeting.hold(host, port)
     except (RuntimeError, OSError) as error:  # torch's errors of a network are RuntimeErrors

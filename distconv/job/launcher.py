@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distconv import settings
+from distconv.addresses import LOOPBACK, loopback_variables
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.keeper import Watcher, accompany, keep_launcher, part_into_ranks
@@ -120,6 +121,7 @@ def start(job: Job, command: list[str]) -> int:
     environment = dict(os.environ)
     environment["PYTHONHASHSEED"] = drawn_seed(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
+    environment |= loopback_variables(environment)  # all ranks are on this machine
     if job.backend == "mpi":
         for names in MPI_VARIABLES:
             for name in names:
@@ -160,9 +162,9 @@ def part(job: Job) -> int | Watcher:
         return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
     size = job.partition.ranks
     # The ranks meet at a store in this process, as they do at torchrun's agent.
-    listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+    listener = socket.create_server((LOOPBACK, 0), backlog=size)
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(listener.getsockname()[1]),
         TORCHELASTIC_USE_AGENT_STORE="True",
         WORLD_SIZE=str(size),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import json
 import os
 import random
 import threading
@@ -39,6 +41,32 @@ def set_generators(state: State, *, every_device: bool = False) -> None:
         devices = range(torch.cuda.device_count()) if every_device else [torch.cuda.current_device()]
         for index in devices:
             torch.cuda.set_rng_state(device, index)
+
+
+def as_text(state: State) -> bytes:
+    """A state as JSON, which another process reads without running anything that it says, as it would with pickle."""
+    return json.dumps(state, default=_packed, separators=(",", ":")).encode()
+
+
+def from_text(text: bytes) -> State:
+    """The state that `as_text` wrote."""
+    host, (version, internal, gauss), for_numpy, device = json.loads(text, object_hook=_unpacked)
+    if isinstance(for_numpy, list):  # torch and NumPy take lists, Python's generator does not
+        for_numpy = tuple(for_numpy)
+    return host, (version, tuple(internal), gauss), for_numpy, device
+
+
+def _packed(value: Any) -> dict[str, str]:
+    kind, array = ("tensor", value.numpy()) if isinstance(value, torch.Tensor) else ("array", value)
+    return {kind: base64.b64encode(array.tobytes()).decode(), "dtype": array.dtype.str}
+
+
+def _unpacked(found: dict[str, Any]) -> Any:
+    for kind in ("tensor", "array"):
+        if kind in found:
+            array = numpy.frombuffer(bytearray(base64.b64decode(found[kind])), found["dtype"])
+            return torch.from_numpy(array) if kind == "tensor" else array
+    return found
 
 
 class Entropy:

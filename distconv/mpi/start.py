@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from distconv.addresses import LOOPBACK, listening_store
 from distconv.mpi.backend import BACKEND
 from distconv.mpi.world import WORLD
 
@@ -51,10 +52,10 @@ def _store(world: MPI.Intracomm, held: int | None) -> Store:
     if world.size == 1:
         return HashStore()
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    host = "127.0.0.1" if node.size == world.size else world.bcast(socket.gethostname())
+    host = LOOPBACK if node.size == world.size else world.bcast(socket.gethostname())
     node.Free()
     server = None
     if world.rank == 0 and held is None:
-        server = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        server = listening_store(host, 0)
     port = world.bcast(server.port if server is not None else held)
     return server or TCPStore(host, port, is_master=False, wait_for_workers=False)
