@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv import settings
 from distconv.channels import check_algorithm
 from distconv.gpu import take_gpu
-from distconv.mesh import adopt, make_mesh
+from distconv.mesh import MeshToChoose, adopt, make_mesh, settled
 from distconv.mesh_options import channel_algorithms
 from distconv.model.checkpoint import whole_state
 from distconv.model.parallelize import distributed_script, parallelize, shard
@@ -44,7 +45,7 @@ decompositions.install()
 
 
 def init(
-    partition: str | DeviceMesh | None = None,
+    partition: str | DeviceMesh | MeshToChoose | None = None,
     *,
     ranks: Sequence[int] | None = None,
     device_type: str | None = None,
@@ -59,7 +60,8 @@ def init(
 
     Args:
         partition: mesh axes and the ranks along each, such as `"sample=2,height=2"`; or a mesh whose axes have these
-            names. If not given, that of `distconv run`, else of `DISTCONV_PARTITION`.
+            names. If not given, that of `distconv run`, else of `DISTCONV_PARTITION`. `"auto"` leaves it to the first
+            `parallelize(model, mesh, strategy="auto", sample_input=...)`, before which the mesh cannot be used.
         ranks: the ranks of the job that make up the mesh, ascending; all of them if not given.
         device_type: "cpu" or "cuda"; if not given, "cuda" where there is a GPU.
         channel_algorithm: what stays where it is in layers whose channels are sharded: "x", "y", "w", or "auto", which
@@ -71,18 +73,23 @@ def init(
     Raises:
         ValueError: one line, for a partition or an algorithm that is not accepted or does not fit the ranks.
     """
-    if isinstance(partition, DeviceMesh):
-        mesh = adopt(partition)
+    if isinstance(partition, DeviceMesh | MeshToChoose):
+        mesh = adopt(settled(partition))
         _set_algorithm(mesh, partition_of(mesh), channel_algorithm)
         return mesh
-    parsed = Partition.parse(partition) if partition is not None else settings.value("partition")
-    if not isinstance(parsed, Partition):
+    given = settings.value("partition") if partition is None else partition
+    parsed = Partition.parse(given) if isinstance(given, str) and given != settings.AUTO else given
+    if parsed is None:
         raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available():
         take_gpu()
     if not dist.is_initialized():
         _init_process_group(device)
+    if not isinstance(parsed, Partition):
+        if ranks is not None:
+            raise ValueError("partition 'auto' is for all ranks of the job: leave out ranks=, or name a partition")
+        return cast(DeviceMesh, MeshToChoose(device, channel_algorithm))  # it becomes one
     mesh = make_mesh(parsed, ranks=ranks, device_type=device)
     _set_algorithm(mesh, parsed, channel_algorithm)
     return mesh

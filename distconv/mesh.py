@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,33 @@ _groups: dict[DeviceMesh, dist.ProcessGroup | None] = {}
 
 _meshes: dict[tuple[object, ...], DeviceMesh] = {}
 """The meshes made so far, by the job's default group, partition, ranks and device type."""
+
+
+@dataclass
+class MeshToChoose:
+    """The mesh of `distconv.init("auto")`, which the first `parallelize(..., strategy="auto")` settles.
+
+    Attributes:
+        device_type: of its ranks.
+        channel_algorithm: that it is to have; None for the job's.
+        settled: the mesh, once it is chosen.
+    """
+
+    device_type: str
+    channel_algorithm: str | None = None
+    settled: DeviceMesh | None = None
+
+
+def settled(mesh: DeviceMesh | MeshToChoose) -> DeviceMesh:
+    """A mesh that can be used. ValueError for one that has not been chosen yet."""
+    if not isinstance(mesh, MeshToChoose):
+        return mesh
+    if mesh.settled is None:
+        raise ValueError(
+            "the mesh of distconv.init('auto') is chosen by the first distconv.parallelize(model, mesh,"
+            " strategy='auto', sample_input=...): call that before the mesh is used"
+        )
+    return mesh.settled
 
 
 def make_mesh(partition: Partition, *, ranks: Sequence[int] | None = None, device_type: str = "cpu") -> DeviceMesh:
@@ -68,14 +96,14 @@ def adopt(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh) -> DeviceMesh:
+def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh | MeshToChoose) -> DeviceMesh:
     """The mesh of a partition over the ranks of one of our meshes; a mesh is taken as it is.
 
     ValueError for another number of ranks, and for text where the mesh has a part of the job's ranks only: groups are
     made by all ranks together.
     """
-    if isinstance(partition, DeviceMesh):
-        return adopt(partition)
+    if isinstance(partition, DeviceMesh | MeshToChoose):
+        return adopt(settled(partition))
     parsed = Partition.parse(partition) if isinstance(partition, str) else partition
     ranks = sorted(mesh.mesh.flatten().tolist())
     if parsed.ranks != len(ranks):

@@ -27,6 +27,22 @@ MPI_VARIABLES = (
 """By which variables MPI's launchers tell a process its rank, the number of ranks, and the rank on its machine."""
 
 
+_OF_TORCHRUN = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "DISTCONV_PARTITION", "DISTCONV_FILES"),
+}
+_BEGINNINGS = ("TORCHELASTIC_", "PMI", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL")
+
+
+def without_place(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a process that a rank starts and that is none: without what launchers tell their ranks."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_TORCHRUN and not name.startswith(_BEGINNINGS)
+    }
+
+
 def find_place(environment: Mapping[str, str]) -> Place | None:
     """The rank that the environment tells of; None where this process was started alone."""
     if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
+from distconv.model.strategy import as_toml
 from distconv.partition import AXES
 from distconv.performance.machine import built_in
 from mucudnn.commands.network import NAMES, add_network
@@ -147,18 +148,12 @@ def command(options: Any) -> int:
             plan = planner.best(limit)
             rows, uniform = planner.rows(plan), planner.uniform()
         if options.output:
-            Path(options.output).write_text(strategy_file(plan))
+            Path(options.output).write_text(as_toml(plan.strategy))
     if options.json:
         print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
     else:
         _show(plan, rows, uniform, planner, graph)
     return 0
-
-
-def strategy_file(plan: Plan) -> str:
-    """The strategy as `distconv run --strategy` reads it."""
-    lines = [f"{json.dumps(pattern)} = {json.dumps(partition)}" for pattern, partition in plan.strategy.items()]
-    return "\n".join(["[layers]", *lines, ""])
 
 
 def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, graph: LayerGraph) -> None:

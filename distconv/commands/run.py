@@ -5,19 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from distconv import settings
 from distconv.channels import check_algorithm
+from distconv.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.job.keeper import keep_rank
 from distconv.job.launcher import BadInput, Job, is_launcher, part, start
-from distconv.model.strategy import Strategy, read
+from distconv.model.strategy import Strategy, as_toml, read
 from distconv.partition import AXES, Partition
-from distconv.performance.machine import here
 from distconv.place import Place, find_place
 
 DESCRIPTION = f"""\
@@ -49,8 +49,8 @@ AUTOMATIC = """\
 auto: the script is started once alone, up to the first call of its model; the files that it writes are removed. A step
 is recorded under partitions of --nproc ranks (default: the cores), its kernels are measured here, and the partition of
 every layer is kept for the next start; one process where that is predicted to be no slower. What this machine's network
-does is measured before, once: python -m distconv calibrate. Under mpiexec and torchrun choose before, by python -m
-distconv plan.
+does is measured before, once: python -m distconv calibrate. Ranks that mpiexec or torchrun started are all used; start
+calibrate in the same way before where they are on several machines.
 """
 
 VARIABLES = """\
@@ -129,13 +129,13 @@ def add(commands: Any) -> None:
     run.set_defaults(command=command)
 
 
-def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None]:
+def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy | None]:
     given: Partition | str | None = settings.value("partition")
+    if given == settings.AUTO and options.strategy is not None:
+        raise ValueError("--partition auto chooses a strategy: leave out --strategy, or auto")
     chosen = os.environ.get(CHOSEN) if given == settings.AUTO else None
     if given == settings.AUTO and chosen is None:
-        raise ValueError(
-            "--partition auto: accepted without a launcher; for mpiexec and torchrun choose by python -m distconv plan"
-        )
+        return None, None  # the ranks choose when they have met
     partition = given if isinstance(given, Partition) else None
     path = chosen or options.strategy
     strategy = None if path is None else read(path, partition.ranks if partition else None)
@@ -151,23 +151,24 @@ def _chosen(options: argparse.Namespace) -> Iterator[None]:
     """Within it the ranks are told of a strategy that is chosen for the script.
 
     Raises:
-        BadInput: for options that leave nothing to choose.
-        _NothingChosen: where a process that had to measure or to choose has failed, and said why.
+        BadInput: where nothing can be chosen.
     """
     if options.strategy is not None:
         raise BadInput("--partition auto chooses a strategy: leave out --strategy, or auto")
     ranks = options.nproc or os.cpu_count() or 1
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    python = [sys.executable, "-m"]
-    if not here().is_file():
-        print(f"distconv: --partition auto: measuring this machine with {ranks} ranks, once", file=sys.stderr)
-        _do([*python, "distconv", "calibrate", "--nproc", str(ranks)], environment)
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // ranks))
+    kind = "module" if options.module else "script"
+    question = Question(
+        kind, options.script, ranks, ranks, threads, tuple(options.arguments), options.batch_norm, may_be_one=True
+    )
+    try:
+        answer = ask(question, **environment_of_settings())
+    except NothingChosen as error:
+        raise BadInput(f"--partition auto: {error}") from None
+    print(f"distconv: --partition auto: {answer.told}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
         path = os.path.join(folder, "strategy.toml")
-        kind = "module" if options.module else "script"
-        names = [str(ranks), options.batch_norm, path, kind, options.script, *options.arguments]
-        _do([*python, "distconv.performance.automatic", *names], environment)
+        Path(path).write_text(as_toml(answer.strategy))
         os.environ[CHOSEN] = path
         try:
             yield
@@ -175,27 +176,20 @@ def _chosen(options: argparse.Namespace) -> Iterator[None]:
             del os.environ[CHOSEN]
 
 
-class _NothingChosen(Exception):
-    """A process has failed; its exit code."""
-
-
-def _do(command: list[str], environment: dict[str, str]) -> None:
-    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode:
-        raise _NothingChosen(done.returncode)
-
-
 def _job(options: argparse.Namespace, place: Place | None) -> Job:
     try:
         partition, strategy = _partitions(options)
-        check_algorithm(settings.value("channel_algorithm"), partition)
+        if partition is not None:
+            check_algorithm(settings.value("channel_algorithm"), partition)
         backend = settings.value("backend")
     except ValueError as error:
         raise BadInput(str(error)) from None
-    started = partition.ranks if place is None else place.size
-    is_given = settings.value("partition") != settings.AUTO  # what is chosen may be one process
+    started = place.size if place is not None else partition.ranks if partition is not None else None
+    # What is chosen may be one process, unless a launcher has started the ranks.
+    is_given = place is not None or settings.value("partition") != settings.AUTO
     if is_given and options.nproc is not None and started is not None and options.nproc != started:
         if place is None:
+            assert partition is not None, "without a launcher it is given, or has been chosen"
             raise BadInput(
                 f"partition {str(partition)!r} needs {partition.ranks} ranks, but --nproc is {options.nproc}"
             )
@@ -221,10 +215,7 @@ def command(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
         if place is None and not launches and settings.value("partition") == settings.AUTO:
-            try:
-                around.enter_context(_chosen(options))
-            except _NothingChosen as failed:
-                return int(failed.args[0])
+            around.enter_context(_chosen(options))
         job = _job(options, place)
         if place is None and not launches:
             return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])

@@ -36,7 +36,7 @@ class BadInput(ValueError):
 class Job:
     """A script and how to run it."""
 
-    partition: Partition
+    partition: Partition | None  # None: the ranks choose it when they have met
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
@@ -51,10 +51,10 @@ class Job:
 
 def check(job: Job, size: int | None, backend: str | None) -> None:
     """BadInput where `job` cannot run on `size` ranks over `backend`; None stands for one that the ranks choose."""
-    if size is not None and job.partition.ranks != size:
+    if job.partition is not None and size is not None and job.partition.ranks != size:
         ranks = f"{size} rank" + "s" * (size != 1)
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {ranks}")
-    if job.shard_data and not shards_data(job.partition.names):
+    if job.shard_data and job.partition is not None and not shards_data(job.partition.names):
         raise BadInput(f"--shard-data needs an axis sample or one of space, which {str(job.partition)!r} lacks")
     if not job.shard_data and settings.value("store") is not None:
         raise BadInput("--store keeps what the ranks read apart: it needs --shard-data")
@@ -109,13 +109,15 @@ def choose_backend(job: Job, place: Place) -> str:
     import torch
     import torch.distributed as dist
 
-    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= job.partition.ranks:
+    ranks = place.size if job.partition is None else job.partition.ranks
+    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= (ranks or 1):
         return "nccl"
     return "gloo"
 
 
 def start(job: Job, command: list[str]) -> int:
     """Runs `command`, this process's own, on every rank of `job`; the exit code of the job."""
+    assert job.partition is not None, "without a launcher it is chosen before there are ranks"
     size = job.partition.ranks
     check(job, size, job.backend)
     environment = dict(os.environ)
@@ -160,6 +162,7 @@ def part(job: Job) -> int | Watcher:
 
     if os.getppid() != int(os.environ.pop(_STARTER)):
         return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
+    assert job.partition is not None, "it was chosen before this process was started"
     size = job.partition.ranks
     # The ranks meet at a store in this process, as they do at torchrun's agent.
     listener = socket.create_server((LOOPBACK, 0), backlog=size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv import settings
+from distconv.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
@@ -22,6 +24,7 @@ from distconv.job.output import direct_output
 from distconv.job.signals import interrupts_are_exceptions
 from distconv.job.surroundings import surroundings
 from distconv.mesh import make_mesh
+from distconv.model.strategy import Strategy
 from distconv.place import Place
 from mucudnn import program
 
@@ -74,6 +77,9 @@ def _run_distributed(job: Job, store: Store) -> None:
     from distconv.interface import distributed_script
 
     size = dist.get_world_size()
+    if job.partition is None:
+        job = _chosen(job)
+    assert job.partition is not None
     if size != job.partition.ranks:
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {size}")
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,6 +97,24 @@ def _run_distributed(job: Job, store: Store) -> None:
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))
         around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         _execute(job)
+
+
+def _chosen(job: Job) -> Job:
+    """The same job under what is predicted to be the fastest; the first rank asks, and tells the others."""
+    size, local = dist.get_world_size(), ranks_here()
+    kind, threads = "module" if job.module else "script", torch.get_num_threads()
+    question = Question(kind, job.script, size, local, threads, job.arguments, job.batch_norm)
+    try:
+        answer = told_to_all(lambda: ask(question, **environment_of_settings()))
+    except NothingChosen as error:
+        raise BadInput(f"--partition auto: {error}") from None
+    if dist.get_rank() == 0:
+        print(f"distconv: --partition auto: {answer.told}", file=sys.stderr)
+    strategy = Strategy.parse(answer.strategy, size)
+    partition = strategy.layers[-1][1]
+    job = replace(job, partition=partition, strategy=strategy if len(strategy.layers) > 1 else None)
+    check(job, size, None)
+    return job
 
 
 def _write_report(path: str, session: Session) -> None:

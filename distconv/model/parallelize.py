@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distconv import settings
 from distconv.agreement.ledger import before_step, finish, ledger, note_state
 from distconv.direct import discover
 from distconv.direct.activation import open_functions
 from distconv.implicit_replication import mix_plain_tensors
-from distconv.mesh import adopt, is_ours, whole_group
+from distconv.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
 from distconv.mesh_options import batch_norm_statistics
+from distconv.model import automatic
 from distconv.model.assignment import Assignment, assignments, meshes
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
@@ -36,7 +38,7 @@ from distconv.rules.registry import watch_plain_tensors
 M = TypeVar("M", bound=nn.Module)
 
 
-def shard(x: Tensor | LazyArray, mesh: DeviceMesh) -> DTensor:
+def shard(x: Tensor | LazyArray, mesh: DeviceMesh | MeshToChoose) -> DTensor:
     """This rank's part of a tensor, as a DTensor. Differentiable.
 
     Forward sends nothing; backward gathers the gradient of the whole tensor.
@@ -51,6 +53,7 @@ def shard(x: Tensor | LazyArray, mesh: DeviceMesh) -> DTensor:
     """
     if isinstance(x, DTensor):
         return x
+    mesh = settled(mesh)
     enable(mesh)
     noted = ledger(mesh)
     if isinstance(x, LazyArray):
@@ -132,7 +135,12 @@ def _loading(load: Any) -> Any:
 
 
 def parallelize(
-    model: M, mesh: DeviceMesh, strategy: Mapping[str, str] | Strategy | None = None, *, batch_norm: str = "global"
+    model: M,
+    mesh: DeviceMesh | MeshToChoose,
+    strategy: Mapping[str, str] | Strategy | str | None = None,
+    *,
+    batch_norm: str = "global",
+    sample_input: Tensor | LazyArray | Sequence[int] | None = None,
 ) -> M:
     """Lets a model run on shards: its plain inputs are sharded, and its outputs are DTensors on the mesh.
 
@@ -144,17 +152,26 @@ def parallelize(
         model: is changed in place.
         mesh: of `distconv.init`.
         strategy: {pattern of layer names: partition}, for layers that run under other partitions of the same ranks; the
-            first pattern that matches decides. What goes between such layers is redistributed.
+            first pattern that matches decides. What goes between such layers is redistributed. Or "auto": one is chosen
+            by predicted steps for a whole input like ``sample_input``, by the first rank in a process of its own, and
+            is kept for the next start. It decides on the mesh of `init("auto")`, too.
         batch_norm: "global" takes statistics over the whole batch, as one process would; "local" over each rank's part.
+        sample_input: for "auto", a whole input (N, C, spatial...), or its shape; nothing is read of it.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: one line, for a pattern that decides on no layer, and for a partition of another number of ranks.
+        ValueError: one line, for a pattern that decides on no layer, for a partition of another number of ranks, and
+            where nothing can be chosen.
     """
-    enable(mesh, batch_norm)
     whole, model = model, original(model)  # type: ignore[assignment]
+    if strategy == settings.AUTO:
+        mesh, strategy = automatic.choose(model, mesh, sample_input, batch_norm)
+    elif isinstance(strategy, str):
+        raise ValueError(f"strategy {strategy!r}: accepted: {settings.AUTO}, or patterns of layer names and partitions")
+    mesh = settled(mesh)
+    enable(mesh, batch_norm)
     if strategy is not None and not isinstance(strategy, Strategy):
         strategy = Strategy.parse(strategy, mesh.size())
     if strategy is not None:
@@ -207,7 +224,7 @@ class _Script:
 
 @contextlib.contextmanager
 def distributed_script(
-    mesh: DeviceMesh, strategy: Strategy | None = None, *, batch_norm: str = "global"
+    mesh: DeviceMesh | MeshToChoose, strategy: Strategy | None = None, *, batch_norm: str = "global"
 ) -> Iterator[None]:
     """Within it, modules with parameters run distributed at their outermost call, and plain tensors mix with DTensors.
 
@@ -223,6 +240,7 @@ def distributed_script(
         ValueError: one line, at the first step of an optimizer or else at the end, for a pattern of the strategy that
             decides on no layer.
     """
+    mesh = settled(mesh)
     enable(mesh, batch_norm)
     script = _Script(mesh, strategy, batch_norm)
     scripts.append(script)

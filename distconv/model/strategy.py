@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,12 @@ class Strategy:
                 names = ", ".join(name for model in models for name, _ in model.named_children())
                 what = " and ".join(dict.fromkeys(type(model).__name__ for model in models)) or "any model"
                 raise ValueError(f"strategy: {pattern!r} is the first to match no layer of {what}: {names}")
+
+
+def as_toml(strategy: Mapping[str, str]) -> str:
+    """The text of a file of {pattern: partition}, as :func:`read` takes it."""
+    lines = [f"{json.dumps(pattern)} = {json.dumps(partition)}" for pattern, partition in strategy.items()]
+    return "\n".join(["[layers]", *lines, ""])
 
 
 def read(path: str | Path, ranks: int | None = None) -> Strategy:

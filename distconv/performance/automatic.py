@@ -1,8 +1,8 @@
-"""The partition of every layer of a script's model, chosen for so many ranks of this machine, once.
+"""The partition of every layer of a model, chosen for so many ranks of this machine, once.
 
-`distconv run --partition auto` starts this as a process of its own, before there are ranks:
+`distconv.choosing` starts this as a process of its own, and reads what it has written:
 
-    python -m distconv.performance.automatic RANKS BATCH_NORM STRATEGY.toml (script|module) NAME [ARGUMENTS...]
+    python -m distconv.performance.automatic QUESTION ANSWER.json
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from distconv import settings
+from distconv.choosing import NothingChosen, Question
+from distconv.model.automatic import read as read_model
 from distconv.partition import Partition
+from distconv.performance.calibration import as_toml
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Planner
 from distconv.performance.first_call import first_call
@@ -27,7 +32,7 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
 from distconv.performance.kernels import Measured, measured_for
 from distconv.performance.layers import LayerGraph, trace
-from distconv.performance.machine import HERE, Machine, here, read
+from distconv.performance.machine import HERE, Machine, MachineError, here, read
 from distconv.performance.recording import record_step
 from distconv.performance.replay import replay
 from mucudnn import program
@@ -73,33 +78,61 @@ def machine_here(ranks: int, kept: Kept) -> Machine:
         MachineError: one line, where the machine has not been measured.
     """
     machine = read(HERE)
-    measured = measured_for(min(ranks, machine.node.ranks), kept)
+    return _measuring(machine, measured_for(min(ranks, machine.node.ranks), kept))
+
+
+def _measuring(machine: Machine, measured: Measured) -> Machine:
     return replace(machine, measured=measured, threads=measured.threads)
 
 
-def choose(
-    model: nn.Module, shape: Sequence[int], ranks: int, kept: Kept, batch_norm: str = "global", shown: str = "auto"
-) -> Choice:
+def machine_for(question: Question, kept: Kept) -> Machine:
+    """This machine as so many of its ranks share it; measured now, where that has not been done.
+
+    Raises:
+        MachineError: one line, for ranks on several machines that have not been measured.
+        ValueError: where measuring failed; the process that measured has printed why.
+    """
+    ranks = question.local_ranks
+    own = here().with_name(f"machine-{ranks}.toml")
+    for path in (here(), own):
+        if path.is_file() and (machine := read(str(path))).node.ranks == ranks:
+            return _measuring(machine, Measured(question.threads, kept, ranks))
+    if question.ranks != ranks:
+        raise MachineError(
+            f"{question.ranks} ranks, {ranks} of them on this machine: what the machines do together has not been"
+            f" measured; run python -m distconv calibrate, started as the ranks are"
+        )
+    path = own if here().is_file() else here()
+    print(f"distconv: --partition auto: measuring this machine with {ranks} ranks, once", file=sys.stderr)
+    command = [sys.executable, "-m", "distconv", "calibrate", "--nproc", str(ranks), "-o", str(path)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise ValueError("this machine could not be measured")
+    return _measuring(read(str(path)), Measured(question.threads, kept, ranks))
+
+
+def choose(model: nn.Module, shape: Sequence[int], question: Question, kept: Kept, shown: str = "auto") -> Choice:
     """The partition of every layer for which a performance model predicts the fastest step.
 
     Args:
         model: on the meta device.
         shape: of the whole input, (N, C, spatial...).
-        ranks: to divide every layer over.
+        question: for what; every layer is divided over its ranks.
         kept: knows what was chosen before for the same model, shape and machine.
 
     Raises:
         ValueError: one line, where the model cannot run without data, or no partition divides it.
     """
-    graph = trace(model, shape)
-    machine = machine_here(ranks, kept)
-    key = f"choice {_digest(model, graph, ranks, batch_norm)}"
+    graph, ranks = trace(model, shape), question.ranks
+    machine = machine_for(question, kept)
+    key = f"choice {_digest(model, graph, question, machine)}"
     if (before := kept.get(key)) is not None:
         return Choice(**json.loads(before))
     found = worthwhile(graph, partitions(ranks, len(shape)), MOST)
     if not found:
         raise ValueError(f"{ranks} ranks: no partition of so many divides an input {tuple(shape)}")
-    choice = decide(model, graph, found, machine, _of_one(machine, kept), batch_norm, shown)
+    of_one = _of_one(machine, kept)
+    choice = decide(model, graph, found, machine, of_one, question.batch_norm, shown, question.may_be_one)
     kept.put(key, json.dumps(vars(choice)))
     return choice
 
@@ -112,8 +145,9 @@ def decide(
     of_one: Machine,
     batch_norm: str = "global",
     shown: str = "off",
+    may_be_one: bool = True,
 ) -> Choice:
-    """The best strategy of some partitions, or one process where that is predicted to be no slower.
+    """The best strategy of some partitions, or one process where that may be and is predicted to be no slower.
 
     Args:
         model: on the meta device.
@@ -128,7 +162,7 @@ def decide(
         planner = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown)
         plan = planner.best()
     alone = _alone(model, graph.input, of_one)
-    if alone is not None and alone <= plan.times.total:
+    if may_be_one and alone is not None and alone <= plan.times.total:
         return Choice(ONE, alone, alone)
     return Choice(dict(plan.strategy), plan.times.total, alone)
 
@@ -151,28 +185,39 @@ def _alone(model: nn.Module, shape: Sequence[int], machine: Machine) -> float | 
     return seconds if math.isfinite(seconds) else None
 
 
-def _digest(model: nn.Module, graph: LayerGraph, ranks: int, batch_norm: str) -> str:
-    """Of all that a choice depends on: the model, its input, the machine, the programs."""
-    parts = (str(model), graph, ranks, batch_norm, here().read_text(), VERSION, torch.__version__, MOST)
+def _digest(model: nn.Module, graph: LayerGraph, question: Question, machine: Machine) -> str:
+    """Of all that a choice depends on: the model, its input, the ranks, the machine, the programs."""
+    ranks = (question.ranks, question.local_ranks, question.threads, question.may_be_one)
+    rest = (question.batch_norm, settings.value("channel_algorithm"), VERSION, torch.__version__, MOST)
+    parts = (str(model), graph, ranks, as_toml(machine), rest)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def main(ranks: str, batch_norm: str, output: str, kind: str, name: str, *arguments: str) -> int:
-    """Writes the strategy that is chosen for a script; 2, as the exit code, where one line says why it cannot."""
+def answer(question: Question, kept: Kept) -> Choice:
+    """What is chosen for a question.
+
+    Raises:
+        program.NotFound, ValueError: one line, where nothing can be chosen.
+    """
+    if torch.cuda.is_available():
+        raise ValueError("processors are measured, and ranks here run on GPUs; accepted: distconv plan --machine FILE")
+    if question.kind == "model":
+        model, shape = read_model(question.name)
+    else:
+        found = program.module(question.name) if question.kind == "module" else program.script(question.name)
+        model, shape = first_call(lambda: found.run(question.arguments))
+    return choose(model.to("meta"), shape, question, kept)
+
+
+def main(question: str, output: str) -> int:
+    """Answers a question, or says in one line why it cannot; both as JSON."""
+    told = json.loads(question)
     try:
-        if torch.cuda.is_available():
-            raise ValueError(
-                "processors are measured, and ranks here run on GPUs; accepted: distconv plan --machine FILE"
-            )
-        found = program.module(name) if kind == "module" else program.script(name)
-        model, shape = first_call(lambda: found.run(arguments))
-        choice = choose(model.to("meta"), shape, int(ranks), Kept(kept_here()), batch_norm)
-    except (program.NotFound, ValueError) as error:
-        print(f"distconv: --partition auto: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    lines = [f"{json.dumps(pattern)} = {json.dumps(partition)}" for pattern, partition in choice.strategy.items()]
-    Path(output).write_text("\n".join(["[layers]", *lines, ""]))
-    print(f"distconv: --partition auto: {choice}", file=sys.stderr)
+        choice = answer(Question(**{**told, "arguments": tuple(told["arguments"])}), Kept(kept_here()))
+        found = {"strategy": dict(choice.strategy), "told": str(choice)}
+    except (program.NotFound, NothingChosen, ValueError) as error:
+        found = {"refusal": " ".join(str(error).split())}
+    Path(output).write_text(json.dumps(found))
     return 0
 
 

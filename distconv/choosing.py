@@ -1,0 +1,136 @@
+"""The partition of every layer, asked of a process of its own: for a script, or for a model that a program has made.
+
+That process measures kernels and imagines jobs of many ranks, for which it must be in no job itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from distconv import settings
+from distconv.place import without_place
+
+CHOOSES = "distconv.performance.automatic"
+"""The module that the process runs."""
+
+
+class NothingChosen(ValueError):
+    """Why there is no choice: one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error, with its type."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+@dataclass(frozen=True)
+class Question:
+    """For what a partition is to be chosen.
+
+    Attributes:
+        kind: "script", "module" or "model".
+        name: the script's path, the module's name, or the file in which a model lies.
+        ranks: of the job.
+        local_ranks: those on this machine.
+        threads: of a rank.
+        arguments: of the script.
+        batch_norm: as of `parallelize`.
+        may_be_one: whether the answer may be one process; not where there are ranks already.
+    """
+
+    kind: str
+    name: str
+    ranks: int
+    local_ranks: int
+    threads: int
+    arguments: tuple[str, ...] = ()
+    batch_norm: str = "global"
+    may_be_one: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was chosen.
+
+    Attributes:
+        strategy: {pattern of layer names: partition}; the last pattern is ``*``.
+        told: the choice in one line for people.
+    """
+
+    strategy: Mapping[str, str]
+    told: str
+
+
+def ask(question: Question, **environment: str) -> Answer:
+    """The answer, for which this process waits.
+
+    Args:
+        environment: what that process has in its own beside this one's.
+
+    Raises:
+        NothingChosen: with the reason.
+    """
+    with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
+        path = os.path.join(folder, "answer.json")
+        done = subprocess.run(
+            [sys.executable, "-m", CHOOSES, json.dumps(asdict(question)), path],
+            env={**without_place(os.environ), "OMP_NUM_THREADS": str(question.threads), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        if done.returncode:
+            raise NothingChosen(f"the process that chooses has ended with exit code {done.returncode}")
+        with open(path) as file:
+            answer = json.load(file)
+    if "refusal" in answer:
+        raise NothingChosen(answer["refusal"])
+    return Answer(**answer)
+
+
+def environment_of_settings() -> dict[str, str]:
+    """What that process is to know of this job's settings."""
+    found = {"DISTCONV_CHANNEL_ALGORITHM": settings.value("channel_algorithm")}
+    backend = settings.value("backend")
+    return found if backend is None else {**found, "DISTCONV_BACKEND": backend}
+
+
+def told_to_all(asking: Callable[[], Answer]) -> Answer:
+    """The first rank's answer, on every rank of the job; all call it together.
+
+    Raises:
+        NothingChosen: on every rank.
+    """
+    import torch.distributed as dist
+
+    told: list[Answer | NothingChosen | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = asking()
+        except Exception as error:
+            told[0] = error if isinstance(error, NothingChosen) else NothingChosen(one_line(error))
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, 0)
+    answer = told[0]
+    if not isinstance(answer, Answer):
+        raise answer or NothingChosen("the first rank has told nothing")
+    return answer
+
+
+def ranks_here() -> int:
+    """How many ranks of the job run on the first rank's machine; every rank of the job must call it."""
+    import platform
+
+    import torch.distributed as dist
+
+    nodes: list[str] = [""] * dist.get_world_size()
+    if len(nodes) == 1:
+        return 1
+    dist.all_gather_object(nodes, platform.node())
+    return nodes.count(nodes[0])

@@ -1,0 +1,122 @@
+"""What is chosen for a model that a program has made: the mesh, and the partition of every layer."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.choosing import NothingChosen, Question, ask, environment_of_settings, one_line, ranks_here, told_to_all
+from distconv.mesh import MeshToChoose, make_mesh
+from distconv.mesh_options import channel_algorithms
+from distconv.model.strategy import Strategy
+
+
+def choose(
+    model: nn.Module, mesh: DeviceMesh | MeshToChoose, sample_input: Any, batch_norm: str
+) -> tuple[DeviceMesh, Strategy | None]:
+    """The mesh of the model's own partition, and what its layers run under; None where that is the mesh's.
+
+    The first rank asks, and tells the others. A mesh that was given stays; one that was to be chosen is settled.
+
+    Raises:
+        ValueError: one line, on every rank.
+    """
+    shape = _shape(sample_input)
+    known = mesh.settled if isinstance(mesh, MeshToChoose) else mesh
+    size = dist.get_world_size()
+    if known is not None and known.size() != size:
+        raise ValueError(f"strategy 'auto': the mesh has {known.size()} of {size} ranks; accepted: a mesh of all")
+    algorithm = mesh.channel_algorithm if isinstance(mesh, MeshToChoose) else channel_algorithms.get(mesh)
+    local = ranks_here()
+
+    def asking() -> Any:
+        with tempfile.TemporaryDirectory(prefix="distconv-model-") as folder:
+            path = os.path.join(folder, "model.pickle")
+            write(path, model, shape)
+            question = Question(
+                "model", path, size, local, torch.get_num_threads(), batch_norm=batch_norm, may_be_one=False
+            )
+            environment = environment_of_settings()
+            if algorithm is not None:
+                environment["DISTCONV_CHANNEL_ALGORITHM"] = algorithm
+            return ask(question, **environment)
+
+    try:
+        answer = told_to_all(asking)
+    except NothingChosen as error:
+        raise ValueError(f"strategy 'auto': {error}") from None
+    if dist.get_rank() == 0:
+        print(f"distconv: strategy auto: {answer.told}", file=sys.stderr)
+    strategy = Strategy.parse(answer.strategy, size)
+    outer = strategy.layers[-1][1]
+    if known is None:
+        assert isinstance(mesh, MeshToChoose)
+        known = mesh.settled = make_mesh(outer, device_type=mesh.device_type)
+        if algorithm is not None:
+            channel_algorithms[known] = algorithm
+    alike = len(strategy.layers) == 1 and make_mesh(outer, device_type=known.device_type) == known
+    return known, None if alike else strategy
+
+
+def _shape(sample_input: Any) -> tuple[int, ...]:
+    """Of the whole input, (N, C, spatial...)."""
+    shape = getattr(sample_input, "shape", sample_input)
+    if not isinstance(shape, Sequence) or len(shape) < 3 or not all(type(n) is int and n > 0 for n in shape):
+        raise ValueError(f"strategy 'auto': sample_input {shape}; accepted: a whole input (N, C, ...), or its shape")
+    return tuple(shape)
+
+
+class _WithoutData(cloudpickle.Pickler):  # type: ignore[misc]
+    """Writes tensors by their shapes, classes of the program itself with their code."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            is_parameter = isinstance(obj, nn.Parameter)
+            return empty, (tuple(obj.shape), obj.stride(), obj.dtype, obj.requires_grad, is_parameter)
+        return super().reducer_override(obj)
+
+
+def empty(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, wants_gradient: bool, is_parameter: bool
+) -> Tensor:
+    """A tensor without data."""
+    found = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return nn.Parameter(found, wants_gradient) if is_parameter else found.requires_grad_(wants_gradient)
+
+
+def write(path: str, model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Writes a model without data, and the shape of its input, for `read`.
+
+    Raises:
+        NothingChosen: for a model with what cannot be pickled.
+    """
+    with open(path, "wb") as file:
+        pickle.dump((sys.path, shape), file)
+        try:
+            _WithoutData(file).dump(model)
+        except Exception as error:
+            raise NothingChosen(f"{type(model).__name__} cannot be given to a process: {one_line(error)}") from None
+
+
+def read(path: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """What was written: the model without data, and the shape of its input.
+
+    Raises:
+        NothingChosen: for a model whose modules cannot be imported again.
+    """
+    with open(path, "rb") as file:
+        sys.path[:], shape = pickle.load(file)
+        try:
+            return pickle.load(file), shape
+        except Exception as error:
+            raise NothingChosen(f"the model cannot be made in a process of its own: {one_line(error)}") from None
