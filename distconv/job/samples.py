@@ -17,10 +17,11 @@ from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.cutting import OwnIndices
 from distconv.job.supply import Cut, Supply
 from distconv.job.to_device import ToDevice
-from distconv.job.together import Numbers, Together, sample
+from distconv.job.together import Together
 from distconv.reading.draft import Draft, Part, Unread
 from distconv.reading.fault import ReadError
 from distconv.reading.fetching import Fault, Fetching, Slab, WorkerStart
+from distconv.reading.sample import Numbers, sample
 from distconv.reading.share import Share
 from distconv.reading.source import Source
 from distconv.settings import StoreOption

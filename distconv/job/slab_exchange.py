@@ -46,36 +46,46 @@ class SlabExchange:
         axis = names.index("sample")
         return cls(mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist())
 
-    def __call__(self, parts: Sequence[Sequence[tuple[Any, Any]]]) -> list[tuple[Any, Any]]:
+    def __call__(self, parts: Sequence[list[tuple[Any, Any]]]) -> list[tuple[Any, Any]]:
         """Sends `parts[i]`, arrays with what they are known by, to place i; what is sent to this rank. Collective over
-        the group."""
-        parcels = [_packed(each) for each in parts]
-        sent = [parcel.numel() for parcel in parcels]
+        the group.
+
+        The lists are emptied: an array that nobody else keeps is given up when it is on its way.
+        """
+        packed, sent = _packed(parts)
         counts = torch.tensor(sent, dtype=torch.int64, device="cpu")
         each = [1] * self.size
         received: list[int] = AllToAll(torch.empty_like(counts), counts, each, each, self._group).wait().tolist()
         output = torch.empty(sum(received), dtype=torch.uint8, device="cpu")
-        flat = AllToAll(output, torch.cat(parcels), received, sent, self._group).wait()
+        flat = AllToAll(output, packed, received, sent, self._group).wait()
         return [part for parcel in flat.split(received) for part in _unpacked(parcel)]
 
 
-def _packed(parts: Sequence[tuple[Any, Any]]) -> Tensor:
-    """Parts as bytes: how long the rest of the head is, the head, and the arrays, each at a multiple of ALIGNED."""
-    if not parts:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    arrays = [numpy.ascontiguousarray(array) for _, array in parts]
+def _packed(parts: Sequence[list[tuple[Any, Any]]]) -> tuple[Tensor, list[int]]:
+    """Lists of parts as bytes, one after another, and how many each takes: how long the rest of the head is, the head,
+    and the arrays, each at a multiple of ALIGNED. The lists are emptied."""
+    heads = [_head(each) if each else b"" for each in parts]
+    sizes = [
+        sum(map(_padded, [len(head), *(array.nbytes for _, array in each)]))
+        for head, each in zip(heads, parts, strict=True)
+    ]
+    result = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    content, start = result.numpy(), 0
+    for head, each in zip(heads, parts, strict=True):
+        content[start : start + len(head)] = numpy.frombuffer(head, numpy.uint8)
+        start += _padded(len(head))
+        while each:
+            array = numpy.ascontiguousarray(each.pop(0)[1])
+            content[start : start + array.nbytes] = array.reshape(-1).view(numpy.uint8)
+            start += _padded(array.nbytes)
+    return result, sizes
+
+
+def _head(parts: Sequence[tuple[Any, Any]]) -> bytes:
+    known = [(key, array.dtype, array.shape) for key, array in parts]
     scalars = [isinstance(array, numpy.generic) for _, array in parts]
-    known = [(key, array.dtype, array.shape) for (key, _), array in zip(parts, arrays, strict=True)]
     head = pickle.dumps((known, scalars))
-    sizes = [8 + len(head), *(array.nbytes for array in arrays)]
-    result = torch.empty(sum(map(_padded, sizes)), dtype=torch.uint8, device="cpu")
-    content = result.numpy()
-    content[: sizes[0]] = numpy.frombuffer(len(head).to_bytes(8, "little") + head, numpy.uint8)
-    start = _padded(sizes[0])
-    for array in arrays:
-        content[start : start + array.nbytes] = array.reshape(-1).view(numpy.uint8)
-        start += _padded(array.nbytes)
-    return result
+    return len(head).to_bytes(8, "little") + head
 
 
 def _unpacked(parcel: Tensor) -> list[tuple[Any, Any]]:

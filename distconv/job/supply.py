@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.job.slab_exchange import SlabExchange, Task
-from distconv.job.together import sample
 from distconv.mesh import whole_group
+from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
-from distconv.reading.store import Key, Sample, Store
+from distconv.reading.store import Key, Store
 from distconv.settings import StoreOption
 
 GIB = 1 << 30

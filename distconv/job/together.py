@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,37 +17,11 @@ from distconv.job.slab_exchange import SlabExchange
 from distconv.mesh import whole_group
 from distconv.reading.expression import empty
 from distconv.reading.fault import ReadError, as_read_error, note
+from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.source import shown
 from distconv.reading.statistic import Statistic, identity
 from distconv.reading.view import Region
-
-Sample = tuple[int, Hashable]
-"""The number of a data set, and the index of one of its samples."""
-
-
-class Numbers:
-    """Numbers of data sets, in the order in which they are read."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[int, tuple[Callable[[], Any], int]] = {}
-        self._count = itertools.count()
-
-    def __call__(self, dataset: Any) -> int:
-        known = self._numbers.get(id(dataset))
-        if known is None or known[0]() is not dataset:
-            try:
-                reference: Callable[[], Any] = weakref.ref(dataset)
-            except TypeError:
-                reference = lambda: dataset  # noqa: E731
-            known = self._numbers[id(dataset)] = reference, next(self._count)
-        return known[1]
-
-
-def sample(number: int, index: Any) -> Sample:
-    """How a sample of a data set is known."""
-    known: Hashable = index if isinstance(index, int | str) else repr(index)
-    return number, known
 
 
 class Together:
@@ -82,17 +55,19 @@ class Together:
             fresh.setdefault(sample(number, index), {})[digest] = value
         self._known |= fresh
 
-    def find(self, open: Sequence[tuple[Any, Statistic]], slabs: Sequence[Any]) -> list[tuple[Any, str, Any]]:
-        """The index of a sample, the digest and the value of all open statistics, those of other ranks' samples among
-        them.
+    def find(self, wanted: Sequence[tuple[Any, Statistic]], slabs: list[Any]) -> list[tuple[Any, str, Any]]:
+        """The index of a sample, the digest and the value of all statistics that are wanted, those of other ranks'
+        samples among them.
 
-        Collective over the mesh. `open` are the same on all ranks with the same samples; `slabs` is what this rank has
-        read for each of them. On every rank the same ReadError where one cannot be computed.
+        Collective over the mesh. `wanted` are the same on all ranks with the same samples; `slabs` is what this rank
+        has read for each of them, and is emptied: with samples of many GiB nothing is held longer than it must be. On
+        every rank the same ReadError where one cannot be computed.
         """
-        parents = dict.fromkeys(identity(each.parent) for _, each in open)
+        parents = dict.fromkeys(identity(each.parent) for _, each in wanted)
         owner = {text: place % len(self._shares) for place, text in enumerate(parents)}
         sent: list[list[tuple[Any, Any]]] = [[] for _ in self._shares]
-        for (_, each), slab in zip(open, slabs, strict=True):
+        for _, each in wanted:
+            slab = slabs.pop(0)
             text = identity(each.parent)
             regions = self._regions(each.parent.shape)
             own = regions[self._shares.index(self._share)]
@@ -100,13 +75,15 @@ class Together:
             if text in parents and first and all(map(len, own)):
                 sent[owner[text]].append(((list(owner).index(text), own), _as_bytes(slab)))
             parents.pop(text, None)
+            del slab
         received: dict[int, list[tuple[Region, Any]]] = {}
         for (place, region), content in self._exchange(sent):
             received.setdefault(place, []).append((region, content))
+            del content
         computed: list[tuple[Any, str, Any]] = []
         fault = ""
         try:
-            computed += self._computed(open, list(owner), received)
+            computed += self._computed(wanted, list(owner), received)
         except ReadError as error:
             fault = str(error)
         told: list[Any] = [None] * self._mesh.size()
@@ -120,17 +97,18 @@ class Together:
         return [share.region((1, *shape))[1:] for share in self._shares]
 
     def _computed(
-        self, open: Sequence[tuple[Any, Statistic]], texts: list[str], received: dict[int, Any]
+        self, wanted: Sequence[tuple[Any, Statistic]], texts: list[str], received: dict[int, Any]
     ) -> Iterator[tuple[Any, str, Any]]:
-        wholes: dict[int, Any] = {}
-        for index, each in open:
-            place = texts.index(identity(each.parent))
-            if place not in received:
-                continue
+        places = {id(each): texts.index(identity(each.parent)) for _, each in wanted}
+        whole, of = None, -1
+        for index, each in sorted(wanted, key=lambda one: places[id(one[1])]):
+            place = places[id(each)]
             try:
-                if place not in wholes:
-                    wholes = {place: _joined(each.parent.shape, each.parent.dtype, received[place])}
-                yield index, each.digest, each.compute(wholes[place])
+                if place in received:
+                    whole, of = None, place
+                    whole = _joined(each.parent.shape, each.parent.dtype, received.pop(place))
+                if of == place:
+                    yield index, each.digest, each.compute(whole)
             except Exception as error:
                 for source in each.sources():
                     note(error, shown(source.path), source.key)

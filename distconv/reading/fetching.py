@@ -19,7 +19,7 @@ from distconv.reading.fault import ReadError, as_read_error
 from distconv.reading.interception import lazily, renew
 from distconv.reading.share import Share
 from distconv.reading.source import Keeper, Source
-from distconv.reading.statistic import Known, Statistic, asking, statistics_in
+from distconv.reading.statistic import Known, Statistic, asking, identity, statistics_in
 from distconv.reading.tensor import LazyTensor
 from distconv.reading.view import Region
 
@@ -120,11 +120,13 @@ class Fetching:
 
     def slabs(self, open: Sequence[tuple[Any, Statistic]], part: Part) -> list[Any]:
         """What this rank reads for open statistics. ReadError where it cannot be read."""
-        read = []
-        for sample, statistic in open:
-            with self.around(sample), _at(sample):
-                read.append(statistic.parent.read(self.slab(statistic), part))
-        return read
+        read: dict[str, Any] = {}  # several statistics may be of one array
+        texts = [identity(statistic.parent) for _, statistic in open]
+        for text, (sample, statistic) in zip(texts, open, strict=True):
+            if text not in read:
+                with self.around(sample), _at(sample):
+                    read[text] = statistic.parent.read(self.slab(statistic), part)
+        return [read[text] for text in texts]
 
     def finished(self, batch: Any, indices: Sequence[Any], part: Part) -> Any:
         """The batch with every `Unread` leaf read by `part`. ReadError where one cannot be read."""

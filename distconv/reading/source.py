@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 import numpy
 
+from distconv.reading import chunks, runs
 from distconv.reading.fault import note
+from distconv.reading.read_ahead import no_read_ahead
 from distconv.reading.view import Region
 
 OPEN = 64
@@ -103,7 +105,7 @@ class Source(abc.ABC):
             last = wanted[-1] if wanted else range(1)
             dense = last.step == 1
             region = wanted if dense else (*wanted[:-1], range(last.start, last[-1] + 1))
-            part = self._part(array, tuple(slice(at.start, at.stop, at.step) for at in region))
+            part = self._part(array, region)
         return part if dense else part[..., :: last.step]
 
     def stamp(self) -> tuple[int, ...] | None:
@@ -121,8 +123,8 @@ class Source(abc.ABC):
     def _array(self, stamp: Stamp) -> Any:
         """What the file holds, open in this process."""
 
-    def _part(self, array: Any, region: tuple[slice, ...]) -> numpy.ndarray:
-        return numpy.array(array[region])
+    def _part(self, array: Any, region: Region) -> numpy.ndarray:
+        return numpy.array(array[_slices(region)])
 
 
 class Hdf5(Source):
@@ -131,8 +133,20 @@ class Hdf5(Source):
     def _array(self, stamp: Stamp) -> Any:
         return _hdf5(self.path, self.key, stamp)
 
-    def _part(self, array: Any, region: tuple[slice, ...]) -> numpy.ndarray:
-        return array[region]
+    def _part(self, array: Any, region: Region) -> numpy.ndarray:
+        if array.file.driver != "sec2" or not chunks.are_large(array):
+            return array[_slices(region)]
+        # What follows a chunk in the file is another rank's, unless all of a sample is read.
+        is_cut = any(len(at) < extent for at, extent in zip(region[1:], self.shape[1:], strict=True))
+        with no_read_ahead(array.file.id.get_vfd_handle()) if is_cut else contextlib.nullcontext():
+            if chunks.are_whole(region, self.shape, array.chunks) and chunks.are_plain(array):
+                with contextlib.suppress(RuntimeError, OSError):  # one is not in the file: HDF5 knows what it holds
+                    return chunks.read(array, region)
+            return array[_slices(region)]
+
+
+def _slices(region: Region) -> tuple[slice, ...]:
+    return tuple(slice(at.start, at.stop, at.step) for at in region)
 
 
 @functools.lru_cache(OPEN)
@@ -154,8 +168,8 @@ class ZarrStore(Source):
     def _array(self, stamp: Stamp) -> Any:
         return _zarr(self.path, self.key, stamp)
 
-    def _part(self, array: Any, region: tuple[slice, ...]) -> numpy.ndarray:
-        return numpy.asarray(array[region])
+    def _part(self, array: Any, region: Region) -> numpy.ndarray:
+        return numpy.asarray(array[_slices(region)])
 
 
 @functools.lru_cache(OPEN)
@@ -182,9 +196,25 @@ class Raw(Source):
         end = self.offset + self.dtype.itemsize * math.prod(self.shape)
         if mapped.size < end:
             raise OSError(f"the file has {mapped.size} bytes; the array ends at {end}")
-        return numpy.ndarray(self.shape, self.dtype, mapped.data, self.offset, order=self.order)  # type: ignore[arg-type]
+        array: Any = numpy.ndarray(self.shape, self.dtype, mapped.data, self.offset, order=self.order)  # type: ignore[arg-type]
+        return array, _opened(self.path, stamp).fileno()
+
+    def _part(self, array: Any, region: Region) -> numpy.ndarray:
+        mapped, descriptor = array
+        turned = slice(None, None, 1 if self.order == "C" else -1)  # so that the last dim runs fastest
+        shape, box = self.shape[turned], region[turned]
+        # A map brings what lies around each page that it is asked for.
+        if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE and hasattr(os, "preadv"):
+            part = runs.read(descriptor, self.offset, shape, self.dtype, box)
+            return part if self.order == "C" else part.transpose()
+        return numpy.array(mapped[_slices(region)])
 
 
 @functools.lru_cache(OPEN)
 def _mapped(path: str, stamp: Stamp) -> numpy.ndarray:
     return numpy.memmap(path, numpy.uint8, "r")
+
+
+@functools.lru_cache(OPEN)
+def _opened(path: str, stamp: Stamp) -> Any:
+    return open(path, "rb", buffering=0)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy
 
+from distconv.reading.sample import Sample
 from distconv.reading.source import Source
 from distconv.reading.view import Region
-
-Sample = tuple[int, Hashable]
-"""The number of a data set, and the index of one of its samples."""
 
 Key = tuple[Source, Region | str]
 """An array in a file, and its region; or the text of an index that was read at once."""
