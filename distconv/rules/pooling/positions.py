@@ -8,12 +8,26 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from distconv.transfer.tracing import is_traced
+
 
 def coordinates(index: Tensor, box: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
     """(dim of the box, position along it) of flat positions, the last dim first."""
-    for at in reversed(range(len(box))):
+    index = _read_from_memory(index)
+    for at in range(len(box) - 1, 0, -1):
         yield at, index % box[at]
         index = index.div(box[at], rounding_mode="floor")
+    yield 0, index
+
+
+def _read_from_memory(index: Tensor) -> Tensor:
+    """The same flat positions. In a graph, not as Inductor derives them from the windows of a pool.
+
+    Inductor of torch 2.13 keeps sums and quotients of such positions as symbolic expressions, and fails ("vr must not
+    be None for symbol indirect3") once a clamped one, which also depends on what a loop has read, is divided. It keeps
+    no choice between two numbers so, nor what is made of it.
+    """
+    return torch.where(index < 0, 0, index) if is_traced(index) else index
 
 
 def moved(index: Tensor, box: Sequence[int], starts: Sequence[int], into: Sequence[int], clamp: bool = False) -> Tensor:
@@ -25,11 +39,13 @@ def moved(index: Tensor, box: Sequence[int], starts: Sequence[int], into: Sequen
         offset = starts[0] * math.prod(into[1:])
         index = index + offset if offset else index
         return index.clamp_(0, math.prod(into) - 1) if clamp and index.numel() else index
-    result, step = torch.zeros_like(index), 1
+    result, step = None, 1
     for at, position in coordinates(index, box):
-        position += starts[at]
-        result.add_(position.clamp_(0, into[at] - 1) if clamp else position, alpha=step)
+        position = position + starts[at] if starts[at] else position
+        position = position.clamp(0, into[at] - 1) if clamp else position
+        result = position if result is None else result.add(position, alpha=step)
         step *= into[at]
+    assert result is not None, "a box has dims"
     return result
 
 
