@@ -9,17 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import nn
 
-from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from distconv.performance.candidates import fits
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
 from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
-from distconv.performance.layers import LayerGraph, alike
+from distconv.performance.layers import LayerGraph
 from distconv.performance.machine import Machine
-from distconv.performance.recording import record_step
+from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, replay
-from distconv.refusal import UnsupportedOperation
 from mucudnn.optimizer import DoesNotFit, assign, assign_within
 from mucudnn.timing import progress
 
@@ -90,6 +88,7 @@ class Planner:
         states: float = 1.0,
         batch_norm: str = "global",
         shown: str = "off",
+        recordings: Recordings | None = None,
     ) -> None:
         """
         Args:
@@ -97,9 +96,11 @@ class Planner:
             found: the partitions that a layer may have.
             states: numbers per parameter that the optimizer keeps, such as 1 for momentum and 2 for Adam.
             shown: when a progress bar is, as mucudnn's setting ``progress`` says it.
+            recordings: of the same model and graph, to record nothing again; new ones, if not given.
         """
         self.model, self.graph, self.partitions, self.machine = model, graph, list(found), machine
-        self.states, self.batch_norm = states, batch_norm
+        self.states = states
+        self.recordings = recordings or Recordings(model, graph, batch_norm)
         self.meshes = [mesh_of(partition) for partition in self.partitions]
         self.refusals: dict[str, str] = {}
         self._plans: dict[tuple[Partition, ...], Plan | None] = {}
@@ -108,17 +109,19 @@ class Planner:
 
     def _costs(self, shown: str) -> dict[str, list[Cost]]:
         known: dict[str, list[Cost]] = {}
-        kinds = {name: alike(self.model, layer) for name, layer in self.graph.layers.items()}
+        kinds = self.recordings.kinds
         with progress.bar(len(set(kinds.values())), "layers", shown) as advance:
             for name, layer in self.graph.layers.items():
                 if kinds[name] in known:
                     continue
-                wants = name not in self.graph.first
+                pairs = list(zip(self.partitions, self.meshes, strict=True))
+                # A layer with less data than ranks, whatever the partition, runs on some of the ranks.
+                fitting = [fits(layer, partition) for partition, _ in pairs]
                 known[kinds[name]] = [
-                    layer_cost(self.model, layer, mesh, self.machine, self.batch_norm, wants)
-                    if fits(layer, partition)
+                    layer_cost(self.recordings.layer(name, partition), layer, mesh, self.machine)
+                    if fit or not any(fitting)
                     else NEVER
-                    for partition, mesh in zip(self.partitions, self.meshes, strict=True)
+                    for fit, (partition, mesh) in zip(fitting, pairs, strict=True)
                 ]
                 advance()
         return {name: known[kinds[name]] for name in self.graph.layers}
@@ -154,6 +157,9 @@ class Planner:
                 raise ValueError(f"layer {name}: no partition of {self.partitions[0].ranks} ranks divides it: {why}")
         if limit == math.inf:
             return self._plan(assign(seconds, self.moves), exposed)
+        plan = self._plan(assign(seconds, self.moves), exposed)
+        if plan is not None and plan.memory(self.states) <= limit:
+            return plan
         sizes = {name: [cost.bytes(self.states) for cost in self.costs[name]] for name in names}
         room = limit
         for _ in range(4):
@@ -171,12 +177,15 @@ class Planner:
     def _plan(self, chosen: Mapping[str, int], exposed: float, gap: float = 0.0) -> Plan | None:
         return self.whole({name: self.partitions[index] for name, index in chosen.items()}, exposed, gap)
 
-    def uniform(self) -> list[Plan]:
-        """A plan for each of the most promising single partitions under which a whole step runs, fastest first."""
-        every = [self.whole(dict.fromkeys(self.graph.layers, partition)) for partition in self._promising()]
+    def uniform(self, most: int = 3) -> list[Plan]:
+        """A plan for so many of the most promising single partitions, and for samples alone, fastest first.
+
+        Those under which no whole step runs are left out.
+        """
+        every = [self.whole(dict.fromkeys(self.graph.layers, partition)) for partition in self._promising(most)]
         return sorted((plan for plan in every if plan is not None), key=lambda plan: plan.times.total)
 
-    def _promising(self, most: int = 3) -> list[Partition]:
+    def _promising(self, most: int) -> list[Partition]:
         """The single partitions with the least sums over layers, and the one of samples only."""
 
         def total(index: int) -> float:
@@ -196,12 +205,9 @@ class Planner:
 
     def _recorded(self, layers: Mapping[str, Partition], exposed: float, gap: float) -> Plan | None:
         strategy = patterns(self.model, self.graph, layers)
-        outer = Partition.parse(strategy["*"])
-        chosen = Strategy.parse(strategy) if len(strategy) > 1 else None
-        try:
-            step = record_step(self.model, mesh_of(outer), self.graph.input, chosen, batch_norm=self.batch_norm)
-        except (UnsupportedOperation, ValueError, RuntimeError) as error:
-            self.refusals[", ".join(strategy.values())] = (str(error).splitlines() or [type(error).__name__])[0]
+        step = self.recordings.whole(strategy)
+        if isinstance(step, str):
+            self.refusals[", ".join(strategy.values())] = step
             return None
         return Plan(layers, strategy, step, replay(step, self.machine), exposed, gap)
 

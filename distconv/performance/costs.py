@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.layouts import box_at
@@ -17,9 +16,7 @@ from distconv.model.gradients import BUCKET_BYTES
 from distconv.performance.events import Kernel, Start, Step, Wait
 from distconv.performance.layers import Layer
 from distconv.performance.machine import Machine
-from distconv.performance.recording import record_step
 from distconv.performance.replay import message_seconds, replay
-from distconv.refusal import UnsupportedOperation
 
 Numbers = npt.NDArray[np.float64]
 
@@ -56,35 +53,29 @@ class Cost:
 NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 
 
-def layer_cost(
-    model: nn.Module,
-    layer: Layer,
-    mesh: DeviceMesh,
-    machine: Machine,
-    batch_norm: str = "global",
-    wants_gradient: bool = True,
-) -> Cost:
-    """What a layer costs on a mesh, from a recording of it alone."""
+def layer_cost(recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine) -> Cost:
+    """What a layer costs on a mesh.
+
+    Args:
+        recorded: its step, recorded alone; the reason where it cannot run so; None for a meeting that nothing follows.
+    """
     met = _meeting(layer, mesh, machine) if layer.is_meeting else 0.0
-    if not layer.modules:
+    if recorded is None:
         return Cost(met, 0.0, 0.0, 0.0, 0.0)
-    modules = nn.Sequential(*(model.get_submodule(name) for name in layer.modules))
-    try:
-        shape = layer.output if layer.is_meeting else layer.input
-        step = record_step(modules, mesh, shape, batch_norm=batch_norm, wants_gradient=wants_gradient)
-    except (UnsupportedOperation, ValueError, RuntimeError) as error:
-        return replace(NEVER, refusal=(str(error).splitlines() or [type(error).__name__])[0])
-    alone, gradients = without_gradients(step)
+    if isinstance(recorded, str):
+        return replace(NEVER, refusal=recorded)
+    alone, gradients = without_gradients(recorded)
     times = replay(alone, machine)
     per_byte = [
-        message_seconds(machine, replace(start, bytes=BUCKET_BYTES), step.rank) / BUCKET_BYTES for start in gradients
+        message_seconds(machine, replace(start, bytes=BUCKET_BYTES), recorded.rank) / BUCKET_BYTES
+        for start in gradients
     ]
     return Cost(
         compute=met + times.total - times.exposed,
         exchange=times.exposed,
         gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
-        memory=max(0.0, step.saved - local_bytes(shape, mesh)),
-        parameters=step.parameters,
+        memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_meeting else layer.input, mesh)),
+        parameters=recorded.parameters,
     )
 
 

@@ -70,11 +70,11 @@ def record_step(
             return tensor
 
         # The first step makes plans, for which it asks torch about whole shapes; the second is as all that follow.
-        for _ in range(2):
+        for mode in (_Statistics(), _Kernels(messages.events)):
             messages.events.clear()
             saved.clear()
             entered = _Entrance.apply(x) if wants_gradient else x
-            with _Kernels(messages.events):
+            with mode:
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                     result = model(entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
@@ -214,6 +214,15 @@ def _messages() -> Iterator[_Messages]:
         Bucket.start = start  # type: ignore[method-assign]
         for name, function in real.items():
             setattr(dist, name, function)
+
+
+class _Statistics(TorchDispatchMode):
+    """Gives what torch lacks for tensors without data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        return _statistics(*args) if func is aten.batch_norm_update_stats.default else func(*args, **(kwargs or {}))
 
 
 class _Kernels(TorchDispatchMode):

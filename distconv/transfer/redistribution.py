@@ -57,26 +57,29 @@ def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member
     for index, box in enumerate(before):
         if volume(box):
             owners.setdefault(box, []).append(index)
-
-    def sources(needing: int) -> list[tuple[int, Box]]:
-        found = []
-        for box, alike in owners.items():
-            common = overlap(box, after[needing])
-            if common is not None and before[needing] != box:
-                found.append((alike[needing % len(alike)], common))
-        return found
-
-    everything = [sources(needing) for needing in range(len(after))]
+    mine, wanted = before[member], after[member]
+    alike = owners.get(mine, ())
     sends = [
-        (needing, _within(box, before[member]))
-        for needing, found in enumerate(everything)
-        for source, box in found
-        if source == member
+        (needing, _within(common, mine))
+        for needing, box in enumerate(after)
+        if alike and alike[needing % len(alike)] == member and before[needing] != mine
+        if (common := overlap(mine, box)) is not None
     ]
-    receives = sorted((source, _within(box, after[member])) for source, box in everything[member])
-    common = overlap(before[member], after[member])
-    kept = None if common is None else (_within(common, before[member]), _within(common, after[member]))
-    return RedistributionPlan(tuple(sends), tuple(receives), kept, not any(everything))
+    receives = sorted(
+        (sources[member % len(sources)], _within(common, wanted))
+        for box, sources in owners.items()
+        if box != mine and (common := overlap(box, wanted)) is not None
+    )
+    common = overlap(mine, wanted)
+    kept = None if common is None else (_within(common, mine), _within(common, wanted))
+    # Every element is in some box of before, so a member that has not all it needs gets the rest from others.
+    silent = all(volume(new) == _common(old, new) for old, new in zip(before, after, strict=True))
+    return RedistributionPlan(tuple(sends), tuple(receives), kept, silent)
+
+
+def _common(box: Box, other: Box) -> int:
+    """Elements that two boxes have in common."""
+    return volume(tuple(intersect(a, b) for a, b in zip(box, other, strict=True)))
 
 
 def volume(box: Box) -> int:

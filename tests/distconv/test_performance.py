@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -137,14 +138,11 @@ def test_partitions_are_all_ways_to_divide_the_ranks(ranks: int, ndim: int) -> N
     found = partitions(ranks, ndim)
     assert len(set(found)) == len(found)
     assert {partition.ranks for partition in found} == {ranks}
-    axes = ndim  # as many as data has dims: samples, channels and space
-    count = 1
-    for prime in range(2, ranks + 1):
-        power = 0
-        while ranks % prime ** (power + 1) == 0 and all(prime % q for q in range(2, prime)):
-            power += 1
-        count *= math.comb(power + axes - 1, axes - 1)
-    assert len(found) == count
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    # Sizes of all axes but the last, which gets the rest: samples, channels, filters and all but one dim of space.
+    every = itertools.product(divisors, repeat=ndim)
+    sizes = [size for size in every if ranks % math.prod(size) == 0]
+    assert len(found) == sum(filters == 1 or channels > 1 for _, channels, filters, *_ in sizes)
 
 
 def test_candidates_can_be_fixed_and_forbidden() -> None:
@@ -153,7 +151,7 @@ def test_candidates_can_be_fixed_and_forbidden() -> None:
     assert [str(one) for one in allowed("*height=2*", found)] == ["sample=4,height=2"]
     with pytest.raises(ValueError, match="matches none"):
         allowed("depth=*", found)
-    with pytest.raises(ValueError, match="accepted for 2-D data: sample, channel, height, width"):
+    with pytest.raises(ValueError, match="accepted for 2-D data: sample, channel, filter, height, width"):
         partitions(4, 4, ["depth"])
     assert not fits(Layer("a", ["a"], "", (2, 8, 4, 4), (2, 8, 4, 4)), Partition.parse("sample=4"))
 

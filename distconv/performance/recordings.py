@@ -1,0 +1,76 @@
+"""The steps of a model and of its layers under partitions, each recorded once: they are the same on every machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from distconv.model.strategy import Strategy
+from distconv.partition import Partition
+from distconv.performance.events import Step
+from distconv.performance.imagined import mesh_of
+from distconv.performance.layers import LayerGraph, alike
+from distconv.performance.recording import record_step
+from distconv.refusal import UnsupportedOperation
+
+
+class Recordings:
+    """What is recorded of a model within an imagined job.
+
+    Attributes:
+        kinds: {layer: a text that is the same for layers that cost the same}.
+    """
+
+    def __init__(self, model: nn.Module, graph: LayerGraph, batch_norm: str = "global") -> None:
+        """
+        Args:
+            model: on the meta device.
+        """
+        self.model, self.graph, self.batch_norm = model, graph, batch_norm
+        self.kinds = {name: f"{name not in graph.first} {alike(model, layer)}" for name, layer in graph.layers.items()}
+        self._layers: dict[tuple[str, Partition], Step | str | None] = {}
+        self._whole: dict[tuple[tuple[str, str], ...], Step | str] = {}
+
+    def layer(self, name: str, partition: Partition) -> Step | str | None:
+        """A layer alone; the reason where it cannot run so; None for a meeting that nothing follows."""
+        key = self.kinds[name], partition
+        if key not in self._layers:
+            self._layers[key] = self._alone(name, partition)
+        return self._layers[key]
+
+    def _alone(self, name: str, partition: Partition) -> Step | str | None:
+        layer = self.graph.layers[name]
+        if not layer.modules:
+            return None
+        modules = nn.Sequential(*(self.model.get_submodule(each) for each in layer.modules))
+        shape = layer.output if layer.is_meeting else layer.input
+        return self._recorded(modules, partition, shape, wants_gradient=name not in self.graph.first)
+
+    def whole(self, strategy: Mapping[str, str]) -> Step | str:
+        """The whole model; the reason where it cannot run so.
+
+        Args:
+            strategy: {pattern: partition}, that of everything outside of the layers last, under ``*``.
+        """
+        key = tuple(strategy.items())
+        if key not in self._whole:
+            chosen = Strategy.parse(strategy) if len(strategy) > 1 else None
+            outer = Partition.parse(strategy["*"])
+            self._whole[key] = self._recorded(self.model, outer, self.graph.input, chosen)
+        return self._whole[key]
+
+    def _recorded(
+        self,
+        model: nn.Module,
+        partition: Partition,
+        shape: tuple[int, ...],
+        strategy: Strategy | None = None,
+        wants_gradient: bool = False,
+    ) -> Step | str:
+        try:
+            return record_step(
+                model, mesh_of(partition), shape, strategy, batch_norm=self.batch_norm, wants_gradient=wants_gradient
+            )
+        except (UnsupportedOperation, ValueError, RuntimeError) as error:
+            return (str(error).splitlines() or [type(error).__name__])[0]
