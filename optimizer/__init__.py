@@ -5,6 +5,7 @@ if __name__ != "mucudnn.optimizer":
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
 
 from mucudnn.optimizer.assign import assign, cost_of, longest_path_first
+from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
 from mucudnn.optimizer.option import Division, Option
@@ -22,6 +23,7 @@ __all__ = [
     "Exploration",
     "Option",
     "Purse",
+    "Reusing",
     "Settled",
     "Sharing",
     "Timeline",
@@ -29,6 +31,7 @@ __all__ = [
     "Way",
     "Within",
     "assign",
+    "assign_reusing",
     "assign_within",
     "best_division",
     "common",
