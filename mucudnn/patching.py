@@ -28,6 +28,8 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
         total_workspace_size: bytes that the workspaces of all convolutions may add up to, each layer and direction
             having its own; if not given, they reuse one of `workspace_limit`.
         policy: the micro-batch sizes that are tried: "undivided", "powerOfTwo" or "all".
+        planning: "ahead": algorithms are measured before a convolution's first call; "live": on the program's own
+            calls, each computed by what is tried.
         database: the file of measured times, or ":memory:".
         engines: of cuDNN that are tried on a GPU: "heuristic", those that it proposes, or "all".
         benchmark_devices: GPUs that share the measuring: "all" or their numbers; if not given, a call's own alone.

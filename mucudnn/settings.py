@@ -48,6 +48,12 @@ def _parse_engines(value: object) -> str:
     raise ValueError
 
 
+def _parse_planning(value: object) -> str:
+    if isinstance(value, str) and value.strip().lower() in ("ahead", "live"):
+        return value.strip().lower()
+    raise ValueError
+
+
 def _parse_devices(value: object) -> tuple[int, ...]:
     """Numbers of GPUs; none of them means all."""
     if isinstance(value, str):
@@ -150,6 +156,13 @@ SETTINGS = {
         "the micro-batch sizes that are tried",
         _parse_policy,
     ),
+    "planning": Setting(
+        "MUCUDNN_PLANNING",
+        lambda: "ahead",
+        "ahead or live",
+        "when algorithms are measured: before a convolution's first call, or on the calls that are made anyway",
+        _parse_planning,
+    ),
     "database": Setting(
         "MUCUDNN_DATABASE",
         _default_database,
@@ -196,6 +209,7 @@ class Given(TypedDict, total=False):
     memory_limit: str | float | None
     total_workspace_size: str | float | None
     policy: str | None
+    planning: str | None
     database: str | os.PathLike[str] | None
     engines: str | None
     benchmark_devices: str | Sequence[int] | None
@@ -213,6 +227,7 @@ class Settings:
         memory_limit: bytes that all of the program's memory may come to; `None` where nobody asked for it.
         total_workspace_size: bytes that the workspaces of all convolutions may add up to; `None` where they reuse one.
         policy: the micro-batch sizes that are tried, a name of `optimizer.POLICIES`.
+        planning: "ahead", measured before a convolution's first call, or "live", on the calls themselves.
         database: path of the database of times, or `:memory:`.
         engines: of cuDNN that are tried: "heuristic", those that it proposes, or "all".
         benchmark_devices: GPUs that share the measuring, all if empty; `None` for a call's own alone.
@@ -225,6 +240,7 @@ class Settings:
     memory_limit: float | None
     total_workspace_size: float | None
     policy: str
+    planning: str
     database: str
     engines: str
     benchmark_devices: tuple[int, ...] | None

@@ -14,13 +14,14 @@ from mucudnn.optimizer.purse import Purse
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
 from mucudnn.optimizer.timeline import Timeline, common
-from mucudnn.optimizer.ways import Way
+from mucudnn.optimizer.ways import Launches, Way
 
 __all__ = [
     "POLICIES",
     "Division",
     "DoesNotFit",
     "Exploration",
+    "Launches",
     "Option",
     "Purse",
     "Reusing",

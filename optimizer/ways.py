@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.reuse import best_division
@@ -75,9 +75,15 @@ class Launches:
             self._correction[dim, algorithm] = max(known, known * factor)
 
     def options(self, dim: str) -> list[Option]:
-        """The launches along a dim that are known, beside the baseline on the whole."""
+        """The launches along a dim that may be used, with the seconds they take as parts of a whole."""
+        factors = self._correction
+        found = self.measured(dim)
+        return [replace(o, seconds=factors.get((dim, o.algorithm), 1.0) * o.seconds) for o in found]
+
+    def measured(self, dim: str) -> list[Option]:
+        """The launches along a dim that may be used, with the seconds that they took."""
         return [
-            Option(size, way.algorithm, self._correction.get((dim, way.algorithm), 1.0) * seconds, way.workspaces[size])
+            Option(size, way.algorithm, seconds, way.workspaces[size])
             for way in self.ways
             if way.dim == dim
             for size in self._sizes(way)
@@ -99,20 +105,24 @@ class Launches:
     def trials(self, best: float, baseline: float) -> Iterator[list[tuple[str, Division]]]:
         """For every way of which more should be known, what would tell it in one call, the most telling first.
 
-        The likeliest way comes first. What could not be part of anything faster, even if the trend over sizes were as
-        good as it ever is, is left out.
+        The way of which the most may be hoped comes first, and that is what is least known. What could not be part of
+        anything faster, even if the trend over sizes were as good as it ever is, is left out.
 
         Args:
             best: seconds of the whole that are to be beaten.
             baseline: seconds of the whole by the baseline.
         """
-        for way in sorted(self.ways, key=lambda way: self._expected(way, None)):
-            wanted = [size for size in self._sizes(way) if self._may_win(way, size, best)]
+        hopes: list[tuple[float, Way, list[int]]] = []
+        for way in self.ways:
+            hoped = {size: self._hoped(way, size) for size in self._sizes(way) if not self._is_known(way, size)}
+            wanted = [size for size, seconds in hoped.items() if seconds < best]
             if wanted:
-                divisions = [self._division(way, sizes, baseline) for sizes in self._starts(way, wanted)]
-                found = [(way.dim, division) for division in divisions if division is not None]
-                if found:
-                    yield found
+                hopes.append((min(hoped.values()), way, wanted))
+        for _, way, wanted in sorted(hopes, key=lambda hope: hope[0]):
+            divisions = [self._division(way, sizes, baseline) for sizes in self._starts(way, wanted)]
+            found = [(way.dim, division) for division in divisions if division is not None]
+            if found:
+                yield found
 
     def _sizes(self, way: Way) -> list[int]:
         """Ascending, without those at which the algorithm failed."""
@@ -125,26 +135,38 @@ class Launches:
 
     def _nearest(self, way: Way, size: int) -> int | None:
         """The size that is known and next to another."""
-        known = [n for n in way.workspaces if (way.dim, way.algorithm, n) in self.seconds]
+        known = [n for n in way.workspaces if self._is_known(way, n)]
         return min(known, key=lambda n: abs(math.log2(size / n)), default=None)
 
-    def _expected(self, way: Way, size: int | None) -> float:
-        """Seconds of the whole in parts of a size, or of the best size that is known."""
-        known = {n: s * way.extent / n for n in way.workspaces if (s := self._seen(way, n)) is not None}
-        if not known:
-            return way.seconds
-        nearest = None if size is None else self._nearest(way, size)
-        return min(known.values()) if nearest is None else known[nearest]
+    def _expected(self, way: Way, size: int) -> float:
+        """Seconds of the whole in parts of a size, by the size next to it that is known."""
+        known = self._nearest(way, size)
+        seen = None if known is None else self._seen(way, known)
+        return self._forecast(way)[0] if known is None or seen is None else seen * way.extent / known
 
-    def _may_win(self, way: Way, size: int, best: float) -> bool:
-        """Whether a launch is not known yet, and could be part of something faster than the best that is known."""
-        if (way.dim, way.algorithm, size) in self.seconds:
-            return False
+    def _forecast(self, way: Way) -> tuple[float, float]:
+        """Seconds of the whole by a way that was not tried yet, and the doubt: by what its algorithm takes along
+        another dim, where that is known."""
+        others = [other for other in self.ways if other.algorithm == way.algorithm and other is not way]
+        known = [
+            seconds * other.extent / size
+            for other in others
+            for size in other.workspaces
+            if (seconds := self._seen(other, size)) is not None
+        ]
+        return (min(known), min(way.doubt, MOST_GAIN)) if known else (way.seconds, way.doubt)
+
+    def _is_known(self, way: Way, size: int) -> bool:
+        return (way.dim, way.algorithm, size) in self.seconds
+
+    def _hoped(self, way: Way, size: int) -> float:
+        """The least seconds of the whole that a launch of a size could be part of."""
         known = self._nearest(way, size)
         if known is None:
-            return way.seconds / way.doubt < best
+            seconds, doubt = self._forecast(way)
+            return seconds / doubt
         gain = TREND ** abs(math.log2(size / known))
-        return self._expected(way, size) / min(gain, MOST_GAIN) < best
+        return self._expected(way, size) / min(gain, MOST_GAIN)
 
     def _starts(self, way: Way, wanted: Sequence[int]) -> Iterator[list[int]]:
         """Sizes for one call, the most telling first; what comes later costs less."""

@@ -16,6 +16,7 @@ METAVARS = {
     "memory_limit": "BYTES",
     "total_workspace_size": "BYTES",
     "policy": "NAME",
+    "planning": "WHEN",
     "database": "PATH",
     "progress": "WHEN",
     "log": "LEVEL",

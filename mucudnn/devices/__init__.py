@@ -4,7 +4,7 @@ from functools import cache
 
 import torch
 
-from mucudnn.devices.device import Clock, Device, Work
+from mucudnn.devices.device import Clock, Device, Stopwatch, Work
 from mucudnn.devices.gpu import Gpu
 from mucudnn.devices.host import Host
 
@@ -25,4 +25,4 @@ def device_of(place: torch.device) -> Device:
     return KINDS[place.type](place)
 
 
-__all__ = ["KINDS", "SERVED", "Clock", "Device", "Gpu", "Host", "Work", "device_of"]
+__all__ = ["KINDS", "SERVED", "Clock", "Device", "Gpu", "Host", "Stopwatch", "Work", "device_of"]

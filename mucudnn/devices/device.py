@@ -23,6 +23,18 @@ class Clock(Protocol):
         ...
 
 
+class Stopwatch(Protocol):
+    """Tells how long what a program does anyway takes where it runs; it runs from when it was made."""
+
+    def lap(self) -> None:
+        """Ends a lap after all work so far."""
+        ...
+
+    def laps(self) -> list[float] | None:
+        """Seconds of every lap; `None` while work of them is not done. Never waits."""
+        ...
+
+
 class Device(ABC):
     """A device of this process.
 
@@ -90,6 +102,10 @@ class Device(ABC):
     @abstractmethod
     def clock(self) -> Clock:
         """What times work there."""
+
+    @abstractmethod
+    def stopwatch(self) -> Stopwatch:
+        """A new one, on the current stream."""
 
     @abstractmethod
     def held(self) -> int:

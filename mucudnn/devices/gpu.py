@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -42,6 +43,25 @@ class GpuClock:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
+
+
+class GpuStopwatch:
+    """For work on the current stream, by CUDA events that are read when they have come to pass."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._marks: list[torch.cuda.Event] = []
+        self.lap()
+
+    def lap(self) -> None:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(torch.cuda.current_stream(self._place))
+        self._marks.append(mark)
+
+    def laps(self) -> list[float] | None:
+        if not self._marks[-1].query():
+            return None
+        return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(self._marks)]
 
 
 class Gpu(Device):
@@ -115,6 +135,9 @@ class Gpu(Device):
     @property
     def clock(self) -> Clock:
         return GpuClock(self.place)
+
+    def stopwatch(self) -> GpuStopwatch:
+        return GpuStopwatch(self.place)
 
     def held(self) -> int:
         """Bytes of torch's tensors on it."""

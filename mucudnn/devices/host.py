@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import platform
 import time
@@ -28,6 +29,19 @@ class HostClock:
 
 
 HOST_CLOCK = HostClock()
+
+
+class HostStopwatch:
+    """For work that is done when its call returns."""
+
+    def __init__(self) -> None:
+        self._marks = [time.perf_counter()]
+
+    def lap(self) -> None:
+        self._marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        return [end - start for start, end in itertools.pairwise(self._marks)]
 
 
 class Host(Device):
@@ -78,6 +92,9 @@ class Host(Device):
     @property
     def clock(self) -> Clock:
         return HOST_CLOCK
+
+    def stopwatch(self) -> HostStopwatch:
+        return HostStopwatch()
 
     def held(self) -> int:
         """What the process has allocated, in bytes: torch does not count the host's tensors."""

@@ -32,6 +32,8 @@ class Plan:
         undivided_seconds: of the best algorithm that fits and takes the whole at once, compared alike.
         stock_seconds: of torch's own kernel on the whole.
         whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
+        trials: calls of the program that tried something, where planning is live.
+        cost: seconds that these took more than torch's own kernel would have.
     """
 
     schedule: Schedule
@@ -41,6 +43,8 @@ class Plan:
     undivided_seconds: float
     stock_seconds: float
     whole_workspace: int = 0
+    trials: int = 0
+    cost: float = 0.0
 
     @property
     def problem(self) -> ConvProblem:
@@ -76,6 +80,8 @@ class Plan:
             workspace=self.division.workspace,
             dim=str(self.dim),
             whole_workspace=self.whole_workspace,
+            trials=self.trials,
+            cost=self.cost,
         )
 
     def divided(self, dim: Dim, division: Division) -> Plan:

@@ -83,11 +83,16 @@ class Planner:
             for peer in (() if wanted is None else device_of(device).peers(wanted))
         ]
 
+    @property
+    def engines(self) -> str:
+        """Which engines of cuDNN are tried, the setting's name of them."""
+        return self._settings.engines
+
     def providers(self, problem: ConvProblem) -> dict[str, Provider]:
         """Who serves the problem or parts of it, by algorithm."""
         found: dict[str, Provider] = {}
         for dim in dims(problem):
-            found |= {algorithm: provider for provider, algorithm in self._candidates(problem, dim)}
+            found |= {algorithm: provider for provider, algorithm in self.candidates(problem, dim)}
         return found
 
     def measurement(
@@ -120,13 +125,13 @@ class Planner:
             undivided = self._fastest(measurement, replace(stock, options={Dim.BATCH: whole}))
             divided = replace(plan, undivided_seconds=undivided.seconds)
             plan = min(replace(undivided, options=stock.options), divided, key=lambda plan: plan.seconds)
-        plan = replace(plan, whole_workspace=self._whole_workspace(plan))
+        plan = replace(plan, whole_workspace=self.whole_workspace(plan))
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
         return plan
 
-    def _whole_workspace(self, plan: Plan) -> int:
+    def whole_workspace(self, plan: Plan) -> int:
         """What the division's algorithms other than torch's own would need undivided."""
-        whole = {name: provider for provider, name in self._candidates(plan.problem, Dim.BATCH) if name != STOCK}
+        whole = {name: provider for provider, name in self.candidates(plan.problem, Dim.BATCH) if name != STOCK}
         used = {algorithm for algorithm, _ in plan.division.runs()}
         return max((whole[name].workspace(plan.problem, name) for name in used & whole.keys()), default=0)
 
@@ -167,7 +172,7 @@ class Planner:
         providers: Mapping[str, Provider] = {}
         if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
             providers = self.providers(problem)
-            tasks = [(dim, name) for dim in dims(problem) for _, name in self._candidates(problem, dim)]
+            tasks = [(dim, name) for dim in dims(problem) for _, name in self.candidates(problem, dim)]
             workers = [self._worker(measurement, limit)]
             workers += [peer._worker(measurement.elsewhere(peer.device), limit) for peer in self._peers]
             with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
@@ -181,7 +186,7 @@ class Planner:
     def _worker(self, measurement: Measurement, limit: float) -> Worker:
         """Measures the launches of an algorithm along a dim, on this planner's device."""
         problem = measurement.problem
-        known = {(dim, name): who for dim in dims(problem) for who, name in self._candidates(problem, dim)}
+        known = {(dim, name): who for dim in dims(problem) for who, name in self.candidates(problem, dim)}
 
         def worker(dim: Dim, name: str) -> list[Option]:
             provider = known.get((dim, name))
@@ -189,7 +194,8 @@ class Planner:
 
         return worker
 
-    def _candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
+    def candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
+        """Who serves parts of the problem along a dim, by which algorithms."""
         part = problem if dim is Dim.BATCH else middle(problem, dim, extent(problem, dim) // 2).problem
         return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
 
@@ -200,7 +206,7 @@ class Planner:
         first sizes is given up, and the workspaces of its other sizes are then never asked for.
         """
         whole = extent(measurement.problem, dim)
-        sizes = _Sizes(
+        sizes = Sizes(
             measurement, candidate, dim, min(limit, device_of(self.device).memory // 2), self._settings.policy
         )
         if sizes.smallest is None:
@@ -223,7 +229,7 @@ class Planner:
                 yield option
 
 
-class _Sizes:
+class Sizes:
     """The sizes of parts that a policy tries.
 
     Attributes:
@@ -248,6 +254,11 @@ class _Sizes:
                 sizes.add(even)
                 self._few = sorted({*self._few, even})
         self.all = sorted(sizes)
+
+    def fitting(self, sizes: Iterable[int]) -> dict[int, int]:
+        """The bytes that parts need of those sizes that are served within what is allowed."""
+        needs = {size: self._measurement.workspace(self._candidate, self._dim, size) for size in sizes}
+        return {size: need for size, need in needs.items() if need is not None and need <= self._allowed}
 
     def fits(self, size: int) -> bool:
         """Whether parts of a size are served within what is allowed."""

@@ -26,6 +26,8 @@ class Record:
         workspace: bytes that the division uses.
         dim: what is divided: "batch", where extents are samples, or "depth", "height" or "length", where they are rows.
         whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
+        trials: calls of the program that tried something, where planning is live.
+        cost: seconds that these took more than torch's own kernel would have; negative where they were faster.
     """
 
     problem: ConvProblem
@@ -38,6 +40,8 @@ class Record:
     workspace: int
     dim: str = "batch"
     whole_workspace: int = 0
+    trials: int = 0
+    cost: float = 0.0
 
     @property
     def is_divided(self) -> bool:

@@ -66,7 +66,7 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None) -> s
         f"({stock * 1e3:.3f} ms) and {_times(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
-    return " ".join((gain, *_saved(records), *_limited(records, weights)))
+    return " ".join((gain, *_saved(records), *_limited(records, weights), *_explored(records)))
 
 
 def _saved(records: Sequence[Record]) -> list[str]:
@@ -92,6 +92,16 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
         f"{len(torchs)} of them, {sum(torchs) / whole:.0%} of the time, stay with torch's own kernel, which nothing "
         "within the limit beats."
     ]
+
+
+def _explored(records: Sequence[Record]) -> list[str]:
+    """What live planning tried, and what that cost the program."""
+    trials = sum(record.trials for record in records)
+    if not trials:
+        return []
+    cost = sum(record.cost for record in records)
+    took = "more" if cost >= 0 else "less"
+    return [f"{trials} calls were trials: they took {abs(cost):.3f} s {took} than torch's own kernels would have."]
 
 
 def _narrow_table(title: str | None) -> Table:

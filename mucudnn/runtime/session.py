@@ -13,16 +13,19 @@ from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
+from mucudnn.planning.prospects import Prospects
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
 from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.live import Budget, Explored, Live
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
+from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 
@@ -49,6 +52,9 @@ class Session:
         self._allowance = Allowance(settings) if settings.is_by_step else None
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total)
+        self._is_live = settings.planning == "live" and board is None  # ranks must come to the same plans
+        self._budget = Budget()
+        self._explored: dict[Hashable, Explored] = {}
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -57,7 +63,7 @@ class Session:
         with self._lock:
             if key not in self.decisions:
                 try:
-                    self.decisions[key] = self._decision(call)
+                    self.decisions[key] = self._decision(key, call)
                 except UNMEASURED as error:
                     _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
                     self.decisions[key] = None
@@ -79,11 +85,13 @@ class Session:
             self._allowance.close()
         self.store.close()
 
-    def _decision(self, call: Call) -> Decision | None:
+    def _decision(self, key: Hashable, call: Call) -> Decision | None:
         if self._allowance is not None:
             return self._step_budget(self._allowance, call)
         if self._workspace is not None:
             return self._shared_total(self._workspace, call)
+        if self._is_live:
+            return self._live(key, call)
         return self._fixed_limit(call)
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
@@ -94,6 +102,31 @@ class Session:
         decision = _working(planner, planner.plan(measurement), measurement)
         self._made[measurement.problem] = decision
         return None if decision.plan.is_stock else decision
+
+    def _live(self, key: Hashable, call: Call) -> Live | None:
+        if call.problem() is None or self._planner_for(call) is None:
+            return None
+        return Live(self._explored_by, lambda: self._leave(key))
+
+    def _explored_by(self, call: Call, result: torch.Tensor) -> Explored:
+        """What explores the problem of a call, which may be other layers' too."""
+        planner, problem = self._planner_for(call), call.problem(result)
+        assert planner is not None and problem is not None, "others are torch's"
+        name = problem, result.stride(), planner.device, Environment.current(planner.device)
+        with self._budget.lock:
+            if name not in self._explored:
+                prospects = Prospects(
+                    planner,
+                    planner.measurement(problem, None, result.stride()),
+                    self.settings.workspace_limit,
+                    self.settings.policy,
+                )
+                self._explored[name] = self._made[problem] = Explored(self._budget, prospects, result.stride())
+            return self._explored[name]
+
+    def _leave(self, key: Hashable) -> None:
+        """Leaves a convolution to torch's own kernel."""
+        self.decisions[key] = None
 
     def _step_budget(self, allowance: Allowance, call: Call) -> StepBudget | None:
         problem = call.problem()

@@ -30,6 +30,14 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_VERSION}",
 )
+_SETTLEMENTS = """CREATE TABLE IF NOT EXISTS settlements (
+    problem INTEGER NOT NULL REFERENCES problems (id),
+    terms TEXT NOT NULL,
+    plan TEXT NOT NULL,
+    PRIMARY KEY (problem, terms)
+) WITHOUT ROWID"""
+"""Made when the first is kept: files without it are as good, and a file may be one that can only be read."""
+
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 Launches = dict[tuple[str, int], Option]
@@ -155,6 +163,22 @@ def insert_need(connection: sqlite3.Connection, key: str, launch: str, workspace
         connection.execute(
             "INSERT OR REPLACE INTO needs VALUES (?, ?, ?)", (_problem(connection, key), launch, workspace)
         )
+
+
+def select_settlement(connection: sqlite3.Connection, key: str, terms: str) -> str | None:
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settlements'").fetchone() is None:
+        return None
+    rows = connection.execute(
+        "SELECT plan FROM settlements JOIN problems ON problem = id WHERE key = ? AND terms = ?", (key, terms)
+    )
+    return next((str(plan) for (plan,) in rows), None)
+
+
+def insert_settlement(connection: sqlite3.Connection, key: str, terms: str, plan: str) -> None:
+    with transaction(connection):
+        connection.execute(_SETTLEMENTS)
+        problem = _problem(connection, key)
+        connection.execute("INSERT OR REPLACE INTO settlements VALUES (?, ?, ?)", (problem, terms, plan))
 
 
 def _problem(connection: sqlite3.Connection, key: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem
@@ -74,3 +74,11 @@ class Logbook:
         if known is None or known.seconds != seconds:
             self.record(problem, Option(problem.extent, name, seconds, workspace))
         return seconds
+
+    def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
+        """What live planning found for a problem under terms, plain values; `None` for nothing."""
+        return self._store.settlement(self.key(problem), {"extent": problem.extent, **terms})
+
+    def settle(self, problem: ConvProblem, terms: Mapping[str, Any], plan: Any) -> None:
+        """Keeps what live planning found."""
+        self._store.settle(self.key(problem), {"extent": problem.extent, **terms}, plan)

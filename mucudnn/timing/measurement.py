@@ -150,8 +150,6 @@ class Measurement:
         Raises:
             LaunchError: where one of the algorithms fails.
         """
-        parts = "+".join(f"{option.extent}:{option.algorithm}" for option in schedule.division.options)
-        name = f"division {parts}" if schedule.dim is Dim.BATCH else f"division {schedule.dim} {parts}"
 
         def measure() -> float:
             ratio = clock.ratio(
@@ -161,7 +159,7 @@ class Measurement:
             )
             return ratio * self.stock_seconds()
 
-        return self.logbook.seconds(self.problem, name, schedule.division.workspace, measure)
+        return self.logbook.seconds(self.problem, schedule.name, schedule.division.workspace, measure)
 
     def adopt(self, dim: Dim, option: Option) -> None:
         """Keeps a launch that another measurement of the problem has found."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -67,6 +67,20 @@ class Schedule:
             start += sum(extents)
         return runs
 
+    @property
+    def name(self) -> str:
+        """Under which the time of the whole is kept: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
+        parts = "+".join(f"{option.extent}:{option.algorithm}" for option in self.division.options)
+        return f"division {parts}" if self.dim is Dim.BATCH else f"division {self.dim} {parts}"
+
+    @property
+    def _singly(self) -> Iterator[Run]:
+        """Every part by itself."""
+        sums = self.problem.target is Role.W
+        tiles = ((run, tile) for run in self._runs for tile in run.tiles)
+        for number, (run, tile) in enumerate(tiles):
+            yield run._replace(tiles=(tile,), accumulate=sums and number > 0)
+
     @cached_property
     def _rounding(self) -> int:
         return rounding_bytes(self.problem, len(self.division.options) > 1)
@@ -85,11 +99,12 @@ class Schedule:
                 except RuntimeError as error:
                     raise LaunchError(run.algorithm, tile.extent, error) from error
 
-    def run(self, operands: Operands) -> None:
+    def run(self, operands: Operands, lap: Callable[[], object] | None = None) -> None:
         """Computes the problem's target.
 
         Args:
             operands: of the whole; the target is overwritten.
+            lap: called after every part, each then being a launch of its own.
 
         Raises:
             LaunchError: where an algorithm fails; the target's contents are then undefined.
@@ -98,12 +113,14 @@ class Schedule:
         if self._rounding:
             operands = replace(operands, w=torch.empty_like(operands.w, dtype=torch.float32))
         with _BeneathTransforms():
-            for algorithm, provider, parts, accumulate in self._runs:
+            for algorithm, provider, parts, accumulate in self._runs if lap is None else self._singly:
                 try:
                     provider.launch(algorithm, [tile.part(operands) for tile in parts], accumulate)
                 except (RuntimeError, MemoryError) as error:
                     largest = max(tile.extent for tile in parts)
                     raise LaunchError(algorithm, largest, error) from error
+                if lap is not None:
+                    lap()
             if operands.target(self.problem) is not result:
                 result.copy_(operands.target(self.problem))
 

@@ -28,10 +28,12 @@ from mucudnn.timing.database import (
     connect,
     insert,
     insert_need,
+    insert_settlement,
     prepare,
     select,
     select_all,
     select_needs,
+    select_settlement,
     told,
 )
 
@@ -68,6 +70,7 @@ class Store:
         self._writable = path != MEMORY
         self._memory: dict[str, Launches] = {}
         self._needs: dict[str, Needs] = {}
+        self._settlements: dict[tuple[str, str], str] = {}
         _stores.add(self)
 
     @property
@@ -109,6 +112,20 @@ class Store:
             self._needs[text][launch] = workspace
             if self._writable:
                 self._write(lambda connection: insert_need(connection, text, launch, workspace))
+
+    def settlement(self, key: Mapping[str, Any], terms: Mapping[str, Any]) -> Any:
+        """What was kept for the key under these terms, plain values; `None` for nothing."""
+        names = _canonical(key), _canonical(terms)
+        with self._lock:
+            text = self._settlements.get(names) or self._read(lambda connection: select_settlement(connection, *names))
+        return None if text is None else json.loads(text)
+
+    def settle(self, key: Mapping[str, Any], terms: Mapping[str, Any], plan: Any) -> None:
+        """Keeps plain values for the key under terms: what planning found there in the end."""
+        names, text = (_canonical(key), _canonical(terms)), json.dumps(plan)
+        with self._lock:
+            if not (self._writable and self._write(lambda connection: insert_settlement(connection, *names, text))):
+                self._settlements[names] = text
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""

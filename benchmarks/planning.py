@@ -1,0 +1,179 @@
+"""The first steps of training under live planning, beside plain torch and measuring ahead.
+
+    python benchmarks/planning.py                                     # all networks, stock and live
+    python benchmarks/planning.py --arms stock live ahead --save      # ahead takes minutes per network
+    python benchmarks/planning.py --networks slices --steps 50
+
+Every arm is a process of its own with a new database. Seconds of the first steps are sums from the first call on, which
+pays for whatever is measured or tried. Settled is the median of the last tenth of the steps; "again" is the median in a
+second process that finds the database of the first. Changing shapes: every step has images of another size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor, nn
+
+import mucudnn
+from benchmarks.table import Table, conditions, save, show
+from mucudnn.networks.models import NETWORKS
+
+RESULT = "planning-cpu"
+ARMS = "stock", "live", "ahead"
+MARKS = 1, 10, 50, 200
+SIZES = 200
+"""Different sizes among the changing shapes."""
+
+
+def slices() -> tuple[nn.Module, Iterator[Tensor]]:
+    """The network of benchmarks/brain_slices.py with made-up slices."""
+    width, kernel = 12, 31
+
+    def block(inputs: int, side: int) -> nn.Sequential:
+        convolution = nn.Conv2d(inputs, width, side, padding=side // 2, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU())
+
+    layers = [block(1, 3), block(width, 3), block(width, kernel), block(width, kernel), block(width, 3)]
+    return nn.Sequential(*layers, nn.Conv2d(width, 3, 1)), same(torch.randn(8, 1, 64, 64))
+
+
+def shapes() -> tuple[nn.Module, Iterator[Tensor]]:
+    """Seven layers of 3x3, and images of `SIZES` sizes."""
+    channels = 3, *[24] * 7
+    pairs = itertools.pairwise(channels)
+    layers = [layer for a, b in pairs for layer in (nn.Conv2d(a, b, 3, padding=1), nn.ReLU())]
+    return nn.Sequential(*layers), (torch.randn(4, 3, 24 + step % SIZES // 8, 24 + step % 8) for step in range(10**6))
+
+
+def network(name: str, batch: int) -> Callable[[], tuple[nn.Module, Iterator[Tensor]]]:
+    def made() -> tuple[nn.Module, Iterator[Tensor]]:
+        found = NETWORKS[name]
+        return found.build(), same(torch.randn(batch, *found.input_shape))
+
+    return made
+
+
+def same(x: Tensor) -> Iterator[Tensor]:
+    while True:
+        yield x
+
+
+PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Iterator[Tensor]]]] = {
+    "slices": slices,
+    "resnet18": network("resnet18", 8),
+    "resnet50": network("resnet50", 4),
+    "unet3d": network("unet3d", 1),
+    "shapes": shapes,
+}
+
+
+def train(program: str, arm: str, steps: int, database: str, policy: str) -> dict[str, Any]:
+    """Seconds of every step, and what was tried."""
+    torch.manual_seed(0)
+    model, inputs = PROGRAMS[program]()
+    seconds = []
+    patched = contextlib.nullcontext()
+    if arm != "stock":
+        patched = mucudnn.patched(planning=arm, database=database, policy=policy, progress="off")  # type: ignore[assignment]
+    with patched as session:
+        for _ in range(steps):
+            x = next(inputs)
+            start = time.perf_counter()
+            model.zero_grad()
+            y = model(x)
+            y = y[0] if isinstance(y, tuple) else y
+            y.square().mean().backward()
+            seconds.append(time.perf_counter() - start)
+        records = [] if session is None else session.records()
+    trials, cost = sum(record.trials for record in records), sum(record.cost for record in records)
+    return {"seconds": seconds, "trials": trials, "cost": cost}
+
+
+def run(program: str, arm: str, steps: int, policy: str) -> dict[str, Any]:
+    """An arm in processes of its own: the steps, and, but for stock, a tenth of them again."""
+    with tempfile.TemporaryDirectory() as folder:
+        database = os.path.join(folder, "times.sqlite")
+
+        def process(count: int) -> dict[str, Any]:
+            words = [sys.executable, __file__, "--child", program, arm, str(count), database, policy]
+            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found
+
+        found = process(steps)
+        found["settled"] = settled(found["seconds"])
+        if arm != "stock" and program != "shapes":
+            found["again"] = settled(process(max(10, steps // 10))["seconds"])
+    return found
+
+
+def settled(seconds: list[float]) -> float:
+    return statistics.median(seconds[-max(5, len(seconds) // 10) :])
+
+
+def table(program: str, figures: dict[str, dict[str, Any]], steps: int) -> Table:
+    marks = [mark for mark in MARKS if mark <= steps]
+    rows = []
+    stock = figures.get("stock")
+    for arm, found in figures.items():
+
+        def told(seconds: float, by_stock: float | None) -> str:
+            return f"{seconds:.3f}" + ("" if not by_stock else f" ({seconds / by_stock:.2f})")
+
+        sums = [told(sum(found["seconds"][:m]), stock and sum(stock["seconds"][:m])) for m in marks]
+        cells = [
+            told(found[name], stock and stock["settled"]) if name in found else "-" for name in ("settled", "again")
+        ]
+        rows.append((arm, *sums, *cells, str(found["trials"]), f"{found['cost']:.3f}"))
+    heads = (
+        "",
+        *(f"{mark} steps" if mark > 1 else "1 step" for mark in marks),
+        "settled",
+        "again",
+        "trials",
+        "their cost",
+    )
+    return Table(f"{program}: seconds (over stock)", heads, rows)
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        program, arm, steps, database, policy = sys.argv[2:]
+        print(json.dumps(train(program, arm, int(steps), database, policy)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: all")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["stock", "live"], help="default: stock and live")
+    parser.add_argument("--steps", type=int, default=200, help="of each arm (default %(default)s)")
+    parser.add_argument("--policy", default="powerOfTwo", help="sizes of parts (default %(default)s)")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
+    chosen = parser.parse_args()
+    about = f"{(__doc__ or '').split(chr(10) * 2)[2]}\n\n{conditions()}"
+    figures = {
+        program: {arm: run(program, arm, chosen.steps, chosen.policy) for arm in chosen.arms}
+        for program in chosen.networks
+    }
+    tables = [table(program, found, chosen.steps) for program, found in figures.items()]
+    if chosen.save:
+        save(RESULT, "The first steps under live planning", about, figures, tables)
+    show(tables)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""Live planning: results while it tries, what it finds on a made-up clock, and what the next run does with that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mucudnn
+from mucudnn.convolution.tile import Part
+from mucudnn.devices import Host
+from mucudnn.optimizer import Purse
+from mucudnn.planning import planner
+from mucudnn.providers.fft import Fft
+from mucudnn.providers.gemm import Gemm
+from mucudnn.providers.stock import Stock
+from mucudnn.runtime import live
+from mucudnn.runtime.live import Explored
+from mucudnn.runtime.session import Session
+from mucudnn.timing.schedule import Schedule
+
+STOCK_SECONDS = 1.0
+
+
+class MadeUp:
+    """Seconds of launches by a clock of our own; torch's own kernel on the whole takes `STOCK_SECONDS`.
+
+    Attributes:
+        per_sample: seconds, by algorithm.
+        late: times that a stopwatch is asked before it tells its laps.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **per_sample: float) -> None:
+        self.per_sample, self.late, self.now = {"stock": STOCK_SECONDS, "fft": 3.0, "gemm": 3.0, **per_sample}, 0, 0.0
+        self.read = 0
+        for name, provider in {"stock": Stock, "fft": Fft, "gemm": Gemm}.items():
+            monkeypatch.setattr(provider, "launch", self._launch(name, provider.launch))
+        own = live.stock_result
+
+        def stock_result(*arguments: Any) -> torch.Tensor:
+            self.now += STOCK_SECONDS
+            return own(*arguments)
+
+        monkeypatch.setattr(live, "stock_result", stock_result)
+        monkeypatch.setattr(Host, "stopwatch", lambda device: Watch(self))
+        # The host's own work takes real time, which is none of this clock's.
+        monkeypatch.setattr(live.time, "perf_counter", lambda: 0.0)
+
+    def _launch(self, name: str, own: Callable[..., None]) -> Callable[..., None]:
+        def launch(provider: Any, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+            self.now += sum(self.per_sample[name] * part.problem.extent / 8 for part in parts)
+            own(provider, algorithm, parts, accumulate)
+
+        return launch
+
+
+class Watch:
+    def __init__(self, machine: MadeUp) -> None:
+        self._machine, self._marks, self._asked = machine, [machine.now], 0
+
+    def lap(self) -> None:
+        self._marks.append(self._machine.now)
+
+    def laps(self) -> list[float] | None:
+        self._asked += 1
+        self._machine.read += 1
+        if self._asked <= self._machine.late:
+            return None
+        return [end - start for start, end in zip(self._marks, self._marks[1:], strict=False)]
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is granted and nothing is too short, so that small tensors are explored at once."""
+    monkeypatch.setattr(Purse, "grants", lambda purse, seconds: True)
+    monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(live, "is_too_short", lambda seconds: False)
+
+
+def explored(session: Session) -> list[Explored]:
+    return list(session._explored.values())
+
+
+X, W = torch.randn(8, 3, 12, 12), torch.randn(5, 3, 5, 5)
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "plain": (nn.Conv2d(3, 4, 3, padding=1), (4, 3, 11, 10)),
+    "strided, dilated, no bias": (nn.Conv2d(3, 4, 3, stride=2, dilation=2, bias=False), (5, 3, 13, 12)),
+    "groups": (nn.Conv2d(4, 8, 3, groups=2, padding=1), (3, 4, 9, 9)),
+    "1-D": (nn.Conv1d(3, 4, 9, padding=4), (4, 3, 30)),
+    "3-D, one volume": (nn.Conv3d(2, 3, 3, padding=1), (1, 2, 8, 7, 6)),
+    "transposed": (nn.ConvTranspose2d(3, 4, 3, stride=2, output_padding=1), (4, 3, 8, 8)),
+    "float64": (nn.Conv2d(3, 4, 3, padding=1).double(), (4, 3, 11, 10)),
+    "bfloat16": (nn.Conv2d(3, 4, 3, padding=1).bfloat16(), (4, 3, 11, 10)),
+    "channels_last": (nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last), (4, 3, 11, 10)),
+}
+
+
+def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y.backward(torch.sin(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y.dtype))
+    found = [y, x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [tensor.detach().double() for tensor in found if tensor is not None]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_call_gives_the_results_of_float64(name: str) -> None:
+    layer, shape = LAYERS[name]
+    dtype = next(layer.parameters()).dtype
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    if name == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    expected = [tensor.clone() for tensor in gradients(layer.double(), x.double())]
+    layer.to(dtype)
+    strides = layer(x).stride()
+    tolerance = {torch.bfloat16: 5e-2, torch.float64: 1e-10}.get(dtype, 1e-4)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(40):
+            found = gradients(layer, x)
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * other.abs().max().item())
+            assert layer(x).stride() == strides
+        assert sum(record.trials for record in session.records()) >= 3, "something must have been tried"
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_the_fastest_is_found_and_kept(late: int, monkeypatch: pytest.MonkeyPatch, own_database: Path) -> None:
+    machine = MadeUp(monkeypatch, fft=0.1)
+    machine.late = late
+    with mucudnn.patched(planning="live") as session:
+        for _ in range(60 * (1 + late)):
+            functional.conv2d(X, W)
+        (record,) = session.records()
+        assert {algorithm for _, algorithm in record.parts} == {"fft"} and record.trials > 0
+        assert all(one.fixed is not None for one in explored(session))
+        assert record.seconds == pytest.approx(0.1) and record.stock_seconds == pytest.approx(1.0)
+        before, read = machine.now, machine.read
+        functional.conv2d(X, W)
+        assert machine.now - before == pytest.approx(0.1) and machine.read == read
+    with mucudnn.patched(planning="live") as session:
+        calls = [functional.conv2d(X, W) for _ in range(3)]
+        (again,) = session.records()
+        assert (again.parts, again.dim, again.trials) == (record.parts, record.dim, 0)
+        assert torch.equal(calls[1], calls[2])
+
+
+def test_where_nothing_is_gained_the_calls_cost_a_tenth_more_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, calls = MadeUp(monkeypatch, fft=8.0, gemm=5.0), 50
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(calls):
+            before = machine.now
+            functional.conv2d(X, W)
+            machine.now = max(machine.now, before + STOCK_SECONDS)  # what torch computes by itself moves no clock
+        assert session.records()[0].trials > 0
+    assert machine.now <= 1.25 * calls * STOCK_SECONDS
+
+
+@pytest.mark.usefixtures("eager")
+def test_nothing_that_is_tried_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUp(monkeypatch, fft=0.1, gemm=0.2)
+    limit, own, seen = 60_000, Schedule.run, []
+
+    def run(schedule: Schedule, *arguments: Any) -> None:
+        seen.append(max(schedule.workspaces))
+        own(schedule, *arguments)
+
+    monkeypatch.setattr(Schedule, "run", run)
+    with mucudnn.patched(planning="live", database=":memory:", workspace_limit=limit):
+        for _ in range(40):
+            functional.conv2d(X, W)
+    assert seen and max(seen) <= limit
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_fails_is_computed_by_torch_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUp(monkeypatch, gemm=0.3)
+    tries = []
+
+    def failing(provider: Fft, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        tries.append(algorithm)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Fft, "launch", failing)
+    expected = functional.conv2d(X, W)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(60):
+            torch.testing.assert_close(functional.conv2d(X, W), expected, rtol=1e-4, atol=1e-4)
+        (record,) = session.records()
+    assert "gemm" in {algorithm for _, algorithm in record.parts}
+    assert 0 < len(tries) <= 8
+
+
+def test_a_short_convolution_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUp(monkeypatch)
+    monkeypatch.setattr(planner, "LEAST_SECONDS", 2.0)
+    monkeypatch.setattr(live, "is_too_short", lambda seconds: True)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for _ in range(5):
+            functional.conv2d(X, W)
+        assert list(session.decisions.values()) == [None]
+
+
+@pytest.mark.usefixtures("eager")
+def test_threads_explore_together() -> None:
+    expected, wrong = functional.conv2d(X, W), []
+
+    def work() -> None:
+        for _ in range(40):
+            if not torch.allclose(functional.conv2d(X, W), expected, rtol=1e-4, atol=1e-4):
+                wrong.append(threading.get_ident())
+
+    with mucudnn.patched(planning="live", database=":memory:"):
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_layers_of_one_shape_explore_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUp(monkeypatch, fft=0.1)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for number in range(60):
+            functional.conv2d(X, W * number)
+        assert len(explored(session)) == 1 and len(session.records()) == 1
+
+
+@pytest.mark.parametrize("settings", [{"workspace_limit": "peak"}, {"total_workspace_size": "1MiB"}])
+def test_budgets_and_totals_are_measured_ahead(settings: dict[str, Any]) -> None:
+    with mucudnn.patched(planning="live", database=":memory:", **settings) as session:
+        functional.conv2d(X, W)
+        assert explored(session) == []
