@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from distconv.job.launcher import BadInput
 from distconv.model.strategy import as_toml
 from distconv.partition import AXES
 from distconv.performance.machine import built_in
+from mucudnn.commands.arguments import check_writable
 from mucudnn.commands.network import NAMES, add_network
 from mucudnn.sizes import format_bytes, parse_bytes
 
@@ -71,6 +73,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--only", metavar="PATTERN", help="take only partitions that match, such as 'sample=*'")
     parser.add_argument("--candidates", type=int, metavar="N", help="partitions to look at (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
+    add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(command=command)
 
@@ -87,6 +90,22 @@ def add_network_and_machine(parser: Any) -> None:
     parser.add_argument(
         "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
     )
+
+
+def add_picture(parser: Any, shown: str) -> None:
+    """--picture FILE."""
+    parser.add_argument("--picture", metavar="FILE", help=f"draw {shown} (.png, .svg or .pdf; needs matplotlib)")
+
+
+def check_picture(path: str | None) -> None:
+    """ValueError, one line, for a picture that cannot be drawn; asked before anything is computed."""
+    if path is None:
+        return
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--picture {path}: accepted: a name that ends in .png, .svg or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install 'mucudnn-distconv[plot]'")
+    check_writable("--picture", path)
 
 
 @contextmanager
@@ -125,6 +144,7 @@ def command(options: Any) -> int:
     with one_line():
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
+        check_picture(options.picture)
         machine = machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read(options.machine)
         limit = math.inf if options.memory is None else parse_bytes(options.memory)
         model, sample, batch = network_of(options)
@@ -149,6 +169,10 @@ def command(options: Any) -> int:
             rows, uniform = planner.rows(plan), planner.uniform()
         if options.output:
             Path(options.output).write_text(as_toml(plan.strategy))
+        if options.picture:
+            from distconv.performance import pictures
+
+            pictures.save(options.picture, lambda: pictures.plan_figure(plan, rows, uniform, machine))
     if options.json:
         print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
     else:

@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from distconv.commands.plan import add_network_and_machine, network_of, one_line
+from distconv.commands.plan import add_network_and_machine, add_picture, check_picture, network_of, one_line
 from mucudnn.sizes import format_bytes
 
 DESCRIPTION = """\
@@ -47,6 +47,7 @@ def add(commands: Any) -> None:
         metavar="AXIS=RANKS,...",
         help="of the ranks that share a sample; may be given more than once (default: the most promising one)",
     )
+    add_picture(parser, "scaling curves: time of a step, and efficiency")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
     parser.set_defaults(command=command)
 
@@ -56,6 +57,7 @@ def command(options: Any) -> int:
     from distconv.performance.machine import read
 
     with one_line():
+        check_picture(options.picture)
         machine = read(options.machine)
         try:
             counts = sorted({int(text) for text in options.ranks.split(",")})
@@ -69,11 +71,23 @@ def command(options: Any) -> int:
             for ranks in counts
             for point in _points(options, model, (batch * (ranks if options.weak else 1), *sample), ranks, machine)
         ]
+    if options.picture:
+        from distconv.performance import pictures
+
+        drawn = [{**point, "series": _series(options, point)} for point in found]
+        with one_line():
+            pictures.save(options.picture, lambda: pictures.scaling_figure(drawn, machine.name, weak=options.weak))
     if options.json:
         print(json.dumps({"machine": machine.name, "points": found}, indent=2))
     else:
         _show(machine.name, found)
     return 0
+
+
+def _series(options: Any, point: dict[str, Any]) -> str:
+    """The curve to which a point belongs."""
+    inner = ",".join(part for part in point["partition"].split(",") if not part.startswith("sample="))
+    return "samples alone" if not inner else inner if options.partition else "the most promising other partition"
 
 
 def _points(options: Any, model: Any, shape: tuple[int, ...], ranks: int, machine: Any) -> list[dict[str, Any]]:
