@@ -71,6 +71,17 @@ def add(commands: Any) -> None:
         "--axes", metavar="NAME,...", help=f"divide along these axes only, of {', '.join(AXES)} (default: all)"
     )
     parser.add_argument("--only", metavar="PATTERN", help="take only partitions that match, such as 'sample=*'")
+    parser.add_argument("--without", metavar="PATTERN", help="take no partitions that match, such as '*channel=*'")
+    parser.add_argument(
+        "--keep",
+        metavar="FILE",
+        help="a strategy: layers that its patterns match keep their partition, others are free",
+    )
+    parser.add_argument(
+        "--workspaces",
+        action="store_true",
+        help="measure how mucudnn divides every convolution, and choose its workspace limit too (--machine here)",
+    )
     parser.add_argument("--candidates", type=int, metavar="N", help="partitions to look at (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
@@ -133,9 +144,11 @@ def network_of(options: Any) -> tuple[nn.Module, tuple[int, ...], int]:
 
 def command(options: Any) -> int:
     """Plans, and prints or writes what was found."""
+    from distconv.model.strategy import read as read_strategy
     from distconv.performance.automatic import machine_here
-    from distconv.performance.candidates import MOST, allowed, partitions, worthwhile
+    from distconv.performance.candidates import MOST, allowed, fixed_layers, partitions, worthwhile
     from distconv.performance.choice import Planner
+    from distconv.performance.divisions import divided_here
     from distconv.performance.imagined import imagined_job
     from distconv.performance.kept import Kept, kept_here
     from distconv.performance.layers import trace
@@ -146,13 +159,17 @@ def command(options: Any) -> int:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
         check_picture(options.picture)
         machine = machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read(options.machine)
+        if options.workspaces:
+            machine = divided_here(machine)
         limit = math.inf if options.memory is None else parse_bytes(options.memory)
         model, sample, batch = network_of(options)
         shape = (batch, *sample)
         graph = trace(model, shape)
         axes = options.axes.split(",") if options.axes else None
-        every = allowed(options.only, partitions(options.ranks, len(shape), axes))
+        every = allowed(options.only, options.without, partitions(options.ranks, len(shape), axes))
         found = worthwhile(graph, every, options.candidates or MOST)
+        fixed = {} if options.keep is None else fixed_layers(graph, read_strategy(options.keep, options.ranks))
+        found += [partition for partition in dict.fromkeys(fixed.values()) if partition not in found]
         if not found:
             raise ValueError(f"--ranks {options.ranks}: no partition of so many ranks divides an input {shape}")
         with imagined_job(options.ranks, machine.threads):
@@ -164,11 +181,12 @@ def command(options: Any) -> int:
                 states=OPTIMIZERS[options.optimizer],
                 batch_norm=options.batch_norm,
                 shown="off" if options.json else "auto",
+                fixed=fixed,
             )
-            plan = planner.best(limit)
+            plan = _best(planner, limit)
             rows, uniform = planner.rows(plan), planner.uniform()
         if options.output:
-            Path(options.output).write_text(as_toml(plan.strategy))
+            Path(options.output).write_text(as_toml(plan.strategy, plan.workspace))
         if options.picture:
             from distconv.performance import pictures
 
@@ -178,6 +196,16 @@ def command(options: Any) -> int:
     else:
         _show(plan, rows, uniform, planner, graph)
     return 0
+
+
+def _best(planner: Planner, limit: float) -> Plan:
+    from mucudnn.optimizer import DoesNotFit
+
+    try:
+        return planner.best(limit)
+    except DoesNotFit as error:
+        least = f"the least is {format_bytes(math.ceil(error.least))}"
+        raise ValueError(f"--memory {format_bytes(math.floor(limit))}: no choice fits; {least} on a rank") from None
 
 
 def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, graph: LayerGraph) -> None:
@@ -212,6 +240,7 @@ def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, gr
             f" {format_bytes(int(other.memory(planner.states)))}"
             for other in uniform
         ),
+        *([f"workspace: {format_bytes(int(plan.workspace))}, reused by all convolutions"] if plan.workspace else []),
         *(f"left out: {partition}: {why}" for partition, why in planner.refusals.items()),
     ]
     if plan.gap:
@@ -236,6 +265,7 @@ def _plain(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner) -
         "exposed": plan.times.exposed,
         "hidden": plan.times.hidden,
         "memory": plan.memory(planner.states),
+        "workspace": plan.workspace,
         "gap": plan.gap,
         "strategy": dict(plan.strategy),
         "single": [

@@ -85,11 +85,14 @@ def _run_distributed(job: Job, store: Store) -> None:
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = make_mesh(job.partition, device_type=device_type)
     with contextlib.ExitStack() as around:
-        if divides_locally():
+        chosen = 0 if job.strategy is None else job.strategy.workspace_limit
+        if divides_locally() or chosen:
             import mucudnn
             from distconv.job.board import StoreBoard
 
-            session = around.enter_context(mucudnn.patched(board=StoreBoard(store)))
+            # What the environment says wins: a strategy's limit is that of a prediction.
+            limit = None if divides_locally() else chosen
+            session = around.enter_context(mucudnn.patched(board=StoreBoard(store), workspace_limit=limit))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
         around.enter_context(common_handlers(store, dist.get_rank(), size))

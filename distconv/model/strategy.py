@@ -2,7 +2,8 @@
 
 {"layer3.*": "channel=4", "*": "sample=4"}          the first pattern that matches a layer's name decides
 
-[layers]                                            the same as a file, strategy.toml
+workspace_limit = "64MiB"                            the same as a file, strategy.toml; what mucudnn may use
+[layers]
 "layer3.*" = "channel=4"
 "*" = "sample=4"
 """
@@ -10,14 +11,16 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distconv.partition import Partition
+from mucudnn.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,9 +30,14 @@ if TYPE_CHECKING:
 class Strategy:
     """Patterns, as of the shell (``*``, ``?``, ``[...]``), and the partition of the layers that each is the first to
     match, by their own name or that of a layer around them. A layer that none matches runs under the model's partition.
+
+    Attributes:
+        layers: (pattern, partition), in order.
+        workspace_limit: bytes of workspace within which mucudnn divides each rank's convolutions; 0: it does not.
     """
 
     layers: tuple[tuple[str, Partition], ...]
+    workspace_limit: int = 0
 
     @classmethod
     def parse(cls, layers: Mapping[str, str], ranks: int | None = None, where: str = "strategy") -> Strategy:
@@ -76,15 +84,17 @@ class Strategy:
                 raise ValueError(f"strategy: {pattern!r} is the first to match no layer of {what}: {names}")
 
 
-def as_toml(strategy: Mapping[str, str]) -> str:
+def as_toml(strategy: Mapping[str, str], workspace_limit: float = 0) -> str:
     """The text of a file of {pattern: partition}, as :func:`read` takes it."""
+    limit = [f"workspace_limit = {int(workspace_limit)}", ""] if workspace_limit else []
     lines = [f"{json.dumps(pattern)} = {json.dumps(partition)}" for pattern, partition in strategy.items()]
-    return "\n".join(["[layers]", *lines, ""])
+    return "\n".join([*limit, "[layers]", *lines, ""])
 
 
 def read(path: str | Path, ranks: int | None = None) -> Strategy:
-    """The strategy of a TOML file with one table, ``[layers]``. ValueError, one line, for a file that is not that, and
-    as :meth:`Strategy.parse` raises it.
+    """The strategy of a TOML file with a table, ``[layers]``, and perhaps a ``workspace_limit``.
+
+    ValueError, one line, for a file that is not that, and as :meth:`Strategy.parse` raises it.
     """
     where = f"strategy {str(path)!r}"
     try:
@@ -95,6 +105,15 @@ def read(path: str | Path, ranks: int | None = None) -> Strategy:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{where}: {error}") from None
     layers = content.get("layers")
+    workspace = content.pop("workspace_limit", "0")
     if set(content) != {"layers"} or not isinstance(layers, dict) or not layers:
-        raise ValueError(f'{where}: accepted: one table [layers] of "pattern" = "axis=ranks,..."')
-    return Strategy.parse(layers, ranks, where)
+        raise ValueError(
+            f'{where}: accepted: one table [layers] of "pattern" = "axis=ranks,...", and workspace_limit = "64MiB"'
+        )
+    try:
+        limit = parse_bytes(workspace)
+    except ValueError:
+        limit = math.inf
+    if limit == math.inf:
+        raise ValueError(f"{where}: workspace_limit = {workspace!r}; accepted: a number of bytes, such as 64MiB")
+    return replace(Strategy.parse(layers, ranks, where), workspace_limit=int(limit))

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from distconv.model.strategy import Strategy
 from distconv.partition import AXES, Kind, Partition
 from distconv.performance.layers import Layer, LayerGraph
 
@@ -113,15 +114,36 @@ def _taken(layer: Layer, partition: Partition) -> float:
     )
 
 
-def allowed(pattern: str | None, found: Sequence[Partition]) -> list[Partition]:
-    """Those whose text a pattern as of the shell matches.
+def allowed(only: str | None, without: str | None, found: Sequence[Partition]) -> list[Partition]:
+    """Those whose text a pattern as of the shell matches, and another one does not.
 
     Raises:
         ValueError: one line, where that is none.
     """
-    if pattern is None:
-        return list(found)
-    kept = [partition for partition in found if fnmatchcase(str(partition), pattern)]
+    kept = [partition for partition in found if only is None or fnmatchcase(str(partition), only)]
     if not kept:
-        raise ValueError(f"--only {pattern!r} matches none of {len(found)} partitions, such as {found[0]}")
-    return kept
+        raise ValueError(f"--only {only!r} matches none of {len(found)} partitions, such as {found[0]}")
+    left = [partition for partition in kept if without is None or not fnmatchcase(str(partition), without)]
+    if not left:
+        raise ValueError(f"--without {without!r} matches all of {len(kept)} partitions, such as {kept[0]}")
+    return left
+
+
+def fixed_layers(graph: LayerGraph, strategy: Strategy) -> dict[str, Partition]:
+    """{layer: the partition that a strategy's patterns give it}; layers that none matches are left out.
+
+    Raises:
+        ValueError: one line, for a pattern that decides on no layer.
+    """
+    found: dict[str, Partition] = {}
+    used = set()
+    for name, layer in graph.layers.items():
+        if decided := strategy.partition(layer.around if layer.is_meeting else name):
+            used.add(decided[0])
+            found[name] = decided[1]
+    for pattern, _ in strategy.layers:
+        if pattern not in used and pattern != "*":
+            raise ValueError(
+                f"strategy: {pattern!r} is the first to match no layer, such as {next(iter(graph.layers))}"
+            )
+    return found

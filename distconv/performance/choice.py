@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
@@ -16,9 +16,10 @@ from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph
 from distconv.performance.machine import Machine
+from distconv.performance.patterns import patterns
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, replay
-from mucudnn.optimizer import DoesNotFit, assign, assign_within
+from mucudnn.optimizer import DoesNotFit, assign_reusing
 from mucudnn.timing import progress
 
 EXPOSED = (0.0, 0.3, 1.0)
@@ -57,6 +58,7 @@ class Plan:
         times: of it on the machine.
         exposed: the share of the gradients' allreduces that its choice took not to hide.
         gap: by what fraction the sum over the layers could be less within the limit of memory, at most.
+        workspace: bytes that mucudnn may use for each convolution, reused by all; 0 where it divides none.
     """
 
     layers: Mapping[str, Partition]
@@ -65,10 +67,12 @@ class Plan:
     times: Times
     exposed: float = EXPOSED[1]
     gap: float = 0.0
+    workspace: float = 0
 
     def memory(self, states: float) -> float:
-        """Bytes of a rank: parameters, gradients, ``states`` numbers per parameter of the optimizer, activations."""
-        return self.step.saved + (2 + states) * self.step.parameters
+        """Bytes of a rank: parameters, gradients, ``states`` numbers per parameter of the optimizer, activations, and
+        the workspace."""
+        return self.step.saved + (2 + states) * self.step.parameters + self.workspace
 
 
 class Planner:
@@ -89,6 +93,7 @@ class Planner:
         batch_norm: str = "global",
         shown: str = "off",
         recordings: Recordings | None = None,
+        fixed: Mapping[str, Partition] | None = None,
     ) -> None:
         """
         Args:
@@ -97,6 +102,7 @@ class Planner:
             states: numbers per parameter that the optimizer keeps, such as 1 for momentum and 2 for Adam.
             shown: when a progress bar is, as mucudnn's setting ``progress`` says it.
             recordings: of the same model and graph, to record nothing again; new ones, if not given.
+            fixed: {layer: the partition, one of those found, that it has in every plan but the uniform ones}.
         """
         self.model, self.graph, self.partitions, self.machine = model, graph, list(found), machine
         self.states = states
@@ -104,6 +110,7 @@ class Planner:
         self.meshes = [mesh_of(partition) for partition in self.partitions]
         self.refusals: dict[str, str] = {}
         self._plans: dict[tuple[Partition, ...], Plan | None] = {}
+        self.fixed = dict(fixed or {})
         self.costs = self._costs(shown)
         self.moves = self._moves()
 
@@ -124,7 +131,13 @@ class Planner:
                     for fit, (partition, mesh) in zip(fitting, pairs, strict=True)
                 ]
                 advance()
-        return {name: known[kinds[name]] for name in self.graph.layers}
+        return {
+            name: [
+                cost if self.fixed.get(name, partition) == partition else NEVER
+                for partition, cost in zip(self.partitions, known[kinds[name]], strict=True)
+            ]
+            for name in self.graph.layers
+        }
 
     def _moves(self) -> dict[tuple[str, str], Numbers]:
         known: dict[tuple[int, ...], Numbers] = {}
@@ -143,35 +156,54 @@ class Planner:
             ValueError: one line, where no layer can run under any partition.
         """
         plans = [plan for exposed in EXPOSED if (plan := self._chosen(exposed, limit)) is not None]
-        plans += [plan for plan in self.uniform() if plan.memory(self.states) <= limit]
+        if not self.fixed:
+            self.uniform()
+            known = [plan for plan in self._plans.values() if plan is not None]
+            plans += [self.widened(plan, limit) for plan in known if plan.memory(self.states) <= limit]
         if not plans:
-            raise DoesNotFit(limit, min((plan.memory(self.states) for plan in self.uniform()), default=math.inf))
+            smallest = self._smallest()
+            every = [plan.memory(self.states) for plan in ([smallest] if self.fixed else self._plans.values()) if plan]
+            raise DoesNotFit(limit, min(every, default=math.inf))
         return min(plans, key=lambda plan: plan.times.total)
+
+    def widened(self, plan: Plan, limit: float = math.inf) -> Plan:
+        """A plan with the most workspace that serves it and that a limit of bytes leaves."""
+        index = {partition: at for at, partition in enumerate(self.partitions)}
+        costs = [self.costs[name][index[partition]] for name, partition in plan.layers.items()]
+        room = limit - plan.memory(self.states) + plan.workspace
+        workspace = max((size for cost in costs for _, size in cost.divided if size <= room), default=0)
+        return replace(plan, times=replay(plan.step, self.machine.within(workspace)), workspace=workspace)
+
+    def _smallest(self) -> Plan | None:
+        """Every layer under the partition that takes the fewest bytes of it."""
+        sizes = {
+            name: [cost.bytes(self.states) if cost.ways() else math.inf for cost in costs]
+            for name, costs in self.costs.items()
+        }
+        return self._plan({name: int(np.argmin(each)) for name, each in sizes.items()}, EXPOSED[1])
 
     def _chosen(self, exposed: float, limit: float) -> Plan | None:
         names = list(self.graph.layers)
-        seconds = {name: [cost.seconds(exposed) for cost in self.costs[name]] for name in names}
+        ways = {name: [cost.ways(exposed) for cost in self.costs[name]] for name in names}
         for name in names:
-            if not np.isfinite(seconds[name]).any():
+            if not any(ways[name]):
                 why = next((cost.refusal for cost in self.costs[name] if cost.refusal), "its data is too small")
                 raise ValueError(f"layer {name}: no partition of {self.partitions[0].ranks} ranks divides it: {why}")
-        if limit == math.inf:
-            return self._plan(assign(seconds, self.moves), exposed)
-        plan = self._plan(assign(seconds, self.moves), exposed)
-        if plan is not None and plan.memory(self.states) <= limit:
-            return plan
         sizes = {name: [cost.bytes(self.states) for cost in self.costs[name]] for name in names}
-        room = limit
-        for _ in range(4):
+        room = math.inf
+        for _ in range(5):
             # Bytes of single layers leave out what they share; the whole step tells, and the room is set by it.
             try:
-                within = assign_within(seconds, self.moves, sizes, room)
+                found = assign_reusing(ways, self.moves, sizes, room)
             except DoesNotFit:
                 return None
-            plan = self._plan(within.chosen, exposed, within.gap)
-            if plan is None or plan.memory(self.states) <= limit:
-                return plan
-            room *= 0.98 * limit / plan.memory(self.states)
+            plan = self._plan(found.chosen, exposed, found.gap)
+            if plan is None:
+                return None
+            taken = plan.memory(self.states) + found.workspace
+            if taken <= limit or (plan.memory(self.states) <= limit and room < math.inf):
+                return self.widened(plan, limit)
+            room = limit if room == math.inf else room * 0.98 * limit / taken
         return None
 
     def _plan(self, chosen: Mapping[str, int], exposed: float, gap: float = 0.0) -> Plan | None:
@@ -238,40 +270,3 @@ class Planner:
                 )
             )
         return rows
-
-
-def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, Partition]) -> dict[str, str]:
-    """A strategy that gives every layer its partition, in as few patterns as its modules' names allow."""
-    of_module = {module: layers[name] for name, layer in graph.layers.items() for module in layer.modules}
-    meetings: dict[str, Partition] = {}
-    for name, layer in graph.layers.items():
-        if layer.is_meeting:
-            meetings.setdefault(layer.around, layers[name])
-    outer = layers[
-        graph.first[0] if math.prod(graph.input) >= math.prod(graph.layers[graph.last].output) else graph.last
-    ]
-    found: dict[str, str] = {}
-
-    def visit(name: str, module: nn.Module) -> None:
-        within = {
-            partition
-            for inner, _ in module.named_modules(prefix=name)
-            for partition in (of_module.get(inner), meetings.get(inner))
-            if partition is not None
-        }
-        if len(within) == 1 and name:
-            found[name] = str(next(iter(within)))
-            return
-        for child, inner in module.named_children():
-            visit(f"{name}.{child}" if name else child, inner)
-        if name and name in meetings:
-            found[name] = str(meetings[name])
-
-    visit("", model)
-    found = {pattern: text for pattern, text in found.items() if text != str(outer)} if _is_flat(found) else found
-    return {**found, "*": str(outer)}
-
-
-def _is_flat(found: Mapping[str, str]) -> bool:
-    """Whether no pattern lies within another one, so that any may be left to ``*``."""
-    return not any(a != b and a.startswith(f"{b}.") for a in found for b in found)

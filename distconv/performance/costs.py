@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -32,6 +32,8 @@ class Cost:
         memory: bytes of what forward keeps of its own, its input left out.
         parameters: bytes of parameters.
         refusal: why it cannot run so; "" where it can.
+        divided: the desirable set of (seconds, bytes of workspace) of compute and exchange together, where mucudnn
+            divides kernels; empty where nobody knows.
     """
 
     compute: float
@@ -40,10 +42,16 @@ class Cost:
     memory: float
     parameters: float
     refusal: str = ""
+    divided: tuple[tuple[float, int], ...] = ()
 
     def seconds(self, exposed: float = 0.0) -> float:
         """All of it, with a share of the gradients' allreduces that does not hide."""
         return self.compute + self.exchange + exposed * self.gradients
+
+    def ways(self, exposed: float = 0.0) -> list[tuple[float, float]]:
+        """As `seconds`, with the bytes of workspace that each takes; none where it cannot run."""
+        found = self.divided or ((self.compute + self.exchange, 0),)
+        return [(seconds + exposed * self.gradients, size) for seconds, size in found if math.isfinite(seconds)]
 
     def bytes(self, states: float) -> float:
         """With a gradient and ``states`` further numbers for each parameter, as the optimizer keeps them."""
@@ -76,7 +84,22 @@ def layer_cost(recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, mach
         gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
         memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_meeting else layer.input, mesh)),
         parameters=recorded.parameters,
+        divided=tuple(_divided(alone, machine, met, times.total)),
     )
+
+
+def _divided(step: Step, machine: Machine, met: float, undivided: float) -> Iterator[tuple[float, int]]:
+    """The desirable set of a step: seconds within each workspace that is faster than those before."""
+    if machine.divided is None:
+        return
+    kernels = {event for event in step.events if isinstance(event, Kernel)}
+    fastest = met + undivided
+    yield fastest, 0
+    for size in sorted({size for kernel in kernels for _, size in machine.divided(kernel)} - {0}):
+        seconds = met + replay(step, machine.within(size)).total
+        if seconds < fastest:
+            fastest = seconds
+            yield seconds, size
 
 
 def without_gradients(step: Step) -> tuple[Step, list[Start]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -105,6 +105,7 @@ class Machine:
     node: Node
     network: Network
     measured: Callable[[Kernel], float | None] | None = field(default=None, compare=False)
+    divided: Callable[[Kernel], Sequence[tuple[float, int]]] | None = field(default=None, compare=False)
     threads: int | None = field(default=None, compare=False)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
@@ -116,6 +117,18 @@ class Machine:
         device = self.device
         arithmetic = kernel.flops / (device.flops * device.efficiency)
         return device.kernel + max(arithmetic, kernel.bytes / device.bandwidth)
+
+    def within(self, workspace: float) -> Machine:
+        """The machine with every kernel divided as is the fastest within so many bytes of workspace."""
+        divided = self.divided
+        if divided is None or not workspace:
+            return self
+
+        def seconds(kernel: Kernel) -> float:
+            shares = [share for share, size in divided(kernel) if size <= workspace]
+            return min(shares, default=1.0) * self.kernel_seconds(kernel)
+
+        return replace(self, measured=seconds, divided=None)
 
 
 def here() -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import small_network
@@ -15,12 +16,16 @@ from torch import nn
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from distconv.performance import machine as machines
-from distconv.performance.candidates import allowed, fits, partitions, worthwhile
-from distconv.performance.choice import patterns
+from distconv.performance.candidates import allowed, fits, fixed_layers, partitions, worthwhile
+from distconv.performance.choice import Planner
 from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
+from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import Layer, NoGraph, trace
 from distconv.performance.machine import Machine, MachineError, parse, read
+from distconv.performance.patterns import patterns
+from distconv.performance.recordings import Recordings
 from distconv.performance.replay import message_seconds, replay
+from mucudnn.optimizer import DoesNotFit
 
 TEXT = """
 name = "two nodes of two"
@@ -148,9 +153,12 @@ def test_partitions_are_all_ways_to_divide_the_ranks(ranks: int, ndim: int) -> N
 def test_candidates_can_be_fixed_and_forbidden() -> None:
     found = partitions(8, 4, ["sample", "height"])
     assert [str(one) for one in found] == ["sample=8", "sample=4,height=2", "sample=2,height=4", "height=8"]
-    assert [str(one) for one in allowed("*height=2*", found)] == ["sample=4,height=2"]
+    assert [str(one) for one in allowed("*height=2*", None, found)] == ["sample=4,height=2"]
+    assert [str(one) for one in allowed("*height=*", "*height=4", found)] == ["sample=4,height=2", "height=8"]
     with pytest.raises(ValueError, match="matches none"):
-        allowed("depth=*", found)
+        allowed("depth=*", None, found)
+    with pytest.raises(ValueError, match="matches all"):
+        allowed(None, "*=*", found)
     with pytest.raises(ValueError, match="accepted for 2-D data: sample, channel, filter, height, width"):
         partitions(4, 4, ["depth"])
     assert not fits(Layer("a", ["a"], "", (2, 8, 4, 4), (2, 8, 4, 4)), Partition.parse("sample=4"))
@@ -194,6 +202,43 @@ def test_a_model_that_needs_data_is_refused_in_one_line() -> None:
     with pytest.raises(NoGraph) as refused:
         trace(Undecided().to("meta"), small_network.SHAPE)
     assert "Undecided does not run" in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_strategy_fixes_the_layers_that_its_patterns_match() -> None:
+    graph = trace(small(), small_network.SHAPE)
+    height, channel = (Partition.parse(text) for text in ("height=4", "channel=4"))
+    fixed = fixed_layers(graph, Strategy.parse({"stem": "height=4", "head": "channel=4"}))
+    assert fixed == {"stem.0": height, "head": channel}
+    with pytest.raises(ValueError, match="'tail' is the first to match no layer"):
+        fixed_layers(graph, Strategy.parse({"tail": "height=4"}))
+    with imagined_job(4):
+        planner = Planner(small(), graph, [Partition.parse("sample=4"), height, channel], read("lassen"), fixed=fixed)
+        best = planner.best()
+    assert {name: best.layers[name] for name in fixed} == fixed
+
+
+@pytest.mark.parametrize("field", ["memory", "bandwidth", "network", "flops"])
+def test_a_better_machine_never_makes_the_choice_slower(machine: Machine, field: str) -> None:
+    graph = trace(small(), small_network.SHAPE)
+    with imagined_job(4):
+        recordings = Recordings(small(), graph)
+
+        def seconds(factor: float) -> float:
+            better = {
+                "memory": machine,
+                "bandwidth": replace(machine, device=replace(machine.device, bandwidth=1e7 * factor)),
+                "network": replace(machine, network=replace(machine.network, bandwidth=1e5 * factor)),
+                "flops": replace(machine, device=replace(machine.device, flops=1e7 * factor)),
+            }[field]
+            planner = Planner(small(), graph, partitions(4, 4, ["sample", "height"]), better, recordings=recordings)
+            limit = 20_000 * factor if field == "memory" else math.inf
+            try:
+                return planner.best(limit).times.total
+            except DoesNotFit:
+                return math.inf
+
+        found = [seconds(factor) for factor in (1, 2, 4, 16)]
+    assert found == sorted(found, reverse=True) and found[-1] < found[0]
 
 
 @settings(max_examples=30, deadline=None)
