@@ -6,7 +6,8 @@ load_state_dict. Every comparison looks also at the next few parameters and buff
 
 A comparison is started where backward hands over its first gradients, at the latest when an optimizer begins a step;
 in programs that only go forward at the next ``.item()`` or gather, or after ``CALLS`` calls. The verdict is read before
-an optimizer steps. On a host that waits for a message that is there by then. On a GPU nothing waits: the verdict
+an optimizer steps. An optimizer of tensors of the program's own, which one rank alone may step, starts none: it only
+reads what is under way. On a host that waits for a message that is there by then. On a GPU nothing waits: the verdict
 travels to pinned memory beside what is computed; what has not come when an optimizer begins a step is read at the
 next. The first call of a model waits for its verdict before anything else is sent.
 """
@@ -22,11 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison, Noted
 from distconv.agreement.disagreement import Site
 from distconv.agreement.turns import Turns, state
+from distconv.mesh import is_ours
 from distconv.mesh_options import batch_norm_statistics
 from distconv.settings import value
 
@@ -42,6 +45,8 @@ class Ledger:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those that were called on the mesh."""
         self._turns: weakref.WeakKeyDictionary[nn.Module, Turns] = weakref.WeakKeyDictionary()
         self._made = 0
         self._forget()
@@ -77,6 +82,7 @@ class Ledger:
     def called(self, module: nn.Module) -> None:
         """An outermost call of a model begins."""
         self._called[module] = None
+        self.models.add(module)
         self._calls += 1
         self.due = True
         if self.urgent or self._calls >= CALLS:
@@ -157,9 +163,32 @@ def finish() -> None:
         each.settle(now=True)
 
 
-def before_step(*_: object) -> None:
-    """What an optimizer runs before it steps."""
-    settle()
+_known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those that were found to hold a parameter of a model."""
+
+
+def before_step(optimizer: Optimizer, *_: object) -> None:
+    """What an optimizer runs before it steps. Collective where it holds a parameter of a model."""
+    if _steps_a_model(optimizer):
+        compare_if_due()
+    for each in _ledgers.values():
+        each.settle()
+
+
+def _steps_a_model(optimizer: Optimizer) -> bool:
+    """Whether it holds a parameter of a model that was called on a mesh: then it steps on all ranks."""
+    if optimizer in _known_optimizers:
+        return True
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    found = any(isinstance(each, DTensor) and is_ours(each.device_mesh) for each in held.values()) or any(
+        id(parameter) in held
+        for each in _ledgers.values()
+        for module in each.models
+        for parameter in module.parameters()
+    )
+    if found:
+        _known_optimizers.add(optimizer)
+    return found
 
 
 def note_state(module: nn.Module, mesh: DeviceMesh) -> None:

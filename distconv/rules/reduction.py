@@ -36,7 +36,7 @@ VIEWS = {
 def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = SUM) -> Tensor:
     """The reduction of ``local`` over mesh axes: one collective where the axes are one or all. A new tensor."""
     axes = [axis for axis in axes if mesh.size(axis) > 1]
-    result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
+    result = local.clone(memory_format=torch.contiguous_format)
     if math.prod(mesh.size(axis) for axis in axes) == mesh.size() and axes:
         result = all_reduced(result, whole_group(mesh), op)
     else:

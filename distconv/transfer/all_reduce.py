@@ -12,6 +12,9 @@ from distconv.transfer.tracing import arrived, is_traced, started
 
 SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
 
+_OF_BITS = {SUM: MAX, MAX: MAX, MIN: MIN, PRODUCT: MIN}
+"""A sum of booleans is true where one is, a product where all are; a sum of bytes is 0 on 256 ranks again."""
+
 _NAMES = {SUM: "sum", MAX: "max", MIN: "min", PRODUCT: "product"}
 
 
@@ -39,6 +42,8 @@ class AllReduce:
 
 def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Tensor:
     """The reduction of ``x``, which may be overwritten with it. Collective over the group."""
+    if x.dtype == torch.bool:  # which Gloo does not know
+        return all_reduced(x.to(torch.uint8), group, _OF_BITS[op]).to(torch.bool)
     if x.dtype == torch.int16:  # neither Gloo nor NCCL knows it
         return all_reduced(x.to(torch.int32), group, op).to(torch.int16)
     if is_traced(x):

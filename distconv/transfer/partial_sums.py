@@ -33,7 +33,7 @@ def added(x: DTensor) -> DTensor:
     mesh, (kind,) = x.device_mesh, kinds
     axes = tuple(axis for axis in partial if mesh.size(axis) > 1)
     local = x._local_tensor
-    result = local.to(torch.uint8) if local.dtype == torch.bool else local.clone(memory_format=torch.contiguous_format)
+    result = local.clone(memory_format=torch.contiguous_format)
     if axes:
         result = all_reduced(result, joint_group(mesh, axes), OPERATIONS[kind])
     if kind == "avg":

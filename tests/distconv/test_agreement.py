@@ -205,6 +205,32 @@ def test_ranks_that_do_not_do_the_same(ranks: Callable[[int], Ranks]) -> None:
     assert stepped == 1 and rest == [(line, 1)] * 3
 
 
+def one_rank_steps() -> Any:
+    """Rank 0 alone steps tensors of its own: before backward, when a comparison is to come, and when one is under way."""
+    mesh = distconv.init(PARTITIONS[0], device_type="cpu")
+    x, y = data(4)
+    rank, stepped = dist.get_rank(), 0
+    probe = torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1)
+    with ended() as found, distributed_script(mesh):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y.roll(step))
+            if rank == 0:
+                probe.step()
+            loss.backward()
+            if rank == 0:
+                probe.step()
+            optimizer.step()
+            stepped += 1
+    return found["line"], stepped
+
+
+def test_one_rank_alone_steps_tensors_of_its_own(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(4).run(one_rank_steps) == [(None, 2)] * 4
+
+
 def forward_only(end: str) -> Any:
     """Evaluates; at the second of three calls rank 1 has other inputs."""
     mesh = distconv.init(PARTITIONS[0], device_type="cpu")
