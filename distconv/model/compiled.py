@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.mesh import whole_group
 from distconv.model.graph_entrance import enter_parameters
+from distconv.model.graph_statistics import move_statistics_last
 
 
 class NotCompiled(Exception):
@@ -219,6 +220,7 @@ class _Backend:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         meshes = _thread.meshes
         if meshes is not None:
+            move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         result = self._backend(graph, inputs)
         if self.everywhere is not None and not self.everywhere.all(True):

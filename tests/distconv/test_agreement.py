@@ -206,7 +206,7 @@ def test_ranks_that_do_not_do_the_same(ranks: Callable[[int], Ranks]) -> None:
 
 
 def one_rank_steps() -> Any:
-    """Rank 0 alone steps tensors of its own: before backward, when a comparison is to come, and when one is under way."""
+    """Rank 0 alone steps tensors of its own, when a comparison is to come and when one is under way."""
     mesh = distconv.init(PARTITIONS[0], device_type="cpu")
     x, y = data(4)
     rank, stepped = dist.get_rank(), 0

@@ -291,3 +291,10 @@ def test_waits_come_after_what_does_not_need_them(ranks: Callable[[int], Ranks])
     assert backward.count("all_reduce") > 2  # one of batch norm, and one of each bucket
     assert backward[-1] == "wait_tensor"
     assert "convolution_backward" in backward[backward.index("all_reduce") : backward.index("wait_tensor", -2)]
+
+
+def test_running_statistics_of_split_channels_cross_once_behind_all_else(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(2).run(traced_operators, "channel=2"):
+        forward = found["forward"]
+        assert forward.count("all_gather_into_tensor") == 1
+        assert "convolution" not in forward[forward.index("all_gather_into_tensor") :]

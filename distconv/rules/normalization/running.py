@@ -1,7 +1,8 @@
 """Running statistics: what norms find of a batch, written to their buffers, at once or when the model's call ends.
 
 A buffer is the whole tensor on every rank. So where channels are sharded the ranks must exchange what each has found of
-its own: at the end of a call once for all norms. Who reads a buffer from its module before that finds it up to date.
+its own: at the end of a call once for all norms. Who reads a buffer from its module before that finds it up to date. A
+compiled graph does so for the buffers that one function of it reads (`begin_graph`, `end_graph`).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,7 +25,7 @@ from distconv.transfer.exchange import exchange
 from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import window
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import constant, planned
 
 
 class _Move(NamedTuple):
@@ -51,6 +53,8 @@ class _Thread(threading.local):
     """Of the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
     buffers: frozenset[int] = frozenset()
     """The ids of the buffers of the modules of that call."""
+    traced: tuple[Sequence[Tensor], list[tuple[_Move, Any]]] = (), []
+    """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""
 
 
 _thread = _Thread()
@@ -72,6 +76,9 @@ def move(
         axes = () if Shard(0) in buffer.placements else axes
         buffer = buffer._local_tensor
     value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
+    if axes and any(buffer is each for each in _thread.traced[0]):
+        _thread.traced[1].append((_Move(buffer, value, momentum, factor), (mesh, axes)))
+        return
     if axes:
         channels = buffer.shape[0]
         whole = (window((0, channels), channels),) * math.prod(mesh.size(axis) for axis in axes)
@@ -118,6 +125,26 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
             own.clear()
             own.update(now)
             module.__dict__["_buffers"] = own
+
+
+def begin_graph(buffers: Sequence[Tensor]) -> None:
+    """What is traced from here on moves these buffers, which one function each reads, where ``end_graph`` is called."""
+    _thread.traced = buffers, []
+
+
+@torch.no_grad()
+def end_graph() -> None:
+    """Move the buffers of the graph that is traced, those of all norms by one exchange. Collective."""
+    (_, moves), _thread.traced = _thread.traced, ((), [])
+    together: dict[Any, list[_Move]] = {}
+    for each, sharded in moves:
+        together.setdefault((sharded, each.value.dtype), []).append(each)
+    for ((mesh, axes), _), same in together.items():
+        values = _gather(mesh, axes, [each.value for each in same], tuple(each.buffer.shape[0] for each in same))
+        # Autograd has kept the buffers for backward, which reads none that a batch has moved.
+        with _unsafe_preserve_version_counter(tuple(each.buffer for each in same)):
+            for each, value in zip(same, values, strict=True):
+                each.buffer.lerp_(value if each.factor == 1 else value * each.factor, each.momentum)
 
 
 def is_a_modules(buffer: Tensor) -> bool:
@@ -167,7 +194,7 @@ def _gather(mesh: DeviceMesh, axes: tuple[int, ...], values: list[Tensor], chann
     """Whole vectors from this rank's shards of them. Collective."""
     plan = _plan(mesh, axes, channels, values[0].device)
     own = torch.cat([*values, values[0].new_zeros(plan.padding)] if plan.padding else values)
-    whole = all_gathered(own, plan.ranks, plan.group).index_select(0, plan.places)
+    whole = all_gathered(own, plan.ranks, plan.group).index_select(0, constant(plan.places, own))
     return list(whole.split(channels))
 
 
