@@ -8,6 +8,7 @@ from mucudnn.optimizer.assign import assign, cost_of, longest_path_first
 from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
+from mucudnn.optimizer.lessons import Lessons
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.purse import Purse
@@ -22,6 +23,7 @@ __all__ = [
     "DoesNotFit",
     "Exploration",
     "Launches",
+    "Lessons",
     "Option",
     "Purse",
     "Reusing",

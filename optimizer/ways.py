@@ -124,6 +124,17 @@ class Launches:
             if found:
                 yield found
 
+    def fastest(self) -> dict[str, float]:
+        """The least seconds of the whole by each algorithm that was tried."""
+        found: dict[str, float] = {}
+        for way in self.ways:
+            for size in way.workspaces:
+                seconds = self._seen(way, size)
+                if seconds is not None:
+                    whole = seconds * way.extent / size
+                    found[way.algorithm] = min(whole, found.get(way.algorithm, whole))
+        return found
+
     def _sizes(self, way: Way) -> list[int]:
         """Ascending, without those at which the algorithm failed."""
         failed = self._failed.get((way.dim, way.algorithm), math.inf)

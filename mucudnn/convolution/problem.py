@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -238,6 +239,23 @@ class ConvProblem:
             "dtype": self.dtype,
             "formats": self.formats,
         }
+
+    @classmethod
+    def from_launch_key(cls, key: Mapping[str, Any], extent: int) -> Self:
+        """The problem of so many samples that has this `launch_key`, other entries being left aside."""
+        return cls(
+            direction=Direction(key["direction"]),
+            x_shape=(extent, *key["x"]),
+            w_shape=tuple(key["w"]),
+            y_shape=(extent, *key["y"]),
+            stride=tuple(key["stride"]),
+            padding=tuple(key["padding"]),
+            dilation=tuple(key["dilation"]),
+            groups=key["groups"],
+            transposed=key["transposed"],
+            dtype=key["dtype"],
+            formats=tuple(key["formats"]),
+        )
 
     def __str__(self) -> str:
         """The problem in one line, in the caller's words: input, weight and what differs from the plain case."""

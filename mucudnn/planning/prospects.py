@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Exploration, Launches, Option, Purse, Settled, Trial, Way
+from mucudnn.optimizer import Division, Exploration, Launches, Lessons, Option, Purse, Settled, Trial, Way
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, PARTS_MARGIN, Planner, Sizes
 from mucudnn.providers import STOCK, Provider
+from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import Schedule
 
@@ -51,32 +53,42 @@ class Prospects:
         """What beside problem and environment decides which plan is found."""
         return {"limit": str(self.limit), "policy": self.policy, "engines": self.planner.engines}
 
-    def exploration(self, seconds: Sequence[float], purse: Purse) -> Exploration:
+    def exploration(self, seconds: Sequence[float], purse: Purse, lessons: Lessons) -> Exploration:
         """All that may be tried, none of it yet.
 
         Args:
             seconds: of torch's own kernel on the whole.
+            lessons: of other problems in the same environment.
         """
         rehearsals = int(device_of(self.planner.device).is_asynchronous)
-        return Exploration(STOCK, seconds, self._ways(min(seconds)), purse, (MARGIN, PARTS_MARGIN), rehearsals)
+        return Exploration(STOCK, seconds, self._ways(min(seconds), lessons), purse, (MARGIN, PARTS_MARGIN), rehearsals)
 
-    def _ways(self, stock_seconds: float) -> list[Way]:
+    def _ways(self, stock_seconds: float, lessons: Lessons) -> list[Way]:
         allowed = min(self.limit, device_of(self.planner.device).memory // 2)
+        environment, sizes = self.measurement.logbook.environment, _sizes(self.problem)
+
+        def forecast(algorithm: str) -> tuple[float, float] | None:
+            return lessons.forecast(_lesson(algorithm, self.problem, environment), sizes)
+
         found: list[Way] = []
         for dim in dims(self.problem):
             whole = extent(self.problem, dim)
             others: list[Way] = []
             # Torch's own kernel comes last: it computes what the parts of the others leave.
             for candidate in sorted(self.planner.candidates(self.problem, dim), key=lambda found: found[1] == STOCK):
-                sizes = Sizes(self.measurement, candidate, dim, allowed, self.policy)
-                fitting, rests = sizes.fitting(sizes.all), {}
-                ratio, doubt = FORECAST
+                tried = Sizes(self.measurement, candidate, dim, allowed, self.policy)
+                fitting, rests = tried.fitting(tried.all), {}
+                ratio, doubt = forecast(candidate[1]) or FORECAST
                 if candidate[1] == STOCK:
-                    ratio, doubt = PARTS_FORECAST
-                    rests = sizes.fitting({whole - size for way in others for size in way.workspaces} - {0})
+                    ratio, doubt = forecast(STOCK) or PARTS_FORECAST
+                    rests = tried.fitting({whole - size for way in others for size in way.workspaces} - {0})
                 others.append(Way(dim, candidate[1], whole, fitting, ratio * stock_seconds, doubt, rests))
             found += others
         return found
+
+    def teach(self, lessons: Lessons, ratios: Mapping[str, float]) -> None:
+        """Notes what algorithms took, in units of torch's own kernel on the whole."""
+        teach(lessons, self.problem, self.measurement.logbook.environment, ratios)
 
     def schedule(self, trial: Trial) -> Schedule:
         """What computes a trial."""
@@ -107,8 +119,12 @@ class Prospects:
             plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
         return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
 
-    def keep(self, plan: Plan, launches: Launches) -> None:
-        """Writes a plan and the times of launches to the database."""
+    def keep(self, plan: Plan, launches: Launches) -> dict[str, float]:
+        """Writes a plan and the times of launches to the database.
+
+        Returns:
+            What each algorithm took, in units of torch's own kernel.
+        """
         for dim in dims(self.problem):
             for option in launches.measured(dim):
                 self.measurement.adopt(dim, option)
@@ -118,12 +134,14 @@ class Prospects:
             whole = Option(problem.extent, plan.schedule.name, plan.seconds, plan.division.workspace)
             logbook.record(problem, whole)
         parts = [[o.extent, o.algorithm, o.seconds, o.workspace] for o in plan.division.options]
+        ratios = {name: seconds / plan.stock_seconds for name, seconds in launches.fastest().items()}
         times = {"seconds": plan.seconds, "undivided_seconds": plan.undivided_seconds}
         logbook.settle(
             problem,
             self.terms,
-            {"dim": plan.dim, "parts": parts, "stock_seconds": plan.stock_seconds, **times},
+            {"dim": plan.dim, "parts": parts, "stock_seconds": plan.stock_seconds, "ratios": ratios, **times},
         )
+        return ratios
 
     def kept(self) -> Plan | None:
         """The plan that an earlier run came to under the same terms, if all of it is still there."""
@@ -142,3 +160,35 @@ class Prospects:
 def is_too_short(seconds: float) -> bool:
     """Whether a convolution is left to torch's own kernel, as calling another from Python takes about as long."""
     return seconds < LEAST_SECONDS
+
+
+def lessons_of(settlements: Iterable[tuple[dict[str, Any], dict[str, Any], Any]]) -> Lessons:
+    """What earlier runs have learnt.
+
+    Args:
+        settlements: `Store.settlements()`.
+    """
+    lessons, names = Lessons(), [field.name for field in fields(Environment)]
+    for key, terms, values in settlements:
+        problem = ConvProblem.from_launch_key(key, terms["extent"])
+        teach(lessons, problem, Environment(**{name: key[name] for name in names}), values["ratios"])
+    return lessons
+
+
+def teach(lessons: Lessons, problem: ConvProblem, environment: Environment, ratios: Mapping[str, float]) -> None:
+    """Notes what algorithms took for a problem, in units of torch's own kernel on the whole."""
+    for algorithm, ratio in ratios.items():
+        lessons.add(_lesson(algorithm, problem, environment), _sizes(problem), ratio)
+
+
+def _lesson(algorithm: str, problem: ConvProblem, environment: Environment) -> str:
+    """What is learnt together: times of one kind of product, which those of other kinds tell little of."""
+    kind = problem.direction, problem.dims, problem.transposed, problem.dtype, *problem.formats
+    return " ".join(map(str, (algorithm, *kind, environment)))
+
+
+def _sizes(problem: ConvProblem) -> tuple[float, ...]:
+    """What times depend on: samples, channels, filters, places, taps, stride and groups."""
+    places, taps = math.prod(problem.y_shape[2:]), math.prod(problem.w_shape[2:])
+    channels, filters = problem.x_shape[1], problem.y_shape[1]
+    return problem.extent, channels, filters, places, taps, math.prod(problem.stride), problem.groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Option
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import format_bytes
@@ -173,18 +173,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _split(key: dict[str, Any]) -> tuple[ConvProblem, str]:
     """The problem, of one sample, and the environment in words, from a key of the database."""
-    left = dict(key)
-    problem = ConvProblem(
-        direction=Direction(left.pop("direction")),
-        x_shape=(1, *left.pop("x")),
-        w_shape=tuple(left.pop("w")),
-        y_shape=(1, *left.pop("y")),
-        stride=tuple(left.pop("stride")),
-        padding=tuple(left.pop("padding")),
-        dilation=tuple(left.pop("dilation")),
-        groups=left.pop("groups"),
-        transposed=left.pop("transposed"),
-        dtype=left.pop("dtype"),
-        formats=tuple(left.pop("formats")),
-    )
+    problem = ConvProblem.from_launch_key(key, 1)
+    left = {name: value for name, value in key.items() if name not in problem.launch_key()}
     return problem, ", ".join(f"{name} {value}" for name, value in left.items())

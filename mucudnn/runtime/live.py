@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -11,14 +12,14 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import Exploration, Purse, Trial
+from mucudnn.optimizer import Exploration, Lessons, Purse, Trial
 from mucudnn.planning.prospects import Prospects, is_too_short
 from mucudnn.providers import stock_result
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.timing.schedule import LaunchError, Schedule
 
-BASELINE_CALLS = 2
+BASELINE_CALLS = 3
 """Calls of torch's own kernel before anything is tried: the first does more than the others."""
 
 PREPARING_SECONDS = 5e-3
@@ -31,13 +32,24 @@ class Budget:
     Attributes:
         purse: seconds on the device.
         lock: of everything that planning decides; no convolution runs under it.
-        preparing: seconds that it last took to find out what there is to try for a convolution.
+        lessons: what algorithms took for convolutions that are settled.
+        preparing: seconds that it takes to find out what there is to try for a convolution.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lessons: Lessons) -> None:
         self.purse = Purse()
         self.lock = threading.RLock()
-        self.preparing = PREPARING_SECONDS
+        self.lessons = lessons
+        self._preparing = [PREPARING_SECONDS]
+
+    @property
+    def preparing(self) -> float:
+        return statistics.median(self._preparing)
+
+    def prepared(self, seconds: float) -> None:
+        """Notes, and pays, what it took to find out what there is to try."""
+        self._preparing.append(seconds)
+        self.purse.count(0, seconds)
 
 
 class Explored:
@@ -112,16 +124,15 @@ class Explored:
 
     def _prepare(self) -> None:
         start = time.perf_counter()
-        self._exploration = self._prospects.exploration(self._stock, self._budget.purse)
-        self._budget.preparing = time.perf_counter() - start
-        self._budget.purse.count(0, self._budget.preparing)
+        self._exploration = self._prospects.exploration(self._stock, self._budget.purse, self._budget.lessons)
+        self._budget.prepared(time.perf_counter() - start)
 
     def _settle(self, exploration: Exploration) -> None:
         if exploration.settled is not None and self.fixed is None:
             start = time.perf_counter()
             plan = self._prospects.found(exploration, exploration.settled)
             self.fixed = FixedLimit(plan, self._strides, self._device.is_asynchronous)
-            self._prospects.keep(plan, exploration.launches)
+            self._prospects.teach(self._budget.lessons, self._prospects.keep(plan, exploration.launches))
             self._schedules.clear()
             self._budget.purse.count(0, time.perf_counter() - start)
 

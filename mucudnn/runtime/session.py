@@ -11,9 +11,10 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
+from mucudnn.optimizer import Lessons
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.prospects import Prospects
+from mucudnn.planning.prospects import Prospects, lessons_of
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.reporting.record import Record
@@ -53,7 +54,7 @@ class Session:
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total)
         self._is_live = settings.planning == "live" and board is None  # ranks must come to the same plans
-        self._budget = Budget()
+        self._budget = Budget(lessons_of(self.store.settlements()) if self._is_live else Lessons())
         self._explored: dict[Hashable, Explored] = {}
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:

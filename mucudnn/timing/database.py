@@ -174,6 +174,12 @@ def select_settlement(connection: sqlite3.Connection, key: str, terms: str) -> s
     return next((str(plan) for (plan,) in rows), None)
 
 
+def select_settlements(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settlements'").fetchone() is None:
+        return []
+    return connection.execute("SELECT key, terms, plan FROM settlements JOIN problems ON problem = id").fetchall()
+
+
 def insert_settlement(connection: sqlite3.Connection, key: str, terms: str, plan: str) -> None:
     with transaction(connection):
         connection.execute(_SETTLEMENTS)

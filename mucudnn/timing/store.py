@@ -34,6 +34,7 @@ from mucudnn.timing.database import (
     select_all,
     select_needs,
     select_settlement,
+    select_settlements,
     told,
 )
 
@@ -119,6 +120,13 @@ class Store:
         with self._lock:
             text = self._settlements.get(names) or self._read(lambda connection: select_settlement(connection, *names))
         return None if text is None else json.loads(text)
+
+    def settlements(self) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
+        """Everything that was kept so: key, terms, and values."""
+        with self._lock:
+            found = {(key, terms): text for key, terms, text in self._read(select_settlements) or ()}
+            found |= self._settlements
+        return [(json.loads(key), json.loads(terms), json.loads(text)) for (key, terms), text in found.items()]
 
     def settle(self, key: Mapping[str, Any], terms: Mapping[str, Any], plan: Any) -> None:
         """Keeps plain values for the key under terms: what planning found there in the end."""

@@ -240,3 +240,29 @@ def test_budgets_and_totals_are_measured_ahead(settings: dict[str, Any]) -> None
     with mucudnn.patched(planning="live", database=":memory:", **settings) as session:
         functional.conv2d(X, W)
         assert explored(session) == []
+
+
+def test_what_was_slow_for_a_similar_convolution_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = MadeUp(monkeypatch, fft=8.0, gemm=8.0)
+    launched: list[str] = []
+    for provider in (Fft, Gemm):
+        own = provider.launch
+
+        def launch(self: Any, algorithm: str, *arguments: Any, own: Callable[..., None] = own) -> None:
+            launched.append(algorithm)
+            own(self, algorithm, *arguments)
+
+        monkeypatch.setattr(provider, "launch", launch)
+
+    def run(x: torch.Tensor) -> set[str]:
+        launched.clear()
+        with mucudnn.patched(planning="live") as session:
+            for _ in range(400):
+                before = machine.now
+                functional.conv2d(x, W)
+                machine.now = max(machine.now, before + STOCK_SECONDS)
+            assert all(one.fixed is not None for one in explored(session))
+        return set(launched)
+
+    assert run(X) == {"fft", "gemm"}
+    assert run(X[:, :, :11].contiguous()) == set()

@@ -1,0 +1,45 @@
+"""Lessons: what an algorithm is expected to take for a problem, from what it took for similar ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LEAST_DOUBT = 2.0
+"""The factor within which a forecast holds for a problem of the very same sizes."""
+
+MOST_DOUBT = 10.0
+"""Problems whose doubt would be larger are not similar: nothing is forecast from one to the other."""
+
+Sizes = tuple[float, ...]
+"""What a problem's time depends on, all positive: flops, channels, and the like. Always as many, in one order."""
+
+
+class Lessons:
+    """Times of algorithms in units of the baseline's for the same problem, by the sizes of the problem.
+
+    A forecast is that of the most similar problem. Problems are as different as the logarithms of their sizes, which
+    are added up; with every unit of it the doubt grows by the factor e.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[Sizes, float]] = {}
+
+    def add(self, algorithm: str, sizes: Sequence[float], ratio: float) -> None:
+        """Notes what an algorithm took, in units of the baseline."""
+        self._known.setdefault(algorithm, {})[tuple(sizes)] = ratio
+
+    def forecast(self, algorithm: str, sizes: Sequence[float]) -> tuple[float, float] | None:
+        """The ratio that is expected and the doubt, a factor; `None` where no similar problem is known."""
+        known = self._known.get(algorithm)
+        if not known:
+            return None
+        wanted = tuple(sizes)
+        distance, nearest = min((_distance(wanted, other), other) for other in known)
+        if distance > math.log(MOST_DOUBT / LEAST_DOUBT):
+            return None
+        return known[nearest], LEAST_DOUBT * math.exp(distance)
+
+
+def _distance(one: Sizes, other: Sizes) -> float:
+    return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
