@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 SHAPE = (4, 3, 12, 12)
-PARTITIONS = ("sample=4", "height=2,width=2", "sample=2,channel=2", "channel=4")
+PARTITIONS = ("sample=4", "height=2,width=2", "sample=2,channel=2", "channel=4", "channel=2,filter=2")
 
 
 class Small(nn.Module):

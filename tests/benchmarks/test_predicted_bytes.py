@@ -1,0 +1,60 @@
+"""What the performance model says a step sends is what `benchmarks/distributed.py` has counted on real ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from torch import nn
+
+import distconv
+from benchmarks.distributed_cases import CASES
+from benchmarks.distributed_channels import BATCH, KERNEL
+from benchmarks.distributed_wide import SHAPE
+from benchmarks.table import RESULTS
+from distconv.partition import Partition
+from distconv.performance.events import Start, Step
+from distconv.performance.imagined import imagined_job, mesh_of
+from distconv.performance.recording import on_meta, record_step
+from mucudnn.networks.models import ResNet
+
+COUNTED: dict[str, Any] = json.loads((RESULTS / "distributed-cpu.json").read_text())
+
+
+def bytes_of(step: Step, *kinds: str) -> list[int]:
+    return [event.bytes for event in step.events if isinstance(event, Start) and event.kind in kinds]
+
+
+@pytest.mark.parametrize("row", COUNTED["traffic"], ids=lambda row: f"{row['case']} on {row['ranks']}")
+def test_messages_of_a_case(row: dict[str, Any]) -> None:
+    case = CASES[row["case"]]
+    with imagined_job(row["ranks"]) as rank:
+        assert rank == 0  # whose messages were counted
+        mesh = mesh_of(Partition.parse(case.partitions[row["ranks"]]))
+        step = record_step(on_meta(case.build), mesh, case.shape, wants_gradient=case.input_gradient)
+    halos, gradients = bytes_of(step, "all_to_all"), bytes_of(step, "all_reduce", "gradients")
+    assert [len(halos), sum(halos)] == row["collectives"]["all_to_all"]
+    assert [len(gradients), sum(gradients)] == row["collectives"]["all_reduce"]
+
+
+@pytest.mark.parametrize("row", COUNTED["wide"], ids=lambda row: row["partition"])
+def test_allreduces_of_gradients(row: dict[str, Any]) -> None:
+    with imagined_job(4) as rank:
+        model = on_meta(lambda: ResNet(width=16, width_factor=4))
+        step = record_step(model, mesh_of(Partition.parse(row["partition"])), SHAPE)
+    assert sum(bytes_of(step, "gradients")) == row["reduced"][rank]
+
+
+SYMMETRIC = [row for row in COUNTED["channels"] if row["algorithm"] != "w"]
+
+
+@pytest.mark.parametrize("row", SYMMETRIC, ids=lambda row: f"{row['layer']} {row['partition']} {row['algorithm']}")
+def test_messages_of_split_channels(row: dict[str, Any]) -> None:
+    """What all ranks sent was counted. Under x and y, each sends as much as any other."""
+    channels, filters, size = row["layer"]
+    with imagined_job(row["ranks"]):
+        mesh = distconv.init(row["partition"], device_type="cpu", channel_algorithm=row["algorithm"])
+        layer = on_meta(lambda: nn.Conv2d(channels, filters, KERNEL, padding=KERNEL // 2, bias=False))
+        step = record_step(layer, mesh, (BATCH, channels, size, size), wants_gradient=True)
+    assert step.sent * row["ranks"] == row["sent"]
