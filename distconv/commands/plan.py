@@ -216,10 +216,19 @@ def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, gr
     table = Table(box=None, pad_edge=False)
     for heading in ("layer", "partition"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("compute ms", "exchange ms", "moves ms", "gradients ms", "memory", "runner-up", "price ms"):
+    for heading in (
+        "compute ms",
+        "exchange ms",
+        "hidden ms",
+        "moves ms",
+        "allreduce ms",
+        "memory",
+        "runner-up",
+        "price ms",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        numbers = (row.cost.compute, row.cost.exchange, row.moves, row.cost.gradients)
+        numbers = (row.cost.compute, row.cost.exchange, row.cost.hidden, row.moves, row.cost.gradients)
         table.add_row(
             row.name,
             str(row.partition),
@@ -278,6 +287,7 @@ def _plain(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner) -
                 "partition": str(row.partition),
                 "compute": _finite(row.cost.compute),
                 "exchange": row.cost.exchange,
+                "hidden": row.cost.hidden,
                 "moves": row.moves,
                 "gradients": row.cost.gradients,
                 "memory": row.cost.bytes(planner.states),

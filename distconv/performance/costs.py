@@ -34,6 +34,7 @@ class Cost:
         refusal: why it cannot run so; "" where it can.
         divided: the desirable set of (seconds, bytes of workspace) of compute and exchange together, where mucudnn
             divides kernels; empty where nobody knows.
+        hidden: seconds of messages for halos, channels and statistics behind which the rank computes; of no other part.
     """
 
     compute: float
@@ -43,6 +44,7 @@ class Cost:
     parameters: float
     refusal: str = ""
     divided: tuple[tuple[float, int], ...] = ()
+    hidden: float = 0.0
 
     def seconds(self, exposed: float = 0.0) -> float:
         """All of it, with a share of the gradients' allreduces that does not hide."""
@@ -85,6 +87,7 @@ def layer_cost(recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, mach
         memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_meeting else layer.input, mesh)),
         parameters=recorded.parameters,
         divided=tuple(_divided(alone, machine, met, times.total)),
+        hidden=times.hidden,
     )
 
 
