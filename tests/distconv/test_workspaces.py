@@ -9,6 +9,7 @@ import pytest
 import small_network
 import torch
 
+from distconv.job.launcher import BadInput, Job, check
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.partition import Partition
 from distconv.performance import machine as machines
@@ -74,3 +75,13 @@ def test_divisions_of_a_recorded_convolution() -> None:
 def test_a_machine_file_tells_no_divisions() -> None:
     with pytest.raises(ValueError, match=r"--workspaces: .* accepted: --machine here"):
         divided_here(machines.read("lassen"))
+
+
+def test_a_strategy_with_a_workspace_is_reported_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    strategy = Strategy.parse({"*": "sample=2"})
+    job = Job(Partition.parse("sample=2"), str(script), strategy=strategy, report=str(tmp_path / "run.json"))
+    with pytest.raises(BadInput, match="--report tells what mucudnn chose"):
+        check(job, 2, "gloo")
+    check(replace(job, strategy=replace(strategy, workspace_limit=2**20)), 2, "gloo")
