@@ -165,15 +165,6 @@ def insert_need(connection: sqlite3.Connection, key: str, launch: str, workspace
         )
 
 
-def select_settlement(connection: sqlite3.Connection, key: str, terms: str) -> str | None:
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settlements'").fetchone() is None:
-        return None
-    rows = connection.execute(
-        "SELECT plan FROM settlements JOIN problems ON problem = id WHERE key = ? AND terms = ?", (key, terms)
-    )
-    return next((str(plan) for (plan,) in rows), None)
-
-
 def select_settlements(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settlements'").fetchone() is None:
         return []

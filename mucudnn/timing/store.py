@@ -33,7 +33,6 @@ from mucudnn.timing.database import (
     select,
     select_all,
     select_needs,
-    select_settlement,
     select_settlements,
     told,
 )
@@ -71,7 +70,7 @@ class Store:
         self._writable = path != MEMORY
         self._memory: dict[str, Launches] = {}
         self._needs: dict[str, Needs] = {}
-        self._settlements: dict[tuple[str, str], str] = {}
+        self._settlements: dict[tuple[str, str], str] | None = None
         _stores.add(self)
 
     @property
@@ -116,24 +115,29 @@ class Store:
 
     def settlement(self, key: Mapping[str, Any], terms: Mapping[str, Any]) -> Any:
         """What was kept for the key under these terms, plain values; `None` for nothing."""
-        names = _canonical(key), _canonical(terms)
         with self._lock:
-            text = self._settlements.get(names) or self._read(lambda connection: select_settlement(connection, *names))
+            text = self._settled().get((_canonical(key), _canonical(terms)))
         return None if text is None else json.loads(text)
 
     def settlements(self) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
         """Everything that was kept so: key, terms, and values."""
         with self._lock:
-            found = {(key, terms): text for key, terms, text in self._read(select_settlements) or ()}
-            found |= self._settlements
-        return [(json.loads(key), json.loads(terms), json.loads(text)) for (key, terms), text in found.items()]
+            found = list(self._settled().items())
+        return [(json.loads(key), json.loads(terms), json.loads(text)) for (key, terms), text in found]
+
+    def _settled(self) -> dict[tuple[str, str], str]:
+        """By key and terms. The file is read once: a program that meets many shapes asks for each of them."""
+        if self._settlements is None:
+            self._settlements = {(key, terms): text for key, terms, text in self._read(select_settlements) or ()}
+        return self._settlements
 
     def settle(self, key: Mapping[str, Any], terms: Mapping[str, Any], plan: Any) -> None:
         """Keeps plain values for the key under terms: what planning found there in the end."""
         names, text = (_canonical(key), _canonical(terms)), json.dumps(plan)
         with self._lock:
-            if not (self._writable and self._write(lambda connection: insert_settlement(connection, *names, text))):
-                self._settlements[names] = text
+            self._settled()[names] = text
+            if self._writable:
+                self._write(lambda connection: insert_settlement(connection, *names, text))
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""
