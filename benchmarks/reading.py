@@ -1,6 +1,6 @@
 """What ranks read of files, with and without a store, counted by the operating system.
 
-    python benchmarks/reading.py            # about three minutes and 1.3 GiB of disk
+    python benchmarks/reading.py            # about six minutes and 1.3 GiB of disk
     python benchmarks/reading.py --save
 
 Volumes of 4 x 64³, and of 4 x 128³ where slabs are compared with all, lie in HDF5 in chunks of which no two ranks of a
@@ -180,27 +180,43 @@ def of_one(alone: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
 
 
 def of_training(two: Process, folder: Path, rounds: int) -> tuple[Table, Any]:
-    """Steps with batches from a store against steps on a batch that is in memory."""
+    """Steps with batches from a store against steps on a batch that is in memory.
+
+    The ratio is of two epochs that follow each other, so that what else the machine does is in both; of all rounds the
+    median, and the quarters around it.
+    """
     path = write(folder, "volumes", "sample=2", (8, 1, 64, 64, 64))
     found = two.ask(what="train", path=path, batch=2, partition="sample=2", rounds=rounds)
     Path(path).unlink()
-    seconds = {
-        arm: [statistics.median(step[at] for rank in found for step in rank[arm]) for at in (0, 1)]
-        for arm in ("memory", "store")
-    }
+
+    def epochs(arm: str, what: int) -> list[float]:
+        """Of each round the mean over its steps and ranks."""
+        of_rounds = zip(*(rank[arm] for rank in found), strict=True)
+        return [statistics.fmean(step[what] for rank in each for step in rank) for each in of_rounds]
+
+    def ratio(what: int) -> str:
+        pairs = zip(epochs("store", what), epochs("memory", what), strict=True)
+        low, middle, high = statistics.quantiles((one / other for one, other in pairs), n=4)
+        return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
     cells = [
         (
             {"memory": "one batch in memory", "store": "batches from the store"}[arm],
-            *(
-                text
-                for at in (0, 1)
-                for text in (f"{1e3 * seconds[arm][at]:.0f}", f"{seconds[arm][at] / seconds['memory'][at]:.3f}")
-            ),
+            f"{1e3 * statistics.median(epochs(arm, 0)):.0f}",
+            ratio(0) if arm == "store" else "1",
+            f"{1e3 * statistics.median(epochs(arm, 1)):.0f}",
+            ratio(1) if arm == "store" else "1",
+            f"{1e3 * statistics.median(epochs(arm, 2)):.1f}",
         )
-        for arm in seconds
+        for arm in ("memory", "store")
     ]
-    headings = "sample=2, U-Net of 8 channels, 64³", "ms of a step", "ratio", "ms of the processor, a rank", "ratio"
-    return Table("Steps of training with the exchange of the store behind them", headings, cells), found
+    headings = (
+        *("sample=2, U-Net of 8 channels, 64³", "ms of a step", "ratio (quarters of the rounds)"),
+        *("ms of the processor, a rank", "ratio", "ms of a step until it has its batch"),
+    )
+    return Table(
+        f"Training with the store's exchange behind the steps, {rounds} rounds of 4 steps", headings, cells
+    ), found
 
 
 def main() -> None:
@@ -220,7 +236,7 @@ def main() -> None:
             warm_up(alone, folder)
             one, plain = of_one(alone, folder, options.rounds)
         with started(2, folder) as two:
-            training, steps = of_training(two, folder, options.rounds)
+            training, steps = of_training(two, folder, 3 * options.rounds)
     tables = [parts, against, alone_against, one, training]
     show(tables)
     if options.save:

@@ -101,12 +101,14 @@ def read(path: str, batch: int, partition: str, epochs: int, shard: bool, store:
 
 
 def train(path: str, batch: int, partition: str, rounds: int) -> Any:
-    """Seconds of steps of a U-Net, by turns an epoch from the store and as many steps on one batch in memory."""
+    """Seconds of steps of a U-Net, by turns an epoch from the store and as many steps on one batch in memory, and which
+    of the two comes first by turns as well: of each step those of the clock, of the processor, and of the clock until
+    it has its batch."""
     torch.manual_seed(0)
     mesh = make_mesh(Partition.parse(partition))
     model = distconv.parallelize(UNet3d(width=8), mesh)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    seconds: dict[str, list[list[float]]] = {"store": [], "memory": []}
+    seconds: dict[str, list[list[list[float]]]] = {"store": [], "memory": []}
 
     def step(x: Any) -> None:
         optimizer.zero_grad()
@@ -114,12 +116,16 @@ def train(path: str, batch: int, partition: str, rounds: int) -> Any:
         optimizer.step()
 
     def timed(kind: str, batches: Any) -> None:
+        dist.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
+        rows = []
         for x in batches:
+            got = time.perf_counter()
             step(x)
             now, used = time.perf_counter(), time.process_time()
-            seconds[kind].append([now - wall, used - cpu])
+            rows.append([now - wall, used - cpu, got - wall])
             wall, cpu = now, used
+        seconds[kind].append(rows)
 
     with loading(mesh, shard=True, store=KEPT) as samples:
         assert samples is not None and samples.supply is not None
@@ -127,11 +133,10 @@ def train(path: str, batch: int, partition: str, rounds: int) -> Any:
         for x in loader:
             step(x)
         read_before = samples.supply.store.bytes_read
-        for _ in range(rounds):
-            timed("store", loader)
-            dist.barrier()
-            timed("memory", [x] * len(loader))
-            dist.barrier()
+        arms = {"store": loader, "memory": [x] * len(loader)}
+        for turn in range(rounds):
+            for kind in sorted(arms, reverse=bool(turn % 2)):
+                timed(kind, arms[kind])
         assert samples.supply.store.bytes_read == read_before
     return seconds
 

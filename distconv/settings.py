@@ -40,6 +40,8 @@ class Option(Setting):
             raise SettingError(f"{name}: {error}") from None
 
 
+NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
+
 AUTO = "auto"
 """The partition that stands for the one which `distconv run` is to choose."""
 

@@ -114,9 +114,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None
     try:
         partition = settings.value("partition")
         if not isinstance(partition, Partition):
-            raise ValueError(
-                "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
-            )
+            raise ValueError(settings.NO_PARTITION)
         check_algorithm(settings.value("channel_algorithm"), partition)
         return partition, None if options.strategy is None else read(options.strategy, partition.ranks)
     except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from distconv import settings
 from distconv.channels import check_algorithm
 from distconv.choosing import NothingChosen, Question, ask, environment_of_settings
-from distconv.job.keeper import keep_rank
+from distconv.job.keeper import Watcher, keep_rank
 from distconv.job.launcher import BadInput, Job, is_launcher, part, start
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.partition import AXES, Partition
@@ -142,7 +142,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy
     if partition is None and strategy is not None:
         partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
     if partition is None:
-        raise ValueError("no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION")
+        raise ValueError(settings.NO_PARTITION)
     return partition, strategy if strategy is None or len(strategy.layers) > 1 or not chosen else None
 
 
@@ -210,27 +210,37 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
 
 
 def command(options: argparse.Namespace) -> int:
-    """Start the ranks, or be one of those that a launcher started; the exit code of the job or of the script."""
-    place, launches = find_place(os.environ), is_launcher()
+    """Start the ranks, be what they are forked from, or be one that a launcher started; the exit code of the job or of
+    the script."""
+    place = find_place(os.environ)
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
-        if place is None and not launches and settings.value("partition") == settings.AUTO:
+        if place is not None:
+            return _be_rank(_job(options, place), place)
+        if is_launcher():
+            return _part(_job(options, None))
+        if settings.value("partition") == settings.AUTO:
             around.enter_context(_chosen(options))
-        job = _job(options, place)
-        if place is None and not launches:
-            return start(job, [sys.executable, "-m", "distconv", *sys.argv[1:]])
-        if place is None:
-            watcher = part(job)
-            place = find_place(os.environ)
-        else:
-            watcher = keep_rank(
-                place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks
-            )
-            if isinstance(watcher, int):
-                os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
-        if isinstance(watcher, int):
-            return watcher
-        assert place is not None  # a rank's environment tells it
-        from distconv.job.script import run
+        return start(_job(options, None), [sys.executable, "-m", "distconv", *sys.argv[1:]])
 
-        return run(job, place, watcher)
+
+def _be_rank(job: Job, place: Place) -> int:
+    watcher = keep_rank(place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks)
+    if isinstance(watcher, int):
+        os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
+    return _run(job, place, watcher)
+
+
+def _part(job: Job) -> int:
+    watcher = part(job)
+    if isinstance(watcher, int):
+        return watcher
+    place = find_place(os.environ)
+    assert place is not None  # a rank's environment tells it
+    return _run(job, place, watcher)
+
+
+def _run(job: Job, place: Place, watcher: Watcher) -> int:
+    from distconv.job.script import run
+
+    return run(job, place, watcher)

@@ -112,20 +112,20 @@ class Samples:
         found = [] if draft is None else list(draft.found)
         while True:
             slabs: list[Any] = []
-            open = [] if draft is None else self.fetch.open(draft.batch, draft.indices)
+            wanted = [] if draft is None else self.fetch.open(draft.batch, draft.indices)
             try:
-                if open:
-                    slabs = self.fetch.slabs(open, part)
+                if wanted:
+                    slabs = self.fetch.slabs(wanted, part)
                 elif draft is not None:
                     batch = self.fetch.finished(draft.batch, draft.indices, part)
                     refusal = "" if self.supply is None else self.supply.refusal(number, cut)
                     batch = Fault(refusal) if refusal else batch
             except ReadError as error:
                 batch = Fault(str(error))
-            if not self._agree(batch, cut, following, is_open=bool(open)):
+            if not self._agree(batch, cut, following, is_open=bool(wanted)):
                 break
             assert self._together is not None
-            fresh = self._together.find(open, slabs)
+            fresh = self._together.find(wanted, slabs)
             found += fresh
             if draft is not None:
                 values = {digest: value for _, digest, value in fresh}

@@ -118,11 +118,11 @@ class Fetching:
         """The region that this rank reads of what a statistic is computed of."""
         return self.share.region((1, *statistic.parent.shape))[1:]
 
-    def slabs(self, open: Sequence[tuple[Any, Statistic]], part: Part) -> list[Any]:
-        """What this rank reads for open statistics. ReadError where it cannot be read."""
+    def slabs(self, wanted: Sequence[tuple[Any, Statistic]], part: Part) -> list[Any]:
+        """What this rank reads for statistics. ReadError where it cannot be read."""
         read: dict[str, Any] = {}  # several statistics may be of one array
-        texts = [identity(statistic.parent) for _, statistic in open]
-        for text, (sample, statistic) in zip(texts, open, strict=True):
+        texts = [identity(statistic.parent) for _, statistic in wanted]
+        for text, (sample, statistic) in zip(texts, wanted, strict=True):
             if text not in read:
                 with self.around(sample), _at(sample):
                     read[text] = statistic.parent.read(self.slab(statistic), part)

@@ -174,6 +174,10 @@ def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
         odd = next((place for place, item in enumerate(items) if item.shape != usual), 0)
         for source in items[odd].expression.sources():
             note(error, shown(source.path), source.key, odd)
+        if stacked and items[odd].shape != usual:  # torch says it so of tensors that hold something
+            error.args = (
+                f"stack expects each tensor to be equal size, but got {[*usual]} and, here, {[*items[odd].shape]}",
+            )
         raise
     if len(dtypes) > 1 or any(item.dim() == 1 and not item.numel() for item in items):
         return NotImplemented

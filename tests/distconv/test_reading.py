@@ -189,7 +189,7 @@ def read_broken(partition: str, folder: str, how: str) -> str:
     [
         ("a missing file", ("ReadError", "absent.h5", "sample 0", "No such file")),
         ("a missing key", ("ReadError", "v.h5: 'volumes'", "sample 0")),
-        ("another shape", ("ReadError", "v.h5: '/a/volume', sample 0", "equal size")),
+        ("another shape", ("ReadError", "v.h5: '/a/volume', sample 0", "here, [2, 5, 9, 8]")),
         ("a dtype", ("ReadError", "v.h5: '/a/volume', sample 0", "byte order")),
         ("a checksum", ("ReadError", "v.h5: '/a/volume', sample 0", "failure during read")),
         ("a truncated file", ("ReadError", "v.h5", "sample 0", "truncated")),
