@@ -201,11 +201,12 @@ def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
     """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
+    # An alias keeps the strides; a view of the same shape may not, where an extent is 1: torch's kernels then refuse some.
     if torch.is_grad_enabled():
-        root = source.view_as(source)
+        root = source[...]
     else:
         with torch.enable_grad():
-            root = source.view_as(source)
+            root = source[...]
     # What register_hook does, in a third of its time.
     root._backward_hooks = {0: functools.partial(bucket.take, index)}
     root.grad_fn._register_hook_dict(root)  # type: ignore[union-attr]

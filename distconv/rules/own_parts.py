@@ -21,7 +21,7 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, summed: tuple[int, ...]) -> Tensor:
         ctx.layout, ctx.summed = (x.device_mesh, tuple(x.placements), tuple(x.shape)), summed
-        return x._local_tensor.view_as(x._local_tensor)
+        return x._local_tensor[...]  # unlike a view of the same shape, it keeps all strides
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -18,11 +18,11 @@ RUN = """
 import json, sys, torch, distconv
 from torch.distributed.tensor import DTensor
 import torch.distributed as dist
-from benchmarks import operator_pool
+from benchmarks import operator_pool, rank_pool
 from benchmarks.operator_pool import Pool
 from benchmarks.operator_samples import Sample
 
-operator_pool.ANSWER_SECONDS, operator_pool.GRACE_SECONDS = 20.0, 1.0
+operator_pool.ANSWER_SECONDS, rank_pool.GRACE_SECONDS = 20.0, 1.0
 
 
 def differs(x):

@@ -1,0 +1,233 @@
+"""Random networks on random meshes of 1 to 4 ranks against one process: how many are right, and what is not.
+
+    python benchmarks/campaign.py --networks 1000            # goes on where it stopped; half an hour on two cores
+    python benchmarks/campaign.py --networks 50 --minutes 1  # whatever comes first
+    python benchmarks/campaign.py --networks 10000 --save    # keeps table and figures in benchmarks/results
+
+A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
+all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
+functions in place), a partition, and a way to run: as a script or by hand, which channel algorithm, which optimizer,
+with mucudnn beneath in three of ten, compiled in two of a hundred. It takes two optimizer steps in float64, in one
+process and on ranks over Gloo. Compared are losses, gradients of input and parameters, and at the end parameters and buffers.
+mucudnn's times are drawn as well, so that every division comes about and not only what is fast on this machine.
+
+    right     within 1e-9 of the largest element, and the same bits on all ranks; in bfloat16: within four times the
+              error, against float64, of the worse of two plain orders of summation
+    rounding  above that, but below a hundred times what a change of the input by 1e-13 makes of it in one process
+    wrong     any other number
+    refused   UnsupportedOperation, the same on every rank
+    crash     another error where one process has none, or errors that differ between ranks
+    hang      no answer from a rank within 60 s (compiled: 300 s), or within 6 s of another rank's error
+    unable    torch itself cannot run the network in one process; another one is drawn in its place
+
+What is wrong, crashes or hangs is made as small as possible and written to `--found`, whose files a test replays. The
+exit code is 1 where there is such a network, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+warnings.simplefilter("ignore")
+
+from benchmarks.table import RESULTS, Table, conditions, save, show
+
+OUTCOMES = ("right", "rounding", "wrong", "refused", "crash", "hang")
+FAULTS = ("wrong", "crash", "hang")
+SEEDS = 1 << 20
+"""Numbers of networks between two values of --seed."""
+
+Record = dict[str, Any]
+
+
+def kept(path: Path, seed: int) -> dict[int, Record]:
+    """What earlier runs have found of the networks of a seed, by their numbers."""
+    found: dict[int, Record] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        record = json.loads(line)
+        if record["number"] // SEEDS == seed:
+            found[record["number"]] = record
+    return found
+
+
+def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, results: Any) -> None:
+    """Runs networks one after the other and puts a record of each; a process of its own."""
+    import torch
+
+    torch.set_num_threads(1)
+    from benchmarks.campaign_judge import Judge, lines, shrunk
+
+    end = time.monotonic() + 60 * minutes
+    judge = Judge()
+    try:
+        for number in numbers:
+            if time.monotonic() > end:
+                break
+            start = time.monotonic()
+            case, answer = judge.of_seed(number)
+            record = {name: case.get(name) for name in ("partition", "limit", "compiled", "dtype")}
+            record |= {"number": number, **answer, "seconds": round(time.monotonic() - start, 3)}
+            if answer["outcome"] in FAULTS and shrink:
+                case, answer = shrunk(case, answer, judge, shrink)
+                judge.close()
+                record["alone"] = judge.of_case(case)["outcome"]  # on new ranks: whether it needs others before it
+                found.mkdir(parents=True, exist_ok=True)
+                (found / f"{number}.json").write_text(lines(case, answer))
+            results.put(record)
+        results.put(None)
+    except BaseException:
+        results.put(traceback.format_exc())
+        raise
+    finally:
+        judge.close()
+
+
+def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
+    """Adds to ``found``, and to the file, networks until there are enough or the time is over."""
+    first = options.seed * SEEDS
+    able = sum(record["outcome"] != "unable" for record in found.values())
+    left = [n for n in range(first, first + 2 * options.networks + 100) if n not in found]
+    context = multiprocessing.get_context("fork")
+    results: Any = context.SimpleQueue()
+    share = [left[index :: options.pools] for index in range(options.pools)]
+    workers = [
+        context.Process(target=work, args=(numbers, options.minutes, options.shrink, options.found, results))
+        for numbers in share
+    ]
+    for worker in workers:
+        worker.start()
+    running = len(workers)
+    try:
+        with options.partial.open("a") as file, tqdm(total=options.networks, initial=able, unit="network") as bar:
+            while running and able < options.networks:
+                record = results.get()
+                if isinstance(record, str):
+                    sys.exit(record)
+                if record is None:
+                    running -= 1
+                    continue
+                found[record["number"]] = record
+                print(json.dumps(record), file=file, flush=True)
+                if record["outcome"] != "unable":
+                    able += 1
+                    bar.update()
+                if record["outcome"] in FAULTS:
+                    bar.write(f"{record['number']}: {record['outcome']} on {record['partition']}: {record['said']}")
+                bar.set_postfix(counts(list(found.values())), refresh=False)
+    finally:
+        for worker in workers:
+            worker.terminate()  # its ranks end with it, as what they read from ends
+            worker.join()
+
+
+def counts(records: Sequence[Record]) -> dict[str, int]:
+    """How many networks had each outcome."""
+    counted = collections.Counter(record["outcome"] for record in records)
+    return {outcome: counted[outcome] for outcome in OUTCOMES}
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Outcomes by how networks were run, and what is refused, by operator."""
+    able = [record for record in records if record["outcome"] != "unable"]
+
+    def split(record: Record) -> str:
+        axes = {part.split("=")[0] for part in record["partition"].split(",") if not part.endswith("=1")}
+        kinds = ["samples"] * ("sample" in axes) + ["channels"] * bool(axes & {"channel", "filter"})
+        return " and ".join([*kinds, *["space"] * bool(axes & {"depth", "height", "width"})]) or "nothing"
+
+    groups: dict[str, list[Record]] = {}
+    for record in able:
+        groups.setdefault(f"split: {split(record)}", []).append(record)
+    groups = dict(sorted(groups.items()))
+    groups["with mucudnn"] = [record for record in able if record["limit"]]
+    groups["of these, divided"] = [record for record in able if record.get("divided")]
+    groups["compiled"] = [record for record in able if record["compiled"]]
+    groups["bfloat16"] = [record for record in able if record["dtype"] == "bfloat16"]
+    groups["all"] = able
+    rows = [(name, str(len(group)), *map(str, counts(group).values())) for name, group in groups.items()]
+    refused = collections.Counter(r.get("operator", "") for r in able if r["outcome"] == "refused")
+    why = {r.get("operator", ""): r.get("why", "") for r in able if r["outcome"] == "refused"}
+    return [
+        Table("Random networks against one process", ("networks", "number", *OUTCOMES), rows),
+        Table(
+            "Refused", ("operator", "networks", "for example"), [(o, str(n), why[o]) for o, n in refused.most_common()]
+        ),
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=int, default=1000, help="how many, those of earlier runs included")
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which no further one starts (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="which networks (%(default)s)")
+    parser.add_argument("--pools", type=int, default=2, help="networks at once, each on four ranks (%(default)s)")
+    parser.add_argument(
+        "--shrink", type=float, default=60.0, help="seconds to make a failure smaller, 0: none (%(default)s)"
+    )
+    parser.add_argument(
+        "--found", type=Path, default=ROOT / "tests/distconv/found", help="folder of failures (%(default)s)"
+    )
+    parser.add_argument(
+        "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
+    )
+    parser.add_argument(
+        "--again", type=int, action="append", help="only the network of this number; may be given again"
+    )
+    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
+    options = parser.parse_args()
+    options.partial = options.partial or RESULTS / "campaign-partial.jsonl"
+    return options
+
+
+def again(numbers: Sequence[int]) -> int:
+    """Runs single networks anew and prints what they are and what becomes of them."""
+    from benchmarks.campaign_judge import Judge, lines
+
+    judge = Judge()
+    answers = []
+    for number in numbers:
+        case, answer = judge.of_seed(number)
+        answers.append(answer)
+        print(lines(case, answer) if "layers" in case else answer, end="")
+    judge.close()
+    return int(any(answer["outcome"] in FAULTS for answer in answers))
+
+
+def main() -> int:
+    options = arguments()
+    if options.again:
+        return again(options.again)
+    told = conditions()
+    options.partial.parent.mkdir(exist_ok=True)
+    found = kept(options.partial, options.seed)
+    measure(options, found)
+    records = sorted(found.values(), key=lambda record: record["number"])
+    shown = tables(records)
+    show(shown)
+    if options.save:
+        seconds = sum(record["seconds"] for record in records)
+        unlike = [record for record in records if record["outcome"] not in ("right", "unable")]
+        figures = {"seed": options.seed, "counts": counts(records), "unlike": unlike, "seconds": round(seconds)}
+        figures["unable"] = sum(record["outcome"] == "unable" for record in records)
+        save("campaign", "Random networks", f"{__doc__}\n{told}", figures, shown)
+    return int(any(record["outcome"] in FAULTS for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

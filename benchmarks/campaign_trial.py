@@ -1,0 +1,251 @@
+"""One network of the campaign: trained for two steps in one process and on ranks, and all numbers compared."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import distconv
+import mucudnn
+from benchmarks.campaign_layers import Shape
+from benchmarks.campaign_networks import Case, draw, loss_of, network
+from mucudnn.timing import clock
+
+STEPS = 2
+TOLERANCE = 1e-9
+"""The largest difference from one process in float64, relative to the largest element."""
+
+NOISE = 1e-13
+"""How much the input is changed, relatively, to see how far a network amplifies rounding."""
+
+AMPLIFIED = 100.0
+"""A difference below so many times that of the changed input counts as rounding."""
+
+HALF_FACTOR, HALF_FLOOR = 4.0, 2.0**-6
+"""In bfloat16, what is allowed: so many times the error of the worse of two plain orders, and so much of the norm."""
+
+Results = dict[str, Tensor]
+Answer = dict[str, Any]
+"""{"outcome": right, rounding, wrong, refused, crash, unable or idle; "said": what there is to say of it; ...}."""
+
+
+def data(case: Case, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * case["seed"] + step)
+    return torch.randn(case["shape"], dtype=torch.float64, generator=generator)
+
+
+def train(
+    case: Case, mesh: Any = None, dtype: torch.dtype | None = None, noise: float = 0.0, backwards: bool = False
+) -> Results:
+    """All numbers of two optimizer steps: losses, gradients of input and parameters, and in the end the whole state.
+
+    Args:
+        mesh: to compute on; in one process if not given.
+        dtype: to compute in, that of the case if not given; inputs and initial parameters are rounded as the case says.
+        noise: relative change of the input.
+        backwards: whether the samples come in the opposite order, so that sums over them are rounded otherwise.
+    """
+    plain, shape = network(case)  # outside the script: layers are called to learn their shapes
+    as_script = mesh is not None and case["way"] == "script"
+    with distconv.distributed_script(mesh) if as_script else contextlib.nullcontext():
+        return _trained(plain, shape, case, mesh, dtype or getattr(torch, case["dtype"]), noise, backwards)
+
+
+def _trained(
+    plain: nn.Module, shape: Shape, case: Case, mesh: Any, dtype: torch.dtype, noise: float, backwards: bool
+) -> Results:
+    rounded = getattr(torch, case["dtype"])
+    plain.to(rounded).to(dtype).train(not case["evaluation"])
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    ndim = len(case["shape"])
+    if case["channels_last"]:
+        plain.to(memory_format=formats[ndim])
+    if case["frozen"]:
+        for parameter in list(plain.parameters())[::2]:
+            parameter.requires_grad_(False)
+    by_hand = mesh is not None and case["way"] == "program"
+    model = distconv.parallelize(plain, mesh) if by_hand else plain
+    if case["compiled"] and mesh is not None:
+        model = torch.compile(model, backend=case["compiled"], dynamic=False)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    kind = "SGD" if rounded is torch.bfloat16 else case["optimizer"]
+    optimizer = getattr(torch.optim, kind)(trained, lr=1e-2) if trained else None
+    compute_loss, targets = loss_of(case, shape, dtype)
+    targets = targets.flip(0) if backwards else targets
+    results: Results = {}
+    for step in range(STEPS):
+        if optimizer is not None:
+            optimizer.zero_grad()
+        for part in range(1 + case["accumulates"]):
+            x = data(case, 10 * step + part).to(rounded).to(dtype) * (1 + noise)
+            if case["channels_last"]:
+                x = x.contiguous(memory_format=formats[ndim])
+            x = (x.flip(0) if backwards else x).requires_grad_()
+            given = x * 1.0  # a network may begin with a function in place
+            y = model(distconv.shard(given, mesh) if by_hand else given)
+            assert tuple(y.shape) == shape, f"{tuple(y.shape)} instead of {shape}"
+            loss = compute_loss(distconv.gather(y) if by_hand else y, targets)
+            loss.backward()
+            results[f"loss {step}.{part}"] = torch.tensor(loss.item(), dtype=torch.float64)
+            gradient = torch.zeros(()) if x.grad is None else x.grad
+            results[f"input's gradient {step}.{part}"] = gradient.flip(0) if backwards and gradient.dim() else gradient
+        gradients = {f"gradient of {n} {step}": p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        results |= {name: value.clone() for name, value in distconv.whole_state(gradients).items()}
+        if optimizer is not None:
+            optimizer.step()
+    state = {name: value for name, value in distconv.whole_state(plain.state_dict()).items()}
+    return {name: value.detach() for name, value in (results | state).items()}
+
+
+@contextlib.contextmanager
+def drawn_times(seed: int) -> Iterator[None]:
+    """Times that a seed gives, so that every division comes about, not only what is fast on this machine.
+
+    What is timed runs once.
+    """
+    random = Random(seed)
+
+    def seconds(work: Any, *_: Any) -> float:
+        work()
+        return random.uniform(0.001, 0.01)
+
+    def ratio(work: Any, baseline: Any, *_: Any) -> float:
+        work()
+        return random.uniform(0.3, 1.1)
+
+    with mock.patch.multiple(clock, seconds=seconds, first_seconds=seconds, ratio=ratio):
+        yield
+
+
+@contextlib.contextmanager
+def surroundings(case: Case) -> Iterator[Any]:
+    """mucudnn beneath, where the case says so."""
+    # In half types oneDNN has kernels (seen with torch 2.13) that write beyond their memory for some small layers.
+    torch.backends.mkldnn.set_flags(case["dtype"] != "bfloat16")
+    if case["limit"] is None:
+        yield None
+        return
+    settings = {"workspace_limit": case["limit"], "policy": case["policy"], "database": ":memory:", "progress": "off"}
+    with drawn_times(case["seed"]), mucudnn.patched(**settings) as session:
+        yield session
+
+
+def differences(found: Results, expected: Results) -> dict[str, float]:
+    """By name, each as a share of the largest element, or of a thousandth of the largest of all gradients."""
+    if found.keys() != expected.keys():
+        return {f"there is {sorted(found.keys() ^ expected.keys())} on one side only": math.inf}
+    largest = max((size(value) for name, value in expected.items() if "gradient" in name), default=0.0)
+    return {
+        name: difference(found[name], value) / (max(size(value), 1e-3 * largest if "gradient" in name else 0.0) or 1.0)
+        for name, value in expected.items()
+    }
+
+
+def size(x: Tensor) -> float:
+    return float(x.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if x.numel() else 0.0
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference; infinite for other shapes, and where one is finite and the other not."""
+    if type(found) is not Tensor or found.shape != expected.shape:
+        return math.inf
+    a, b = found.double(), expected.double()
+    if not torch.equal(a.isfinite(), b.isfinite()):
+        return math.inf
+    return size(torch.where(b.isfinite(), a - b, 0.0))
+
+
+def fingerprints(results: Results) -> dict[str, int]:
+    """A number for each tensor that tells whether two ranks have the same bits."""
+    return {name: zlib.crc32(value.double().numpy().tobytes()) for name, value in results.items()}
+
+
+class Rank:
+    """What a rank answers."""
+
+    def __init__(self) -> None:
+        self._alone: tuple[Case | None, Results] = None, {}
+
+    def draw(self, seed: int) -> tuple[Case, str]:
+        """The case of a seed, and what torch raises for it in one process; on the first rank alone."""
+        case = draw(seed)
+        return case, self.alone(case)
+
+    def alone(self, case: Case) -> str:
+        """Trains in one process and keeps the numbers; what torch raises, empty if nothing."""
+        try:
+            self._alone = case, train(case)
+        except Exception as error:
+            self._alone = None, {}
+            return f"{type(error).__name__}: {error}"[:400]
+        return ""
+
+    def compare(self, case: Case) -> Answer:
+        """Trains on the ranks of the case; the first of them compares with one process."""
+        mesh = distconv.init(
+            case["partition"], ranks=range(case["ranks"]), device_type="cpu", channel_algorithm=case["algorithm"]
+        )
+        if dist.get_rank() >= case["ranks"]:
+            return {"outcome": "idle"}
+        divided = 0
+        try:
+            with surroundings(case) as session:
+                found = train(case, mesh)
+            if session is not None:
+                divided = sum(len(r.parts) > 1 or r.parts[0][1] != "stock" for r in session.records())
+        except distconv.UnsupportedOperation as error:
+            return {"outcome": "refused", "said": str(error)[:400], "operator": error.operator, "why": error.why[:200]}
+        except Exception as error:
+            return {"outcome": "crash", "said": f"{type(error).__name__}: {error}"[:400]}
+        finally:
+            if case["compiled"]:
+                torch._dynamo.reset()
+        answer = {"outcome": "idle", "fingerprints": fingerprints(found), "divided": divided}
+        return answer | (self._judged(case, found) if dist.get_rank() == 0 else {})
+
+    def _judged(self, case: Case, found: Results) -> Answer:
+        assert self._alone[0] == case, "one process has not computed this case"
+        expected = self._alone[1]
+        if case["dtype"] == "bfloat16":
+            return _judged_half(case, found, expected)
+        errors = differences(found, expected)
+        above = {name: error for name, error in errors.items() if not error <= TOLERANCE}
+        if above:
+            changed = differences(train(case, noise=NOISE), expected)
+            above = {name: error for name, error in above.items() if not error <= AMPLIFIED * changed.get(name, 0.0)}
+            if not above:
+                return {"outcome": "rounding", "error": max(errors.values())}
+        return _told(above, max(errors.values()))
+
+
+def _judged_half(case: Case, found: Results, first: Results) -> Answer:
+    """Against float64, beside two plain orders of summation: of the samples forwards, and backwards."""
+    exact, second = train(case, dtype=torch.float64), train(case, backwards=True)
+    if found.keys() != first.keys():
+        return {"outcome": "wrong", "said": f"{sorted(found.keys() ^ first.keys())} on one side only"}
+    above, worst = {}, 0.0
+    for name, value in exact.items():
+        norm = float(value.double().norm())
+        error, *plain = (float((each[name].double() - value).norm()) for each in (found, first, second))
+        allowed = HALF_FACTOR * max(plain) + HALF_FLOOR * norm
+        finite = first[name].isfinite().all() and found[name].shape == value.shape
+        if (finite and not error <= allowed) or found[name].shape != value.shape:
+            above[name] = error / (norm or 1.0)
+        worst = max(worst, error / (allowed or 1.0))
+    return _told(above, worst)
+
+
+def _told(above: dict[str, float], worst: float) -> Answer:
+    if not above:
+        return {"outcome": "right", "error": worst}
+    listed = ", ".join(f"{name}: {error:.3g}" for name, error in list(above.items())[:6])
+    return {"outcome": "wrong", "said": f"{len(above)} differ, {listed}"[:400], "error": worst}

@@ -1,0 +1,142 @@
+"""Ranks over Gloo that answer requests one at a time, forked from a process that has imported torch."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 6.0
+"""How long the other ranks may take once one has failed: then they wait for it."""
+
+
+class Hang(RuntimeError):
+    """Ranks gave no answer in time, or died; the pool has ended them."""
+
+
+class Failure:
+    """What a request raised on a rank, as text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+class RankPool:
+    """``size`` ranks over Gloo, one thread each; they start at the first request, and anew after an end."""
+
+    def __init__(self, size: int, server: Callable[[], Any]) -> None:
+        """
+        Args:
+            server: makes, on each rank, the object whose methods answer.
+        """
+        self.size, self._server = size, server
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._directory: str | None = None
+
+    def ask(
+        self,
+        name: str,
+        *arguments: Any,
+        within: float,
+        ranks: Sequence[int] | None = None,
+        failed: Callable[[Any], bool] = lambda answer: isinstance(answer, Failure),
+    ) -> list[Any]:
+        """The answers of the server's method ``name`` on some ranks, all if not given, in their order.
+
+        Args:
+            within: seconds.
+            failed: whether an answer says that this rank has left the others, which then have `GRACE_SECONDS`.
+
+        Raises:
+            Hang: where ranks do not answer in time, or die.
+        """
+        if not self._connections:
+            self._start()
+        asked = {self._connections[rank]: rank for rank in (range(self.size) if ranks is None else ranks)}
+        order = list(asked.values())
+        for connection in asked:
+            connection.send((name, arguments))
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + within
+        while asked:
+            ready = wait(list(asked), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                told = f"no answer from rank(s) {sorted(asked.values())}; others: {list(answers.values())}"
+                raise Hang(told[:400])
+            for connection in ready:
+                rank = asked.pop(connection)  # type: ignore[call-overload]
+                try:
+                    answers[rank] = connection.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    self.close()
+                    raise Hang(f"rank {rank} died") from None
+                if failed(answers[rank]):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return [answers[rank] for rank in order]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self._directory = tempfile.mkdtemp(prefix="ranks-")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            store = Path(self._directory, "store")
+            inherited = [*self._connections, here]
+            process = context.Process(target=_serve, args=(there, inherited, rank, self.size, store, self._server))
+            process.daemon = True
+            process.start()
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+
+    def close(self) -> None:
+        """Ends the ranks; the next request starts new ones."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._connections, self._processes, self._directory = [], [], None
+
+
+def _serve(
+    connection: Connection,
+    inherited: Sequence[Connection],
+    rank: int,
+    size: int,
+    store: Path,
+    server: Callable[[], Any],
+) -> None:
+    for other in inherited:  # else a rank would not see that the process which asks has gone
+        other.close()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    answering = server()
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except (EOFError, ConnectionError):
+            os._exit(0)
+        try:
+            answer = getattr(answering, name)(*arguments)
+        except Exception:
+            answer = Failure(traceback.format_exc()[-400:])
+        with contextlib.suppress(BrokenPipeError):  # the pool has given up on this rank
+            connection.send(answer)
