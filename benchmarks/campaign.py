@@ -8,8 +8,8 @@ A network is drawn from its number and `--seed`: one to eight layers or blocks o
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
 functions in place), a partition, and a way to run: as a script or by hand, which channel algorithm, which optimizer,
 with mucudnn beneath in three of ten, compiled in two of a hundred. It takes two optimizer steps in float64, in one
-process and on ranks over Gloo. Compared are losses, gradients of input and parameters, and at the end parameters and buffers.
-mucudnn's times are drawn as well, so that every division comes about and not only what is fast on this machine.
+process and on ranks over Gloo. Compared are losses, gradients of input and parameters, and at the end parameters and
+buffers. mucudnn's times are drawn as well, so that every division comes about, not only what is fast on this machine.
 
     right     within 1e-9 of the largest element, and the same bits on all ranks; in bfloat16: within four times the
               error, against float64, of the worse of two plain orders of summation
@@ -71,6 +71,8 @@ def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, res
     import torch
 
     torch.set_num_threads(1)
+    import torch._dynamo  # before ranks are forked, so that none of them imports it again
+
     from benchmarks.campaign_judge import Judge, lines, shrunk
 
     end = time.monotonic() + 60 * minutes

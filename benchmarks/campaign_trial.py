@@ -6,19 +6,17 @@ import contextlib
 import math
 import zlib
 from collections.abc import Iterator
-from random import Random
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import distconv
-import mucudnn
+import distconv.interface  # at once: ranks are forked from here
+import mucudnn.patching
 from benchmarks.campaign_layers import Shape
 from benchmarks.campaign_networks import Case, draw, loss_of, network
-from mucudnn.timing import clock
+from benchmarks.drawn_times import drawn_times
 
 STEPS = 2
 TOLERANCE = 1e-9
@@ -104,26 +102,6 @@ def _trained(
             optimizer.step()
     state = {name: value for name, value in distconv.whole_state(plain.state_dict()).items()}
     return {name: value.detach() for name, value in (results | state).items()}
-
-
-@contextlib.contextmanager
-def drawn_times(seed: int) -> Iterator[None]:
-    """Times that a seed gives, so that every division comes about, not only what is fast on this machine.
-
-    What is timed runs once.
-    """
-    random = Random(seed)
-
-    def seconds(work: Any, *_: Any) -> float:
-        work()
-        return random.uniform(0.001, 0.01)
-
-    def ratio(work: Any, baseline: Any, *_: Any) -> float:
-        work()
-        return random.uniform(0.3, 1.1)
-
-    with mock.patch.multiple(clock, seconds=seconds, first_seconds=seconds, ratio=ratio):
-        yield
 
 
 @contextlib.contextmanager

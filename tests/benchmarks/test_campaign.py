@@ -1,0 +1,111 @@
+"""The campaign of random networks in short; what it calls wrong; and how it makes a failure smaller."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.campaign import counts, kept, tables
+from benchmarks.campaign_judge import lines, shrunk, together
+from benchmarks.campaign_networks import draw, network
+from benchmarks.campaign_trial import differences, fingerprints
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_seed_gives_one_network() -> None:
+    for seed in range(20):
+        case = draw(seed)
+        assert draw(seed) == case == json.loads(json.dumps(case))
+        first, second = (network(case) for _ in range(2))
+        assert first[1] == second[1]
+        states = [each[0].state_dict() for each in (first, second)]
+        assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_what_differs_is_found() -> None:
+    right = {"loss 0": torch.tensor(2.0), "gradient of w 0": torch.tensor([4.0, 0.0])}
+    assert max(differences(right, right).values()) == 0.0
+    assert differences(right | {"loss 0": torch.tensor(3.0)}, right)["loss 0"] == 0.5
+    assert differences(right | {"loss 0": torch.tensor(math.nan)}, right)["loss 0"] == math.inf
+    assert differences(right | {"loss 0": torch.ones(1)}, right)["loss 0"] == math.inf
+    assert max(differences({"loss 0": right["loss 0"]}, right).values()) == math.inf
+
+
+def answer(outcome: str, value: float, **more: Any) -> dict[str, Any]:
+    return {"outcome": outcome, "fingerprints": fingerprints({"w": torch.tensor([value])}), "divided": 1, **more}
+
+
+def test_outcomes_of_ranks_are_joined() -> None:
+    assert together([answer("right", 1.0), answer("idle", 1.0)]) == {"outcome": "right", "divided": 2}
+    unlike = together([answer("right", 1.0), answer("idle", 2.0)])
+    assert unlike["outcome"] == "wrong" and unlike["said"] == "the ranks hold different bits of w"
+    refused = {"outcome": "refused", "said": "no"}
+    assert together([refused, dict(refused)]) == refused
+    assert together([refused, answer("idle", 1.0)])["outcome"] == "crash"
+    assert together([refused, {"outcome": "refused", "said": "never"}])["outcome"] == "crash"
+    assert together([{"outcome": "crash", "said": text} for text in "ab"])["outcome"] == "crash"
+
+
+class Pools:
+    """Finds every network wrong that has a pool and more than two samples, on two ranks or more."""
+
+    def of_case(self, case: dict[str, Any]) -> dict[str, Any]:
+        has = '"pool"' in json.dumps(case["layers"])
+        is_wrong = has and case["shape"][0] > 2 and case["ranks"] > 1
+        return {"outcome": "wrong" if is_wrong else "right", "said": ""}
+
+
+def test_a_failure_is_made_smaller() -> None:
+    judge: Any = Pools()
+    case = next(case for seed in range(300) if judge.of_case(case := draw(seed))["outcome"] == "wrong")
+    small, found = shrunk(case, {"outcome": "wrong"}, judge, 30)
+    assert found["outcome"] == "wrong"
+    assert len(small["layers"]) == 1 and small["layers"][0]["kind"] == "pool"
+    assert small["ranks"] == 2 and small["shape"][0] == 3 and max(small["shape"][1:]) == 0
+    assert json.loads(lines(small, found))["layers"] == small["layers"]
+
+
+def test_runs_go_on_and_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "partial.jsonl"
+    assert kept(path, 0) == {}
+    more = {"partition": "sample=2,height=2", "limit": None, "compiled": "", "dtype": "float64"}
+    outcomes = {0: "right", 1: "refused", 2: "unable", 1 << 20: "wrong"}
+    refusal = {"operator": "aten::median", "why": "it needs the whole"}
+    text = [json.dumps({"number": n, "outcome": o, **more, **refusal}) for n, o in outcomes.items()]
+    path.write_text("\n".join(text))
+    found = kept(path, 0)
+    assert list(found) == [0, 1, 2] and list(kept(path, 1)) == [1 << 20]
+    assert counts(list(found.values())) == dict(right=1, rounding=0, wrong=0, refused=1, crash=0, hang=0)
+    by_way, refused = tables(list(found.values()))
+    assert by_way.rows[0][:3] == ("split: samples and space", "2", "1")
+    assert refused.rows == [("aten::median", "1", "it needs the whole")]
+
+
+def of_convolutions(found: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:
+    with torch.backends.mkldnn.flags(enabled=False):
+        return [found(number) for number in range(80)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_convolutions_are_right_and_within_their_limits() -> None:
+    from benchmarks import convolutions
+
+    records = of_convolutions(convolutions.judged)
+    assert not [record for record in records if record["faults"]]
+    assert sum(record["parts"] != "1 stock" for record in records) > 40
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_convolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import convolutions
+
+    computed = convolutions.computed
+    monkeypatch.setattr(convolutions, "computed", lambda plan, given: computed(plan, given) + 0.1)
+    assert sum("error" in record["faults"] for record in of_convolutions(convolutions.judged)) > 40
