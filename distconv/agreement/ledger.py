@@ -156,11 +156,16 @@ def settle(now: bool = False) -> None:
         each.settle(now)
 
 
-def finish() -> None:
-    """Compare all that is left and read the verdicts, at the end of a script. Collective."""
-    for each in _ledgers.values():
-        each.compare()
-        each.settle(now=True)
+def finish(mesh: DeviceMesh) -> None:
+    """Compare all that is left and read the verdicts, at the end of a script on the mesh. Collective over it.
+
+    A ledger that other ranks share too is left alone: they do not come to this end.
+    """
+    ranks = set(mesh.mesh.flatten().tolist())
+    for members, each in _ledgers.items():
+        if ranks.issuperset(members):
+            each.compare()
+            each.settle(now=True)
 
 
 _known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()

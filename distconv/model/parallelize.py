@@ -248,7 +248,7 @@ def distributed_script(
     try:
         with optimizers_known(), saving_whole():
             yield
-            finish()
+            finish(mesh)
         script.check()
     finally:
         hook.remove()

@@ -302,3 +302,18 @@ def test_ranks_that_went_different_ways() -> None:
     assert (
         line is not None and "at a.py:3; rank 1: input 1 of Net.forward, shape (4, 3), torch.float32, at a.py:9" in line
     )
+
+
+def on_all_and_then_on_some() -> float:
+    losses = []
+    for partition, ranks in (("sample=4", range(4)), ("sample=3", range(3))):
+        mesh = distconv.init(partition, ranks=ranks, device_type="cpu")
+        if dist.get_rank() in ranks:
+            with distributed_script(mesh):
+                losses.append(net()(data()[0]).square().mean().item())
+    return max(losses) - min(losses)
+
+
+@pytest.mark.gloo
+def test_a_script_on_some_ranks_does_not_wait_for_those_of_an_earlier_one(ranks: Callable[[int], Ranks]) -> None:
+    assert max(ranks(4).run(on_all_and_then_on_some)) < 1e-6
