@@ -201,7 +201,7 @@ def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
     """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
-    # An alias keeps the strides. A view of the same shape may not, where an extent is 1, and torch's kernels may refuse it.
+    # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.
     if torch.is_grad_enabled():
         root = source[...]
     else:
