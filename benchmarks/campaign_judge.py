@@ -97,10 +97,17 @@ def together(answers: list[Answer]) -> Answer:
     return whole
 
 
+def differing(answer: Answer) -> bool:
+    """Whether a gradient or a loss is wrong, and not the state alone."""
+    return "gradient" in answer["said"] or "loss" in answer["said"]
+
+
 def alike(answer: Answer, wanted: Answer) -> bool:
     """Whether an outcome is the same fault, as far as its first words tell."""
     if answer["outcome"] != wanted["outcome"]:
         return False
+    if wanted["outcome"] == "wrong":
+        return differing(answer) == differing(wanted)
     if wanted["outcome"] != "crash":
         return True
     first, other = (a["said"].split(":")[0] for a in (answer, wanted))

@@ -22,6 +22,9 @@ STEPS = 2
 TOLERANCE = 1e-9
 """The largest difference from one process in float64, relative to the largest element."""
 
+LEAST = 1e-4
+"""Below this a number counts as this large. Inputs are of size 1: what is far smaller is what rounding left of them."""
+
 NOISE = 1e-13
 """How much the input is changed, relatively, to see how far a network amplifies rounding."""
 
@@ -118,12 +121,15 @@ def surroundings(case: Case) -> Iterator[Any]:
 
 
 def differences(found: Results, expected: Results) -> dict[str, float]:
-    """By name, each as a share of the largest element, or of a thousandth of the largest of all gradients."""
+    """By name, each as a share of the largest element, but of no less than `LEAST`.
+
+    Of a gradient it is of no less than a thousandth of the largest of all gradients: next to it, some are but rounding.
+    """
     if found.keys() != expected.keys():
         return {f"there is {sorted(found.keys() ^ expected.keys())} on one side only": math.inf}
     largest = max((size(value) for name, value in expected.items() if "gradient" in name), default=0.0)
     return {
-        name: difference(found[name], value) / (max(size(value), 1e-3 * largest if "gradient" in name else 0.0) or 1.0)
+        name: difference(found[name], value) / max(size(value), 1e-3 * largest if "gradient" in name else 0.0, LEAST)
         for name, value in expected.items()
     }
 
