@@ -106,7 +106,9 @@ def trace(model: nn.Module, shape: Sequence[int]) -> LayerGraph:
     try:
         with torch.no_grad(), _hooked(model, tracing), _Meetings(tracing):
             y = model(x)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except NoGraph:
+        raise
+    except Exception as error:  # a model's own code may fail in any way where it has shapes and no numbers
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise NoGraph(
             f"{type(model).__name__} does not run on an input {tuple(shape)} without data: {reason}"

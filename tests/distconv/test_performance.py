@@ -198,10 +198,32 @@ class Undecided(nn.Module):
         return x if bool((self.layer(x) > 0).any()) else -x
 
 
-def test_a_model_that_needs_data_is_refused_in_one_line() -> None:
+class Searching(Undecided):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * {"a": 1}["b"]
+
+
+class Meeting(Undecided):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(self.layer(x)) + self.two(x, self.layer(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Bilinear(8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (Undecided, "Undecided does not run"),
+        (Searching, "Searching does not run"),
+        (Meeting, "layer two (Bilinear) takes"),
+    ],
+)
+def test_a_model_that_needs_data_is_refused_in_one_line(model: type[nn.Module], complaint: str) -> None:
     with pytest.raises(NoGraph) as refused:
-        trace(Undecided().to("meta"), small_network.SHAPE)
-    assert "Undecided does not run" in str(refused.value) and "\n" not in str(refused.value)
+        trace(model().to("meta"), (2, 3, 8, 8))
+    assert str(refused.value).startswith(complaint) and "\n" not in str(refused.value)
 
 
 def test_a_strategy_fixes_the_layers_that_its_patterns_match() -> None:
