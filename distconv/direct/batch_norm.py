@@ -119,6 +119,8 @@ def batch_norm(
     if not training:
         if call.axes or kept is None or not place.is_filled:
             return NotImplemented
+        if 1 in own[0].shape and own[0].requires_grad and own[0].dim() > 2:
+            return NotImplemented  # torch's backward may mix elements up, see `alike`
         return activation(F.batch_norm(own[0], *kept, *own[1:], False, momentum, eps), place)
     if call.total == 1 or batch_norm_statistics.get(place.mesh) == "local":
         return NotImplemented  # one element a channel is refused there

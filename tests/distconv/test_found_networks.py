@@ -38,7 +38,6 @@ def outcomes(pool: Ranks, cases: list[Case]) -> list[dict[str, Any]]:
 OPEN = {
     "batch-norm-in-checkpoint": "running statistics of split channels miss the second forward",
     "checkpoint-in-checkpoint": "the second forward of the inner one saves other tensors",
-    "unlike-strides": "torch's backward of batch norm mixes elements up where strides of extents of 1 are ambiguous",
 }
 """What is not mended yet, and why it fails."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from reference import Case, wrong
 from torch import Tensor, nn
 
 import distconv
+from distconv.rules.normalization.statistics import count, normalize_backward
 
 pytestmark = pytest.mark.gloo
 
@@ -259,3 +261,20 @@ def statistics_at_the_end() -> tuple[bool, int]:
 def test_running_statistics_of_split_channels_are_gathered_together(ranks: Callable[[int], Ranks]) -> None:
     # Once before the first norm runs again, and once where its mean is read.
     assert ranks(2).run(statistics_at_the_end) == [(True, 2)] * 2
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1, 7), (3, 2, 4, 1), (1, 3, 2, 2)])
+def test_the_backward_is_right_of_all_strides(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad, x = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    leaf = x.clone().requires_grad_()
+    nn.functional.batch_norm(leaf, None, None, training=True).backward(grad)
+    variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    orders = list(itertools.permutations(range(4)))
+    for of_grad, of_x in itertools.product(orders, repeat=2):
+        own, rows = (
+            t.permute(order).contiguous().permute(*map(order.index, range(4)))
+            for t, order in ((grad, of_grad), (x, of_x))
+        )
+        dx, _, _ = normalize_backward(own, rows, mean, variance, None, None, count(x), None, True, 1e-5)
+        torch.testing.assert_close(dx, leaf.grad, msg=f"{own.stride()}, {rows.stride()}")

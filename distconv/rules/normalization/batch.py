@@ -18,6 +18,7 @@ from distconv.rules.channel_split import norm_input
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.statistics import (
     Share,
+    alike,
     check_vector,
     count,
     gradients,
@@ -160,7 +161,7 @@ def batch_norm_backward(
             dx = torch.empty_like(local)
     else:
         dx, dweight, dbias = aten.native_batch_norm_backward.default(
-            own_grad, local, w32, mean, square, None, None, False, 0.0, [mask[0], True, True]
+            *alike(own_grad, local), w32, mean, square, None, None, False, 0.0, [mask[0], True, True]
         )
     vectors = dweight if mask[1] else None, dbias if mask[2] else None
     return gradients(mesh, placements, x, dx if mask[0] else None, dtype if w is None else w.dtype, vectors)

@@ -174,6 +174,17 @@ class Pool:
     size: int
 
 
+def alike(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Both lying in memory in the same way.
+
+    Where an extent is 1, strides are ambiguous, and torch 2.13's `native_batch_norm_backward` on a CPU may take a
+    contiguous and a channels-last tensor for alike, and read one of them in the order of the other.
+    """
+    if grad.stride() == rows.stride():
+        return grad, rows
+    return grad.contiguous(), rows.contiguous()
+
+
 def normalize_backward(
     grad: Tensor,
     rows: Tensor,
@@ -195,6 +206,7 @@ def normalize_backward(
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
+        grad, rows = alike(grad, rows)
         dx, dweight, dbias = aten.native_batch_norm_backward(
             grad, rows, weight, mean, variance, None, None, False, eps, [need_input, True, True]
         )
