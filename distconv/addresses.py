@@ -55,8 +55,9 @@ def is_loopback(host: str) -> bool:
 
 
 def is_on_one_machine(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether MPI's launcher says that all ranks of the job are on this machine; where it says nothing, no."""
+    """Whether the launcher says that all ranks of the job are on this machine; where it says nothing, no."""
     for local, size in (
+        ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
         ("MPI_LOCALNRANKS", "PMI_SIZE"),
         ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
     ):

@@ -6,10 +6,11 @@ This is the one place that reads the environment for them. An argument of a call
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,16 @@ def _parse_check(given: object) -> str:
     return str(given)
 
 
+def _parse_lost_after(given: object) -> float:
+    seconds = math.inf
+    if given != "never":
+        with suppress(ValueError):
+            seconds = float(str(given))
+        if not 1 <= seconds < math.inf:
+            raise ValueError(f"lost_after {given!r}: accepted: a number of seconds, at least 1, or never")
+    return seconds
+
+
 SETTINGS = {
     "partition": Option(
         "DISTCONV_PARTITION",
@@ -128,6 +139,15 @@ SETTINGS = {
         "(default: on)",
         _parse_check,
         "on|off",
+    ),
+    "lost_after": Option(
+        "DISTCONV_LOST_AFTER",
+        lambda: "8",
+        "seconds, never",
+        "of a job on several machines: how long a machine may be silent, in seconds, before the job ends; never: "
+        "without end (default: 8)",
+        _parse_lost_after,
+        "SECONDS|never",
     ),
     "store": Option(
         "DISTCONV_STORE",

@@ -225,7 +225,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _be_rank(job: Job, place: Place) -> int:
-    watcher = keep_rank(place.rank, place.size, place.mpi, captures=bool(place.rank) and not job.print_all_ranks)
+    watcher = keep_rank(place, captures=bool(place.rank) and not job.print_all_ranks)
     if isinstance(watcher, int):
         os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
     return _run(job, place, watcher)

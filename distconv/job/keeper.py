@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
+from distconv import settings
 from distconv.addresses import LOOPBACK, is_on_one_machine, listening_store
-from distconv.job.files.private import FOLDER_VARIABLE, make_folder
+from distconv.job.files.private import FOLDER_VARIABLE, make_folder, remove_folders_of
+from distconv.job.link import Link
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
 from distconv.job.signals import Signals
 from distconv.job.watch import STOP_SECONDS, Watch, shell_code
+from distconv.place import Place
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -52,11 +55,14 @@ class Watcher:
 
 
 class _Meeting:
-    """Where a keeper finds the notices: at the store that its rank tells of, or that it holds itself."""
+    """Where a keeper finds the notices: at the store that its rank tells of, or that it holds itself.
 
-    def __init__(self, line: socket.socket) -> None:
+    met: called with the store's host and port, once, when they are known.
+    """
+
+    def __init__(self, line: socket.socket, met: Callable[[str, int], None]) -> None:
         self.held: TCPStore | None = None
-        self._line = line
+        self._line, self._met = line, met
         self._notices: Notices | None = None
         self._line.setblocking(False)
 
@@ -74,17 +80,18 @@ class _Meeting:
                     host, port, size = told
                     store = self.held or TCPStore(host, int(port), is_master=False, wait_for_workers=False)
                     self._notices = Notices(store, int(size))
+                    self._met(host, int(port))
         return self._notices
 
 
-def keep_rank(rank: int, size: int | None, mpi: bool, captures: bool) -> int | Watcher:
+def keep_rank(place: Place, captures: bool) -> int | Watcher:
     """Parts this process, a rank that mpiexec or torchrun started, in two.
 
     The child goes on as the rank and gets a Watcher. The parent stays beside it: it sees how the rank ends, which a
     rank cannot tell that was killed, and ends it when another rank fails. It gets the rank's exit code.
     captures: whether what the rank writes to stderr beneath Python is held back.
     """
-
+    rank, mpi = place.rank, place.mpi
     held: IO[bytes] | None = tempfile.TemporaryFile() if captures else None  # noqa: SIM115 (as long as the process)
     ours, theirs = socket.socketpair()
     parent, hosts = os.getpid(), rank == 0 and (mpi or os.environ.get(_AGENT_STORE) != "True")
@@ -99,17 +106,26 @@ def keep_rank(rank: int, size: int | None, mpi: bool, captures: bool) -> int | W
             os.environ[_AGENT_STORE] = "True"
         return Watcher(held.fileno() if held else None, theirs)
     theirs.close()  # all else stays open: mpiexec kills every rank at once when it sees a rank's connection closed
-    meeting = _Meeting(ours)
+    links: list[Link] = []
+
+    def met(host: str, port: int) -> None:
+        if not is_on_one_machine():
+            links.append(_link(host, port, place, watch, child.pid))
+
+    meeting = _Meeting(ours, met)
+    watch = Watch({rank: child}, place.size, meeting.notices, {rank: held} if held else {}, bound=True)
     try:
         if hosts and (refused := _host(meeting, mpi)):
             child.send_signal(signal.SIGKILL)
             print(f"distconv: {refused}", file=sys.stderr)
             return 2
         adopt_orphans()
-        watch = Watch({rank: child}, size, meeting.notices, {rank: held} if held else {}, bound=True)
         code = watch.run()
+        for link in links:
+            link.close()
         if (notices := meeting.notices()) is not None:
-            parting = _Parting(notices, rank, LINGER_SECONDS if code else math.inf)
+            linger = LINGER_SECONDS if code else math.inf
+            parting = _Parting(notices, rank, 0.0 if watch.lost is not None else linger)
             if mpi:
                 code = parting.under_mpi(shell_code(watch.failed[1]) if watch.failed else code, folder)
             elif meeting.held is not None:
@@ -118,7 +134,28 @@ def keep_rank(rank: int, size: int | None, mpi: bool, captures: bool) -> int | W
                 notices.leave(rank)
         return code
     finally:
+        remove_folders_of(child.pid)
         _remove(folder)
+
+
+def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> Link:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    first = place.local_rank == 0
+
+    def cut_off(line: str) -> None:
+        watch.end_at_once(line if first else None)
+        remove_folders_of(process)
+        os._exit(1)
+
+    return Link(
+        lambda: TCPStore(host, port, is_master=False, wait_for_workers=False),
+        place.rank,
+        first,
+        settings.value("lost_after"),
+        silent=watch.lose,
+        cut_off=cut_off,
+    )
 
 
 def _remove(folder: str | None) -> None:

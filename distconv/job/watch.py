@@ -48,6 +48,7 @@ class Watch:
         self._parent = os.getppid() if bound else None
         self._codes: dict[int, int] = {}
         self.failed: tuple[int, int] | None = None  # the first rank to fail, here or elsewhere, and its code
+        self.lost: tuple[int, str] | None = None  # a rank of a machine that is not heard any more, and a line about it
         self._signal: int | None = None  # what was asked from outside
         self._stop_at: float | None = None
         self._kill_at: float | None = None
@@ -70,6 +71,20 @@ class Watch:
             if code:
                 end_descendants()
             return code
+
+    def lose(self, rank: int, line: str) -> None:
+        """Ends the job, soon, because a machine is not heard any more; from any thread."""
+        self.lost = rank, line
+
+    def end_at_once(self, line: str | None) -> None:
+        """Ends the ranks, from another thread than that of `run`, which may wait for a lost store."""
+        if line is not None:
+            self._tell(line)
+        for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 0.0)):
+            for process in self._running():
+                process.send_signal(number)
+            time.sleep(seconds)
+        end_descendants()
 
     def _running(self) -> list[Process]:
         return [process for rank, process in self._processes.items() if rank not in self._codes]
@@ -124,6 +139,10 @@ class Watch:
         notices = self._find_notices()
         if notices is None or self._signal is not None or notices.is_signalled():
             return
+        if self.lost is not None:
+            if notices.claim():
+                self._tell(self.lost[1])
+            notices.record(self.lost[0], -signal.SIGKILL)  # what other machines are told
         for rank, code in notices.endings().items():
             if code and rank not in self._processes:
                 self.failed = rank, code

@@ -36,6 +36,12 @@ def make_folder() -> str:
     return tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-")
 
 
+def remove_folders_of(process: int) -> None:
+    """Removes what a process on this machine has made with `make_folder`; it has ended."""
+    for left in Path(tempfile.gettempdir()).glob(f"distconv-{socket.gethostname()}-{process}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
