@@ -19,6 +19,7 @@ from distconv import settings
 from distconv.agreement.ledger import before_step, finish, ledger, note_state
 from distconv.direct import discover
 from distconv.direct.activation import open_functions
+from distconv.direct.checkpoints import open_checkpoints
 from distconv.implicit_replication import mix_plain_tensors
 from distconv.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
 from distconv.mesh_options import batch_norm_statistics
@@ -113,6 +114,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     watch_plain_tensors()
     discover()
     open_functions()
+    open_checkpoints()
     mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))

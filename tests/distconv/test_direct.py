@@ -104,6 +104,24 @@ def checkpointed_within(m: Net, x: Tensor) -> Tensor:
     return checkpoint(lambda x: m.norm(F.relu(m.layer(x))), m.first(x), use_reentrant=True).square().sum()
 
 
+def checkpointed_twice(m: Net, x: Tensor) -> Tensor:
+    def inner(x: Tensor) -> Tensor:
+        return F.relu(m.layer(F.adaptive_avg_pool2d(x, (4, 3))))
+
+    def outer(x: Tensor) -> Tensor:
+        return m.norm(checkpoint(inner, m.layer(x), use_reentrant=False).tanh())
+
+    return checkpoint(outer, m.first(x), use_reentrant=False).square().sum()
+
+
+def checkpointed_beneath_hooks(m: Net, x: Tensor) -> Tensor:
+    def relu(x: Tensor) -> Tensor:
+        return m.norm(m.layer(F.relu(m.layer(x), inplace=True)))
+
+    with torch.autograd.graph.save_on_cpu():
+        return checkpoint(relu, m.first(x), use_reentrant=False).square().sum()
+
+
 def changed_weight(m: Net, x: Tensor) -> Tensor:
     return F.conv2d(x, m.layer.weight * 2, m.layer.bias, 1, 1).sum() + m.layer(x).square().sum()
 
@@ -152,6 +170,8 @@ LOSSES = (
     *(
         checkpointed,
         checkpointed_within,
+        checkpointed_twice,
+        checkpointed_beneath_hooks,
         changed_weight,
         shared_layer,
         without_gradient,
@@ -172,7 +192,7 @@ def loss_and_gradients(loss: Callable[[Any, Tensor], Tensor], partition: str | N
     value.backward()
     grads = [distconv.whole_state(p.grad) for p in model.parameters() if p.grad is not None]
     assert x.grad is not None
-    return [distconv.gather(value.detach()), x.grad, *grads]
+    return [distconv.gather(value.detach()), x.grad, *grads, *model.buffers()]
 
 
 def differences(partition: str) -> dict[str, str]:

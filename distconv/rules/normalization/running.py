@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import _StopRecomputationError
 
 from distconv.layouts import owners
 from distconv.transfer.exchange import exchange
@@ -115,6 +116,9 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
     try:
         yield
         _settle()
+    except _StopRecomputationError:  # a checkpoint has all that it computes again, on every rank
+        _settle()
+        raise
     except BaseException:
         _settle(gather=False)
         raise

@@ -1,0 +1,63 @@
+"""What `torch.utils.checkpoint` keeps of its inputs: of an activation the tensor that autograd knows.
+
+An activation is a plain tensor to autograd's record, so that what is saved of one comes back without its gradient when
+hooks have packed it, as those of an outer checkpoint or of `save_on_cpu` do.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch.utils.checkpoint
+
+from distconv.direct.activation import Activation, activation, from_dtensor
+from distconv.direct.where import Where
+
+
+class _Form(NamedTuple):
+    """How an activation is made anew of what was kept."""
+
+    place: Where
+    is_root: bool
+
+
+def _kept(value: Any) -> tuple[Any, _Form | None]:
+    """What autograd saves of a value, and how the value is made of it."""
+    if type(value) is not Activation or value.share is not None:
+        return value, None
+    if value.dtensor is None:
+        return value.root, _Form(value.place, True)
+    return value.dtensor, _Form(value.place, False)
+
+
+def _again(value: Any, form: _Form | None) -> Any:
+    if form is None:
+        return value
+    return activation(value, form.place) if form.is_root else from_dtensor(value)
+
+
+@functools.cache
+def open_checkpoints() -> None:
+    """From now on checkpoints keep what autograd knows.
+
+    In releases of torch whose frames do not save inputs themselves, a function of autograd does, which gets DTensors.
+    """
+    frame: Any = torch.utils.checkpoint._CheckpointFrame
+    if not hasattr(frame, "save_inputs"):
+        return
+    save, get = frame.save_inputs, frame.get_inputs
+
+    @functools.wraps(save)
+    def save_inputs(self: Any, *args: Any) -> None:
+        pairs = [_kept(arg) for arg in args]
+        self.distconv_forms = [form for _, form in pairs]
+        save(self, *(value for value, _ in pairs))
+
+    @functools.wraps(get)
+    def get_inputs(self: Any) -> list[Any]:
+        forms = getattr(self, "distconv_forms", None)  # none where they were saved before
+        values = get(self)
+        return values if forms is None else [_again(value, form) for value, form in zip(values, forms, strict=True)]
+
+    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
