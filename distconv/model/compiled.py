@@ -220,9 +220,21 @@ class _Backend:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         meshes = _thread.meshes
         if meshes is not None:
+            if self.everywhere is not None and self.everywhere.mesh.size() > 1 and _has_checkpoint(graph):
+                raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: on one rank")
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
         result = self._backend(graph, inputs)
         if self.everywhere is not None and not self.everywhere.all(True):
             raise RuntimeError("another rank could not compile it")
         return result
+
+
+def _has_checkpoint(graph: fx.GraphModule) -> bool:
+    """Whether something is to be computed again in backward, where each rank's partitioner chooses what, and when.
+
+    It chooses by what its own shards measure: ranks whose shards differ would meet in unlike exchanges.
+    """
+    parts = (part for part in graph.modules() if isinstance(part, fx.GraphModule))
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    return any(node.target is checkpoint for part in parts for node in part.graph.nodes)
