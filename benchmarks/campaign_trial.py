@@ -31,6 +31,9 @@ NOISE = 1e-13
 AMPLIFIED = 100.0
 """A difference below so many times that of the changed input counts as rounding."""
 
+EPSILON = 1e-3
+"""What optimizers add to what they divide gradients by: with torch's 1e-8, steps magnify the rounding of tiny ones."""
+
 HALF_FACTOR, HALF_FLOOR = 4.0, 2.0**-6
 """In bfloat16, what is allowed: so many times the error of the worse of two plain orders, and so much of the norm."""
 
@@ -84,7 +87,8 @@ def _trained(
         model = torch.compile(model, backend=case["compiled"], dynamic=False)
     trained = [p for p in plain.parameters() if p.requires_grad]
     kind = "SGD" if rounded is torch.bfloat16 else case["optimizer"]
-    optimizer = getattr(torch.optim, kind)(trained, lr=1e-2) if trained else None
+    settings = {"lr": 1e-2} if kind == "SGD" else {"lr": 1e-2, "eps": EPSILON}
+    optimizer = getattr(torch.optim, kind)(trained, **settings) if trained else None
     compute_loss, targets = loss_of(case, shape, dtype)
     targets = targets.flip(0) if backwards else targets
     results: Results = {}
