@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.database_faults import compared, key, options
+from benchmarks.database_rows import compared, key, options
 from mucudnn.timing.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
