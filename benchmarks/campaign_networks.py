@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.campaign_layers import LEAVES, Function, Layer, Shape
+from benchmarks.campaign_layers import LEAVES, Layer, Shape
+from benchmarks.campaign_modules import Function
 
 Case = dict[str, Any]
 """A network, its input and how it is run, as plain values."""

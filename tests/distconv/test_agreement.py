@@ -17,7 +17,7 @@ from test_launch import SCRIPTS, launch
 from torch import Tensor, nn
 
 import distconv
-from distconv.agreement.disagreement import Disagreement, Note, Site, explain
+from distconv.agreement.disagreement import Disagreement
 from distconv.model.parallelize import distributed_script
 
 PARTITIONS = ["sample=2,height=2", "sample=2,channel=2"]
@@ -261,47 +261,6 @@ def test_a_script_that_seeds_itself_by_its_process_ends_in_one_line() -> None:
     assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
     assert "reseeded.py:19: input 1 of Conv2d.forward, shape (4, 3, 8, 8), torch.float32, at " in lines[0], lines
     assert "reseeded.py:19, is not the same on every rank: rank 1 differs from rank 0. Every rank must" in lines[0]
-
-
-# The line itself: pure.
-
-
-def noted(what: str = "input 1 of Net.forward", checksum: int = 7, shard: int = 0, line: str = "a.py:3") -> Note:
-    return Note(Site(what, (4, 3), "torch.float32", line), checksum, shard)
-
-
-def test_ranks_that_agree_have_nothing_to_explain() -> None:
-    assert explain({rank: [noted(), noted("target")] for rank in range(3)}) is None
-    assert explain({0: [], 1: []}) is None
-
-
-def test_the_first_that_differs_is_named() -> None:
-    line = explain(
-        {0: [noted(), noted("b")], 1: [noted(checksum=8), noted("b")], 2: [noted(checksum=8), noted("b", 2)]}
-    )
-    assert line is not None and line.startswith(
-        "input 1 of Net.forward, shape (4, 3), torch.float32, at a.py:3, is not"
-    )
-    assert "ranks 1 and 2 differ from rank 0." in line
-
-
-def test_only_ranks_with_the_same_shard_are_compared() -> None:
-    shards = {0: [noted(checksum=1, shard=0)], 1: [noted(checksum=2, shard=1)], 2: [noted(checksum=1, shard=0)]}
-    assert explain({**shards, 3: [noted(checksum=2, shard=1)]}) is None
-    line = explain({**shards, 3: [noted(checksum=3, shard=1)]})
-    assert line is not None and "rank 3 differs from rank 1." in line
-
-
-def test_ranks_that_went_different_ways() -> None:
-    line = explain({0: [noted(), noted("target")], 1: [noted()], 2: [noted()]})
-    assert (
-        line is not None
-        and "on rank 0: target, shape (4, 3), torch.float32, at a.py:3; ranks 1 and 2: nothing more" in line
-    )
-    line = explain({0: [noted(line="a.py:3")], 1: [noted(line="a.py:9")]})
-    assert (
-        line is not None and "at a.py:3; rank 1: input 1 of Net.forward, shape (4, 3), torch.float32, at a.py:9" in line
-    )
 
 
 def on_all_and_then_on_some() -> float:
