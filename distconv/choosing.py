@@ -76,11 +76,13 @@ def ask(question: Question, **environment: str) -> Answer:
     Raises:
         NothingChosen: with the reason.
     """
+    surrounding = without_place(os.environ)
+    surrounding.pop(settings.SETTINGS["partition"].variable, None)
     with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
         path = os.path.join(folder, "answer.json")
         done = subprocess.run(
             [sys.executable, "-m", CHOOSES, json.dumps(asdict(question)), path],
-            env={**without_place(os.environ), "OMP_NUM_THREADS": str(question.threads), **environment},
+            env={**surrounding, "OMP_NUM_THREADS": str(question.threads), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             check=False,
@@ -94,11 +96,11 @@ def ask(question: Question, **environment: str) -> Answer:
     return Answer(**answer)
 
 
-def environment_of_settings() -> dict[str, str]:
-    """What that process is to know of this job's settings."""
-    found = {"DISTCONV_CHANNEL_ALGORITHM": settings.value("channel_algorithm")}
-    backend = settings.value("backend")
-    return found if backend is None else {**found, "DISTCONV_BACKEND": backend}
+def environment_of_settings(channel_algorithm: str | None = None) -> dict[str, str]:
+    """What that process is to know of this job's settings; an argument of a call wins over them."""
+    given = {"channel_algorithm": channel_algorithm, "backend": None}
+    values = {name: settings.value(name, argument) for name, argument in given.items()}
+    return {settings.SETTINGS[name].variable: value for name, value in values.items() if value is not None}
 
 
 def told_to_all(asking: Callable[[], Answer]) -> Answer:

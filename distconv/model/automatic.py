@@ -46,10 +46,7 @@ def choose(
             question = Question(
                 "model", path, size, local, torch.get_num_threads(), batch_norm=batch_norm, may_be_one=False
             )
-            environment = environment_of_settings()
-            if algorithm is not None:
-                environment["DISTCONV_CHANNEL_ALGORITHM"] = algorithm
-            return ask(question, **environment)
+            return ask(question, **environment_of_settings(algorithm))
 
     try:
         answer = told_to_all(asking)

@@ -68,6 +68,11 @@ def empty(shape: Sequence[int], dtype: Any) -> Any:
     return torch.empty(*shape, dtype=dtype) if isinstance(dtype, torch.dtype) else numpy.empty(shape, dtype)
 
 
+def zeros(shape: Sequence[int], dtype: Any) -> Any:
+    """An array or a tensor of zeros, as the dtype is."""
+    return torch.zeros(*shape, dtype=dtype) if isinstance(dtype, torch.dtype) else numpy.zeros(shape, dtype)
+
+
 class Stored(Expression):
     """An array as a file holds it."""
 

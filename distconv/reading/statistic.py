@@ -24,8 +24,8 @@ from distconv.reading.expression import (
     Joined,
     Stored,
     Viewed,
-    empty,
     whole,
+    zeros,
 )
 from distconv.reading.source import Source, depth
 from distconv.reading.view import Region
@@ -51,7 +51,7 @@ class Statistic(Expression):
         self.parent, self.name, self.args, self.options = parent, name, args, options
         self._strides = None if strides is None else tuple(strides)
         # Extents that tell the dims apart: what is left of them says which dims the result has.
-        tried = self._call(empty(range(2, 2 + len(parent.shape)), parent.dtype) * 0)
+        tried = self._call(zeros(range(2, 2 + len(parent.shape)), parent.dtype))
         lead = numpy.shape(args[0] if args else options["q"]) if name in _QUANTILES else ()
         rest = tuple(tried.shape)[len(lead) :]
         self.shape = (*lead, *(parent.shape[extent - 2] if extent > 1 else 1 for extent in rest))

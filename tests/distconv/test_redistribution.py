@@ -152,7 +152,7 @@ def test_layouts_that_are_not_the_usual(ranks: Callable[[int], Ranks]) -> None:
 
 def refusals() -> list[str]:
     mesh = distconv.init("sample=2,channel=2", device_type="cpu")
-    part = distconv.init("height=2", ranks=[0, 1], device_type="cpu")
+    part = distconv.init("height=2", ranks=[1, 2], device_type="cpu")  # ranks for which no other test makes a mesh
     x = distconv.shard(torch.randn(2, 2, 2, 2), mesh)
     found = []
     for tensor, partition in ((x, "sample=3"), (x, "rows=4"), (x, part), (torch.randn(2), "sample=4")):
@@ -160,7 +160,7 @@ def refusals() -> list[str]:
             distconv.redistribute(tensor, partition)
         except (ValueError, NotImplementedError) as error:
             found.append(str(error))
-    if mesh.get_rank() < 2:
+    if mesh.get_rank() in (1, 2):
         try:
             distconv.redistribute(distconv.shard(torch.randn(2, 2, 2, 2), part), "width=2")
         except ValueError as error:
@@ -170,13 +170,13 @@ def refusals() -> list[str]:
 
 def test_refusals_are_one_line(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(4).run(refusals)
-    assert answers[0][:4] == answers[3] and len(answers[0]) == 5
+    assert answers[1][:4] == answers[3] and len(answers[1]) == 5
     starts = (
         "partition 'sample=3' needs 3 ranks, but the mesh has 4",
         "partition 'rows=4': unknown axis 'rows'",
-        "redistribute: from a mesh over ranks [0, 1, 2, 3] to one over ranks [0, 1]",
+        "redistribute: from a mesh over ranks [0, 1, 2, 3] to one over ranks [1, 2]",
         "redistribute: a Tensor; accepted: a DTensor",
-        "partition 'width=2' over ranks [0, 1]: accepted: the mesh that distconv.init gave",
+        "partition 'width=2' over ranks [1, 2]: accepted: the mesh that distconv.init gave",
     )
-    for found, start in zip(answers[0], starts, strict=True):
+    for found, start in zip(answers[1], starts, strict=True):
         assert found.startswith(start) and "\n" not in found
