@@ -38,9 +38,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_ranks_of_a_launcher_run_under_what_is_chosen(cache: str, tmp_path: Path) -> None:
+def test_ranks_of_a_launcher_run_under_what_is_chosen(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     plain = subprocess.run(
-        [sys.executable, str(SCRIPTS / "chosen.py")], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+        [sys.executable, str(SCRIPTS / "chosen.py")], env=ENVIRONMENT, capture_output=True, text=True
     )
     done = launch("torchrun", 2, "--partition", "auto", str(SCRIPTS / "chosen.py"), seconds=240, XDG_CACHE_HOME=cache)
     assert done.returncode == 0, done.stderr
