@@ -2,6 +2,7 @@
 
     python benchmarks/distributed.py                      # everything, about ten minutes on two cores
     python benchmarks/distributed.py --only conv-small    # a case, or: fixed, memory, traffic, wide, channels
+                                                          # (traffic is that of the cases named beside it, else of all)
     python benchmarks/distributed.py --jax-python /path/to/python
 
 One thread per rank and device. What is shown are medians of milliseconds of forward + backward, the gradients'
@@ -186,9 +187,10 @@ def _over_gloo(
         tqdm.write(f"convolutions over split channels, {ranks} ranks", file=sys.stderr)
         record["channels"] += [{"ranks": ranks, **row} for row in gloo.ask(do="channel_traffic")]
         _channels_fixed(record, gloo, "Gloo", ranks, options.seconds)
-    if "traffic" in chosen and ranks == 2:
-        found = gloo.ask(do="traffic", case="conv")
-        record["traffic"].append({"case": "conv", "ranks": ranks, "collectives": found})
+    if "traffic" in chosen:
+        for name in cases or CASES:
+            found = gloo.ask(do="traffic", case=name)
+            record["traffic"].append({"case": name, "ranks": ranks, "collectives": found[0], "of_ranks": found})
 
 
 def _fixed(record: Record, process: Process, transport: str, seconds: float) -> None:

@@ -38,9 +38,12 @@ ALONE = ("one process", THREADS, PLAIN_COMPILED, "slab", "share")
 
 
 class Subject:
-    """A case on this rank: the whole and one slab in plain torch, and its share by distconv."""
+    """A case on this rank: the whole and one slab in plain torch, and its share by distconv.
 
-    def __init__(self, name: str, partition: str) -> None:
+    compiles: whether arms by torch.compile are made where the case has them.
+    """
+
+    def __init__(self, name: str, partition: str, compiles: bool = True) -> None:
         case, ranks = CASES[name], dist.get_world_size()
         self.mesh = _mesh(partition)
         torch.manual_seed(0)
@@ -63,7 +66,7 @@ class Subject:
             "distconv": lambda: _step(self.model, self.shard, self.shard_grad),
         }
         self.models = {"distconv": self.model}
-        if case.compiled:
+        if case.compiled and compiles:
             whole: Any = torch.compile(copy.deepcopy(self.plain))
             self.arms[PLAIN_COMPILED] = lambda: _step(whole, self.x, self.grad)
             self.models[COMPILED] = self.compiled("inductor")
@@ -121,11 +124,14 @@ def _mesh(partition: str) -> DeviceMesh:
     return _meshes[partition]
 
 
-def _subject(name: str, partition: str = "") -> Subject:
+def _subject(name: str, partition: str = "", compiles: bool = True) -> Subject:
     key = name, partition or CASES[name].partitions[dist.get_world_size()]
     if key not in _subjects:
         _subjects.clear()
-        _subjects[key] = Subject(*key)
+        made = Subject(*key, compiles=compiles)
+        if not compiles:
+            return made
+        _subjects[key] = made
     return _subjects[key]
 
 
@@ -219,10 +225,12 @@ def _peaks(model: torch.nn.Module, step: Step) -> list[int]:
     return shares
 
 
-def traffic(case: str) -> dict[str, Any]:
-    """{collective: [calls, bytes to send]} of a step on this rank, as Gloo records them."""
-    subject = _subject(case)
-    return _recorded(subject.arms["distconv"], subject.x.element_size())
+def traffic(case: str) -> list[dict[str, Any]]:
+    """{collective: [calls, bytes to send]} of a step on each rank, as Gloo records them."""
+    subject = _subject(case, compiles=False)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _recorded(subject.arms["distconv"], subject.x.element_size()))
+    return found
 
 
 def _recorded(step: Step, element_size: int) -> dict[str, list[int]]:

@@ -33,10 +33,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_halo_traffic_of_a_convolution(measured: tuple[dict[str, Any], str]) -> None:
     (row,) = measured[0]["traffic"]
     calls, moved = row["collectives"]["all_to_all"]
-    # A row of 32 channels and 512 columns of float32 forward, and one backward.
-    assert (calls, moved) == (2, 2 * 32 * 512 * 4)
+    # A row of 16 channels and 64 columns of float32 forward, and one backward.
+    assert (calls, moved) == (2, 2 * 16 * 64 * 4)
     # The gradients of weight and bias travel together.
-    assert row["collectives"]["all_reduce"] == [1, (32 * 32 * 9 + 32) * 4]
+    assert row["collectives"]["all_reduce"] == [1, (16 * 16 * 9 + 16) * 4]
 
 
 def test_every_arm_is_timed(measured: tuple[dict[str, Any], str]) -> None:
@@ -94,6 +94,6 @@ def test_bad_input_is_one_line(options: tuple[str, ...], said: str) -> None:
 
 def test_a_missing_jax_is_told_in_one_line(tmp_path: Path) -> None:
     absent = str(tmp_path / "python")
-    done = run("--only", "traffic", "--ranks", "2", "--transports", "gloo", "--jax-python", absent)
+    done = run("--only", "wide", "--ranks", "2", "--transports", "gloo", "--jax-python", absent)
     assert done.returncode == 0
     assert f"distributed.py: --jax-python {absent}: No such file or directory" in done.stderr.splitlines()
