@@ -82,10 +82,12 @@ class Network:
     Attributes:
         latency: seconds until a message begins to arrive.
         bandwidth: bytes per second that a whole node sends, and receives.
+        trees: whether sums go along trees where that is faster, as in NCCL from 2.4 on; else along rings alone.
     """
 
     latency: float
     bandwidth: float
+    trees: bool = True
 
 
 @dataclass(frozen=True)

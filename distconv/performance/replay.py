@@ -37,8 +37,8 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
     """A collective's time, all ranks of the job taking part in one like it at the same time.
 
     All-to-alls take a latency per message, and the bytes of the busier of the two ways; the ranks of a node share its
-    adapter. Reductions take the less of a ring, 2 (p - 1) steps of m / p bytes, and of two trees, 2 log2 p steps
-    (Thakur, Rabenseifner and Gropp 2005); gathers and scatters are half a ring.
+    adapter. Reductions take a ring, 2 (p - 1) steps of m / p bytes, or two trees, 2 log2 p steps, where the machine has
+    trees and they take less (Thakur, Rabenseifner and Gropp 2005); gathers and scatters are half a ring.
 
     Args:
         rank: whose time it is.
@@ -70,7 +70,7 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
         return depth * latency + start.bytes / bandwidth
     ring = steps * (ranks - 1) * (latency + start.bytes / ranks / bandwidth)
     tree = steps * (depth * latency + start.bytes / bandwidth)
-    return min(ring, tree) if steps == 2 else ring
+    return min(ring, tree) if steps == 2 and network.trees else ring
 
 
 def replay(step: Step, machine: Machine) -> Times:
