@@ -31,6 +31,7 @@ from tqdm import tqdm
 from benchmarks.prediction_cases import CASES, CHOSEN, EVERY
 from benchmarks.process import Process
 from benchmarks.table import Table, conditions, save, show
+from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from distconv.performance.automatic import decide
 from distconv.performance.candidates import partitions, worthwhile
@@ -91,10 +92,11 @@ class Ranks:
 
 
 def predicted(name: str, strategy: Mapping[str, str], machine: Machine) -> float:
-    case, outer = EVERY[name], Partition.parse(strategy["*"])
+    case, layers = EVERY[name], Strategy.parse(strategy)
+    outer = layers.layers[-1][1]
     with imagined_job(outer.ranks, machine.threads):
-        layers = strategy if len(strategy) > 1 else None
-        step = record_step(on_meta(case.build), mesh_of(outer), case.shape, layers)
+        given = None if layers.is_one_partition else layers
+        step = record_step(on_meta(case.build), mesh_of(outer), case.shape, strategy=given)
     return replay(step, machine).total
 
 

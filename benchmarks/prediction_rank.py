@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import distconv
 from benchmarks.prediction_cases import EVERY
+from distconv.model.strategy import Strategy
 
 WARM = 2
 
@@ -32,8 +33,9 @@ def prepared(name: str, strategy: Mapping[str, str]) -> Take:
     """What takes one step of a network: forward and backward."""
     case = EVERY[name]
     torch.manual_seed(0)
-    mesh = distconv.init(strategy["*"])
-    model = distconv.parallelize(case.build(), mesh, strategy if len(strategy) > 1 else None)
+    layers = Strategy.parse(strategy)
+    mesh = distconv.init(str(layers.layers[-1][1]))
+    model = distconv.parallelize(case.build(), mesh, None if layers.is_one_partition else layers)
     x = distconv.shard(torch.randn(case.shape), mesh)
 
     def take() -> None:

@@ -95,7 +95,8 @@ def _planned(found: Sequence[Partition], machine: Machine, recordings: Recording
     planner = Planner(recordings.model, recordings.graph, found, machine, recordings=recordings)
     limit = machine.device.memory
     single = planner.uniform(len(found))
-    samples = next((plan for plan in single if set(_partitions(plan)) == {f"sample={found[0].ranks}"}), None)
+    alone = f"sample={found[0].ranks}"
+    samples = next((plan for plan in single if set(map(str, plan.layers.values())) == {alone}), None)
     fitting = [plan for plan in single if plan.memory(planner.states) <= limit]
     try:
         best: Plan | None = planner.best(limit)
@@ -108,8 +109,9 @@ def _planned(found: Sequence[Partition], machine: Machine, recordings: Recording
     }
 
 
-def _partitions(plan: Plan) -> list[str]:
-    return sorted(set(map(str, plan.layers.values())))
+def _partitions(plan: Plan, planner: Planner) -> list[str]:
+    """With the channel algorithms of layers that take another one than moves least."""
+    return sorted({planner.text(name, partition) for name, partition in plan.layers.items()})
 
 
 def _row(plan: Plan | None, planner: Planner, limit: float) -> Row | None:
@@ -118,7 +120,7 @@ def _row(plan: Plan | None, planner: Planner, limit: float) -> Row | None:
         return None
     memory = plan.memory(planner.states)
     return {
-        "partitions": _partitions(plan),
+        "partitions": _partitions(plan, planner),
         "seconds": plan.times.total,
         "compute": plan.times.compute,
         "exposed": plan.times.exposed,

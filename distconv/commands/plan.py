@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distconv.job.launcher import BadInput
-from distconv.model.strategy import as_toml
+from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
+from distconv.model.strategy import as_toml, layer_text
 from distconv.partition import AXES
-from distconv.performance.machine import built_in
-from mucudnn.commands.arguments import check_writable
-from mucudnn.commands.network import NAMES, add_network
+from mucudnn.commands.network import NAMES
 from mucudnn.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-
+    from distconv.commands.network import Asked
     from distconv.performance.choice import Plan, Planner, Row
     from distconv.performance.layers import LayerGraph
+    from distconv.performance.machine import Machine
 
 DESCRIPTION = """\
 Predicts how long a training step of a network takes under partitions of so many ranks, and chooses one for each layer.
@@ -59,6 +53,11 @@ def add(commands: Any) -> None:
     add_network_and_machine(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
     parser.add_argument(
+        "--at-most",
+        action="store_true",
+        help="plan for the divisors of --ranks too, and take the fastest: more ranks then never make a step slower",
+    )
+    parser.add_argument(
         "--memory", metavar="BYTES", help="the most that a rank may hold: parameters, optimizer, activations (16GiB)"
     )
     parser.add_argument(
@@ -89,67 +88,19 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=command)
 
 
-def add_network_and_machine(parser: Any) -> None:
-    """NETWORK with its input and batch, the machine, and what batch norm does."""
-    add_network(parser)
-    parser.add_argument(
-        "--machine",
-        required=True,
-        metavar="FILE",
-        help=f"a TOML file, here (see calibrate), or one of {', '.join(built_in())}",
-    )
-    parser.add_argument(
-        "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
-    )
+class Found(NamedTuple):
+    """The best plan of so many ranks, its layers, the single partitions beside it, and what knows why."""
 
-
-def add_picture(parser: Any, shown: str) -> None:
-    """--picture FILE."""
-    parser.add_argument("--picture", metavar="FILE", help=f"draw {shown} (.png, .svg or .pdf; needs matplotlib)")
-
-
-def check_picture(path: str | None) -> None:
-    """ValueError, one line, for a picture that cannot be drawn; asked before anything is computed."""
-    if path is None:
-        return
-    if Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--picture {path}: accepted: a name that ends in .png, .svg or .pdf")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--picture needs matplotlib: pip install 'mucudnn-distconv[plot]'")
-    check_writable("--picture", path)
-
-
-@contextmanager
-def one_line() -> Iterator[None]:
-    """What the user gave and cannot be used becomes one line."""
-    from mucudnn.program import NotFound
-
-    try:
-        yield
-    except (NotFound, ValueError, OSError) as error:
-        raise BadInput(str(error).splitlines()[0]) from None
-
-
-def network_of(options: Any) -> tuple[nn.Module, tuple[int, ...], int]:
-    """The model without data, the shape of a sample, and the batch."""
-    from distconv.performance.recording import on_meta
-    from mucudnn.networks.layers import find
-
-    found = find(options.network)
-    shape = options.input or found.input_shape
-    if shape is None:
-        raise ValueError(f"{options.network} does not tell its input: give --input C,H,W, the shape of one sample")
-    return on_meta(found.build), shape, options.batch or found.batch or 32
+    plan: Plan
+    rows: list[Row]
+    uniform: list[Plan]
+    planner: Planner
 
 
 def command(options: Any) -> int:
     """Plans, and prints or writes what was found."""
-    from distconv.model.strategy import read as read_strategy
     from distconv.performance.automatic import machine_here
-    from distconv.performance.candidates import MOST, allowed, fixed_layers, partitions, worthwhile
-    from distconv.performance.choice import Planner
     from distconv.performance.divisions import divided_here
-    from distconv.performance.imagined import imagined_job
     from distconv.performance.kept import Kept, kept_here
     from distconv.performance.layers import trace
     from distconv.performance.machine import HERE, read
@@ -157,34 +108,15 @@ def command(options: Any) -> int:
     with one_line():
         if options.ranks < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: 1 or more")
+        if options.at_most and (options.machine == HERE or options.keep is not None):
+            raise ValueError("--at-most: accepted: without --keep, and with the file of a machine, not with here")
         check_picture(options.picture)
         machine = machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read(options.machine)
         if options.workspaces:
             machine = divided_here(machine)
-        limit = math.inf if options.memory is None else parse_bytes(options.memory)
-        model, sample, batch = network_of(options)
-        shape = (batch, *sample)
-        graph = trace(model, shape)
-        axes = options.axes.split(",") if options.axes else None
-        every = allowed(options.only, options.without, partitions(options.ranks, len(shape), axes))
-        found = worthwhile(graph, every, options.candidates or MOST)
-        fixed = {} if options.keep is None else fixed_layers(graph, read_strategy(options.keep, options.ranks))
-        found += [partition for partition in dict.fromkeys(fixed.values()) if partition not in found]
-        if not found:
-            raise ValueError(f"--ranks {options.ranks}: no partition of so many ranks divides an input {shape}")
-        with imagined_job(options.ranks, machine.threads):
-            planner = Planner(
-                model,
-                graph,
-                found,
-                machine,
-                states=OPTIMIZERS[options.optimizer],
-                batch_norm=options.batch_norm,
-                shown="off" if options.json else "auto",
-                fixed=fixed,
-            )
-            plan = _best(planner, limit)
-            rows, uniform = planner.rows(plan), planner.uniform()
+        asked = network_of(options)
+        graph = trace(asked.model, *asked.inputs())
+        plan, rows, uniform, planner = _fastest(options, asked, graph, machine)
         if options.output:
             Path(options.output).write_text(as_toml(plan.strategy, plan.workspace))
         if options.picture:
@@ -196,6 +128,51 @@ def command(options: Any) -> int:
     else:
         _show(plan, rows, uniform, planner, graph)
     return 0
+
+
+def _fastest(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) -> Found:
+    """Of the ranks that may be planned for; ValueError where none can be."""
+    least = 1 if options.at_most else options.ranks
+    found: list[Found] = []
+    refused: list[ValueError] = []
+    for ranks in range(options.ranks, least - 1, -1):
+        if options.ranks % ranks == 0:
+            try:
+                found.append(_planned(options, asked, graph, machine, ranks))
+            except ValueError as error:  # what so many cannot do: hold the network, say
+                refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda each: each.plan.times.total)
+
+
+def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ranks: int) -> Found:
+    from distconv.model.strategy import read as read_strategy
+    from distconv.performance.candidates import MOST, allowed, fixed_layers, partitions, worthwhile
+    from distconv.performance.choice import Planner
+    from distconv.performance.imagined import imagined_job
+
+    limit = math.inf if options.memory is None else parse_bytes(options.memory)
+    axes = options.axes.split(",") if options.axes else None
+    every = allowed(options.only, options.without, partitions(ranks, len(graph.input), axes))
+    found = worthwhile(graph, every, options.candidates or MOST)
+    fixed = {} if options.keep is None else fixed_layers(graph, read_strategy(options.keep, ranks))
+    found += [only for only in dict.fromkeys(only for only, _ in fixed.values()) if only not in found]
+    if not found:
+        raise ValueError(f"--ranks {ranks}: no partition of so many ranks divides an input {graph.input}")
+    with imagined_job(ranks, machine.threads):
+        planner = Planner(
+            asked.model,
+            graph,
+            found,
+            machine,
+            states=OPTIMIZERS[options.optimizer],
+            batch_norm=options.batch_norm,
+            shown="off" if options.json else "auto",
+            fixed=fixed,
+        )
+        plan = _best(planner, limit)
+        return Found(plan, planner.rows(plan), planner.uniform(), planner)
 
 
 def _best(planner: Planner, limit: float) -> Plan:
@@ -231,7 +208,7 @@ def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, gr
         numbers = (row.cost.compute, row.cost.exchange, row.cost.hidden, row.moves, row.cost.gradients)
         table.add_row(
             row.name,
-            str(row.partition),
+            layer_text(row.partition, row.cost.algorithm),
             *(_milliseconds(seconds) for seconds in numbers),
             format_bytes(int(row.cost.bytes(planner.states))),
             "-" if row.runner_up is None else str(row.runner_up),
@@ -242,7 +219,8 @@ def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, gr
     kernels = "by a roofline" if planner.machine.measured is None else "as measured here"
     sentences = [
         f"machine: {planner.machine.name}; kernels {kernels}, messages by latency and bandwidth",
-        f"one step: {1e3 * times.total:.2f} ms ({1e3 * times.compute:.2f} ms of kernels, {hidden}),"
+        f"{planner.partitions[0].ranks} ranks, one step: {1e3 * times.total:.2f} ms"
+        f" ({1e3 * times.compute:.2f} ms of kernels, {hidden}),"
         f" {format_bytes(int(plan.memory(planner.states)))} on a rank",
         *(
             f"{next(iter(other.layers.values()))} for all layers: {1e3 * other.times.total:.2f} ms,"
@@ -269,6 +247,7 @@ def _finite(seconds: float) -> float | None:
 def _plain(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner) -> dict[str, Any]:
     return {
         "machine": planner.machine.name,
+        "ranks": planner.partitions[0].ranks,
         "seconds": plan.times.total,
         "compute": plan.times.compute,
         "exposed": plan.times.exposed,
@@ -284,7 +263,7 @@ def _plain(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner) -
         "layers": [
             {
                 "layer": row.name,
-                "partition": str(row.partition),
+                "partition": layer_text(row.partition, row.cost.algorithm),
                 "compute": _finite(row.cost.compute),
                 "exchange": row.cost.exchange,
                 "hidden": row.cost.hidden,

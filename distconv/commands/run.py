@@ -143,7 +143,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy
         partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
     if partition is None:
         raise ValueError(settings.NO_PARTITION)
-    return partition, strategy if strategy is None or len(strategy.layers) > 1 or not chosen else None
+    return partition, None if strategy is not None and strategy.is_one_partition and chosen else strategy
 
 
 @contextlib.contextmanager

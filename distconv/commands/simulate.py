@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from distconv.commands.plan import add_network_and_machine, add_picture, check_picture, network_of, one_line
+from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
 from mucudnn.sizes import format_bytes
 
 DESCRIPTION = """\
@@ -65,11 +65,11 @@ def command(options: Any) -> int:
             counts = [0]
         if counts[0] < 1:
             raise ValueError(f"--ranks {options.ranks}: accepted: numbers of ranks, as 1,4,16")
-        model, sample, batch = network_of(options)
+        asked = network_of(options)
         found = [
             {"ranks": ranks, **point}
             for ranks in counts
-            for point in _points(options, model, (batch * (ranks if options.weak else 1), *sample), ranks, machine)
+            for point in _points(options, asked.model, asked.inputs(ranks if options.weak else 1), ranks, machine)
         ]
     if options.picture:
         from distconv.performance import pictures
@@ -90,18 +90,19 @@ def _series(options: Any, point: dict[str, Any]) -> str:
     return "samples alone" if not inner else inner if options.partition else "the most promising other partition"
 
 
-def _points(options: Any, model: Any, shape: tuple[int, ...], ranks: int, machine: Any) -> list[dict[str, Any]]:
+def _points(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: int, machine: Any) -> list[dict[str, Any]]:
     from distconv.performance.imagined import imagined_job, mesh_of
     from distconv.performance.recording import record_step
     from distconv.performance.replay import replay
     from distconv.refusal import UnsupportedOperation
 
     points: list[dict[str, Any]] = []
+    batch = shapes[0][0]
     with imagined_job(ranks):
-        for partition in _partitions(options, model, shape, ranks):
-            point: dict[str, Any] = {"partition": str(partition), "batch": shape[0]}
+        for partition in _partitions(options, model, shapes, ranks):
+            point: dict[str, Any] = {"partition": str(partition), "batch": batch}
             try:
-                step = record_step(model, mesh_of(partition), shape, batch_norm=options.batch_norm)
+                step = record_step(model, mesh_of(partition), *shapes, batch_norm=options.batch_norm)
             except (UnsupportedOperation, RuntimeError) as error:
                 points.append({**point, "refused": str(error).splitlines()[0]})
                 continue
@@ -110,7 +111,7 @@ def _points(options: Any, model: Any, shape: tuple[int, ...], ranks: int, machin
                 {
                     **point,
                     "seconds": times.total,
-                    "samples_per_second": shape[0] / times.total,
+                    "samples_per_second": batch / times.total,
                     "compute": times.compute,
                     "exposed": times.exposed,
                     "hidden": times.hidden,
@@ -120,22 +121,24 @@ def _points(options: Any, model: Any, shape: tuple[int, ...], ranks: int, machin
     return points
 
 
-def _partitions(options: Any, model: Any, shape: tuple[int, ...], ranks: int) -> list[Any]:
+def _partitions(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: int) -> list[Any]:
     """Samples alone, where there are as many as ranks; and what is asked for, or the most promising other one."""
     from distconv.partition import Partition
     from distconv.performance.candidates import partitions, worthwhile
     from distconv.performance.layers import trace
 
-    samples = [Partition((("sample", ranks),))] if ranks <= shape[0] else []
+    batch = shapes[0][0]
+    samples = [Partition((("sample", ranks),))] if ranks <= batch else []
     if options.partition is None:
-        every = [one for one in partitions(ranks, len(shape)) if one not in samples]
-        return samples + worthwhile(trace(model, shape), every, 1)
+        graph = trace(model, *shapes)
+        every = [one for one in partitions(ranks, len(graph.input)) if one not in samples]
+        return samples + worthwhile(graph, every, 1)
     asked = []
     for text in options.partition:
         inner = Partition.parse(text)
         if "sample" in inner.names:
             raise ValueError(f"--partition {text}: accepted: axes other than sample, which gets the rest of the ranks")
-        if ranks % inner.ranks == 0 and ranks // inner.ranks <= shape[0]:
+        if ranks % inner.ranks == 0 and ranks // inner.ranks <= batch:
             share = ranks // inner.ranks
             asked.append(Partition((("sample", share), *inner.axes) if share > 1 else inner.axes))
     return samples + asked

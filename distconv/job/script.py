@@ -115,7 +115,7 @@ def _chosen(job: Job) -> Job:
         print(f"distconv: --partition auto: {answer.told}", file=sys.stderr)
     strategy = Strategy.parse(answer.strategy, size)
     partition = strategy.layers[-1][1]
-    job = replace(job, partition=partition, strategy=strategy if len(strategy.layers) > 1 else None)
+    job = replace(job, partition=partition, strategy=None if strategy.is_one_partition else strategy)
     check(job, size, None)
     return job
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,12 +19,14 @@ class Assignment:
     outer: the mesh of the tensors that a script holds outside of all modules, to which outputs are brought back.
     uniform: whether the modules within it run on its mesh too.
     fixed: its mesh holds whatever mesh its inputs come from: for its parameters lie there, or a strategy said so.
+    algorithm: by which its weight is split over the axes of channels; None for that of its mesh.
     """
 
     mesh: DeviceMesh
     outer: DeviceMesh
     uniform: bool
     fixed: bool
+    algorithm: str | None = None
 
 
 def assignments(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Assignment]:
@@ -33,12 +34,10 @@ def assignments(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None =
     chosen = strategy.assign(model) if strategy else {}
     meshes = {module: mesh_like(outer, chosen[module][1]) if module in chosen else outer for module in model.modules()}
     fixed = strategy is not None or splits_channels(outer)
+    algorithms = {module: strategy.algorithm(pattern) for module, (pattern, _) in chosen.items()} if strategy else {}
     return {
-        module: Assignment(mesh, outer, all(meshes[inner] == mesh for inner in module.modules()), fixed)
+        module: Assignment(
+            mesh, outer, all(meshes[inner] == mesh for inner in module.modules()), fixed, algorithms.get(module)
+        )
         for module, mesh in meshes.items()
     }
-
-
-def meshes(found: Mapping[nn.Module, Assignment]) -> dict[nn.Module, DeviceMesh]:
-    """{module: its mesh}."""
-    return {module: assignment.mesh for module, assignment in found.items()}

@@ -31,7 +31,7 @@ def choose(
     Raises:
         ValueError: one line, on every rank.
     """
-    shape = _shape(sample_input)
+    shapes = _shapes(sample_input)
     known = mesh.settled if isinstance(mesh, MeshToChoose) else mesh
     size = dist.get_world_size()
     if known is not None and known.size() != size:
@@ -42,7 +42,7 @@ def choose(
     def asking() -> Any:
         with tempfile.TemporaryDirectory(prefix="distconv-model-") as folder:
             path = os.path.join(folder, "model.pickle")
-            write(path, model, shape)
+            write(path, model, shapes)
             question = Question(
                 "model", path, size, local, torch.get_num_threads(), batch_norm=batch_norm, may_be_one=False
             )
@@ -61,16 +61,23 @@ def choose(
         known = mesh.settled = make_mesh(outer, device_type=mesh.device_type)
         if algorithm is not None:
             channel_algorithms[known] = algorithm
-    alike = len(strategy.layers) == 1 and make_mesh(outer, device_type=known.device_type) == known
+    alike = strategy.is_one_partition and make_mesh(outer, device_type=known.device_type) == known
     return known, None if alike else strategy
 
 
-def _shape(sample_input: Any) -> tuple[int, ...]:
-    """Of the whole input, (N, C, spatial...)."""
-    shape = getattr(sample_input, "shape", sample_input)
-    if not isinstance(shape, Sequence) or len(shape) < 3 or not all(type(n) is int and n > 0 for n in shape):
-        raise ValueError(f"strategy 'auto': sample_input {shape}; accepted: a whole input (N, C, ...), or its shape")
-    return tuple(shape)
+def _shapes(sample_input: Any) -> tuple[tuple[int, ...], ...]:
+    """Of the whole inputs, (N, C, spatial...)."""
+    is_one = hasattr(sample_input, "shape") or not isinstance(sample_input, Sequence) or _is_shape(sample_input)
+    given = [getattr(each, "shape", each) for each in ([sample_input] if is_one else sample_input)]
+    if not all(map(_is_shape, given)) or max(map(len, given), default=0) < 3:
+        told = given[0] if is_one else given
+        accepted = "a whole input (N, C, ...), or its shape; of several, a list"
+        raise ValueError(f"strategy 'auto': sample_input {told}; accepted: {accepted}")
+    return tuple(map(tuple, given))
+
+
+def _is_shape(given: Any) -> bool:
+    return isinstance(given, Sequence) and len(given) > 0 and all(type(n) is int and n > 0 for n in given)
 
 
 class _WithoutData(cloudpickle.Pickler):  # type: ignore[misc]
@@ -91,29 +98,29 @@ def empty(
     return nn.Parameter(found, wants_gradient) if is_parameter else found.requires_grad_(wants_gradient)
 
 
-def write(path: str, model: nn.Module, shape: tuple[int, ...]) -> None:
-    """Writes a model without data, and the shape of its input, for `read`.
+def write(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Writes a model without data, and the shapes of its inputs, for `read`.
 
     Raises:
         NothingChosen: for a model with what cannot be pickled.
     """
     with open(path, "wb") as file:
-        pickle.dump((sys.path, shape), file)
+        pickle.dump((sys.path, shapes), file)
         try:
             _WithoutData(file).dump(model)
         except Exception as error:
             raise NothingChosen(f"{type(model).__name__} cannot be given to a process: {one_line(error)}") from None
 
 
-def read(path: str) -> tuple[nn.Module, tuple[int, ...]]:
-    """What was written: the model without data, and the shape of its input.
+def read(path: str) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
+    """What was written: the model without data, and the shapes of its inputs.
 
     Raises:
         NothingChosen: for a model whose modules cannot be imported again.
     """
     with open(path, "rb") as file:
-        sys.path[:], shape = pickle.load(file)
+        sys.path[:], shapes = pickle.load(file)
         try:
-            return pickle.load(file), shape
+            return pickle.load(file), shapes
         except Exception as error:
             raise NothingChosen(f"the model cannot be made in a process of its own: {one_line(error)}") from None

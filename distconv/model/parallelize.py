@@ -24,7 +24,7 @@ from distconv.implicit_replication import mix_plain_tensors
 from distconv.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
 from distconv.mesh_options import batch_norm_statistics
 from distconv.model import automatic
-from distconv.model.assignment import Assignment, assignments, meshes
+from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.compiled import original
@@ -142,7 +142,7 @@ def parallelize(
     strategy: Mapping[str, str] | Strategy | str | None = None,
     *,
     batch_norm: str = "global",
-    sample_input: Tensor | LazyArray | Sequence[int] | None = None,
+    sample_input: Tensor | LazyArray | Sequence[int] | Sequence[Tensor | Sequence[int]] | None = None,
 ) -> M:
     """Lets a model run on shards: its plain inputs are sharded, and its outputs are DTensors on the mesh.
 
@@ -158,7 +158,8 @@ def parallelize(
             by predicted steps for a whole input like ``sample_input``, by the first rank in a process of its own, and
             is kept for the next start. It decides on the mesh of `init("auto")`, too.
         batch_norm: "global" takes statistics over the whole batch, as one process would; "local" over each rank's part.
-        sample_input: for "auto", a whole input (N, C, spatial...), or its shape; nothing is read of it.
+        sample_input: for "auto", a whole input (N, C, spatial...), or its shape; of a model with several inputs, a list
+            of them. Nothing is read of it.
 
     Returns:
         The same model.
@@ -182,7 +183,7 @@ def parallelize(
     for other in {assignment.mesh for assignment in found.values()}:
         enable(other, batch_norm)
     _equalize(model, mesh)
-    shard_parameters(meshes(found))
+    shard_parameters(found)
     assigned.update(found)
     return whole
 
@@ -211,7 +212,7 @@ class _Script:
             note_state(module, self.mesh)
             for mesh in {assignment.mesh for assignment in found.values()}:
                 enable(mesh, self.batch_norm)
-            shard_parameters(meshes(found), known_optimizers())
+            shard_parameters(found, known_optimizers())
             self._assignments.update(found)
             self._outermost.add(module)
             if self.strategy:

@@ -24,6 +24,7 @@ from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.mesh import is_ours
 from distconv.mesh_options import channel_algorithm
+from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.partition import Partition
@@ -54,16 +55,18 @@ def sharded(tensor: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> 
 
 
 @torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later
-def shard_parameters(places: Mapping[nn.Module, DeviceMesh], optimizers: Iterable[Optimizer] = ()) -> None:
+def shard_parameters(places: Mapping[nn.Module, Assignment], optimizers: Iterable[Optimizer] = ()) -> None:
     """Shard the modules' own parameters on their meshes, and follow in the optimizers.
 
-    A parameter that modules on different meshes share stays whole.
+    A parameter that modules on different meshes share stays whole; of one that modules on the same mesh share, the
+    first module's channel algorithm decides.
     """
     homes: dict[Tensor, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     uses: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-    for module, mesh in places.items():
+    for module, place in places.items():
         own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
-        layouts = parameter_placements(module, channel_algorithm(mesh), partition_of(mesh)) if own else {}
+        mesh, algorithm = place.mesh, place.algorithm or channel_algorithm(place.mesh)
+        layouts = parameter_placements(module, algorithm, partition_of(mesh)) if own else {}
         for name, parameter in own.items():
             first, layout = homes.setdefault(parameter, (mesh, layouts[name]))
             if first != mesh:

@@ -1,6 +1,7 @@
 """Which layer runs under which partition: patterns of layer names, in a program or in a file.
 
 {"layer3.*": "channel=4", "*": "sample=4"}          the first pattern that matches a layer's name decides
+{"layer3.*": "channel=4,algorithm=y", ...}           how channels are split there, as `distconv.channels` names it
 
 workspace_limit = "64MiB"                            the same as a file, strategy.toml; what mucudnn may use
 [layers]
@@ -19,11 +20,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distconv.partition import Partition
+from distconv.channels import check_algorithm
+from distconv.partition import Partition, shards_channels
 from mucudnn.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
+
+ALGORITHM = "algorithm"
+"""What names a channel algorithm behind the axes of a partition."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,12 @@ class Strategy:
     Attributes:
         layers: (pattern, partition), in order.
         workspace_limit: bytes of workspace within which mucudnn divides each rank's convolutions; 0: it does not.
+        algorithms: (pattern, channel algorithm) of those patterns that name one; the other layers take the mesh's.
     """
 
     layers: tuple[tuple[str, Partition], ...]
     workspace_limit: int = 0
+    algorithms: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, layers: Mapping[str, str], ranks: int | None = None, where: str = "strategy") -> Strategy:
@@ -45,20 +52,31 @@ class Strategy:
         ranks (those of the first, where None), and for a pattern behind one that matches everything.
         """
         found: list[tuple[str, Partition]] = []
+        algorithms: list[tuple[str, str]] = []
         for pattern, text in layers.items():
             if not isinstance(pattern, str) or not pattern or not isinstance(text, str):
                 raise ValueError(f"{where}: {pattern!r}: {text!r}; accepted: a pattern of layer names and a partition")
             if any(earlier == "*" for earlier, _ in found):
                 raise ValueError(f"{where}: {pattern!r} comes after '*', which matches every layer; put '*' last")
             try:
-                partition = Partition.parse(text)
+                partition, algorithm = parse_layer(text)
             except ValueError as error:
                 raise ValueError(f"{where}: {pattern!r}: {error}") from None
             ranks = ranks or partition.ranks
             if partition.ranks != ranks:
                 raise ValueError(f"{where}: {pattern!r}: {text!r} is for {partition.ranks} ranks; accepted: {ranks}")
             found.append((pattern, partition))
-        return cls(tuple(found))
+            algorithms += [] if algorithm is None else [(pattern, algorithm)]
+        return cls(tuple(found), algorithms=tuple(algorithms))
+
+    @property
+    def is_one_partition(self) -> bool:
+        """Whether it says no more than the partition of all layers."""
+        return len(self.layers) == 1 and self.layers[0][0] == "*" and not self.algorithms
+
+    def algorithm(self, pattern: str) -> str | None:
+        """The channel algorithm that a pattern names; None where it names none."""
+        return dict(self.algorithms).get(pattern)
 
     def partition(self, name: str) -> tuple[str, Partition] | None:
         """The pattern that decides on a layer, and its partition."""
@@ -82,6 +100,23 @@ class Strategy:
                 names = ", ".join(name for model in models for name, _ in model.named_children())
                 what = " and ".join(dict.fromkeys(type(model).__name__ for model in models)) or "any model"
                 raise ValueError(f"strategy: {pattern!r} is the first to match no layer of {what}: {names}")
+
+
+def parse_layer(text: str) -> tuple[Partition, str | None]:
+    """A partition and, where the text has ``algorithm=x``, a channel algorithm. ValueError, one line, for others."""
+    items = [item.strip() for item in text.split(",")]
+    named = [item for item in items if item.partition("=")[0].strip() == ALGORITHM]
+    partition = Partition.parse(",".join(item for item in items if item not in named))
+    if not named:
+        return partition, None
+    if len(named) > 1 or not any(map(shards_channels, partition.names)):
+        raise ValueError(f"{text!r}: accepted: one {ALGORITHM}=, behind a partition with the axis channel")
+    return partition, check_algorithm(named[0].partition("=")[2].strip(), partition)
+
+
+def layer_text(partition: Partition, algorithm: str | None = None) -> str:
+    """What `parse_layer` reads."""
+    return str(partition) if algorithm is None else f"{partition},{ALGORITHM}={algorithm}"
 
 
 def as_toml(strategy: Mapping[str, str], workspace_limit: float = 0) -> str:

@@ -111,26 +111,28 @@ def machine_for(question: Question, kept: Kept) -> Machine:
     return _measuring(read(str(path)), Measured(question.threads, kept, ranks))
 
 
-def choose(model: nn.Module, shape: Sequence[int], question: Question, kept: Kept, shown: str = "auto") -> Choice:
+def choose(
+    model: nn.Module, shapes: Sequence[Sequence[int]], question: Question, kept: Kept, shown: str = "auto"
+) -> Choice:
     """The partition of every layer for which a performance model predicts the fastest step.
 
     Args:
         model: on the meta device.
-        shape: of the whole input, (N, C, spatial...).
+        shapes: of the whole inputs, (N, C, spatial...).
         question: for what; every layer is divided over its ranks.
         kept: knows what was chosen before for the same model, shape and machine.
 
     Raises:
         ValueError: one line, where the model cannot run without data, or no partition divides it.
     """
-    graph, ranks = trace(model, shape), question.ranks
+    graph, ranks = trace(model, *shapes), question.ranks
     machine = machine_for(question, kept)
     key = f"choice {_digest(model, graph, question, machine)}"
     if (before := kept.get(key)) is not None:
         return Choice(**json.loads(before))
-    found = worthwhile(graph, partitions(ranks, len(shape)), MOST)
+    found = worthwhile(graph, partitions(ranks, len(graph.input)), MOST)
     if not found:
-        raise ValueError(f"{ranks} ranks: no partition of so many divides an input {tuple(shape)}")
+        raise ValueError(f"{ranks} ranks: no partition of so many divides an input {graph.input}")
     of_one = _of_one(machine, kept)
     choice = decide(model, graph, found, machine, of_one, question.batch_norm, shown, question.may_be_one)
     kept.put(key, json.dumps(vars(choice)))
@@ -161,7 +163,7 @@ def decide(
     with imagined_job(found[0].ranks, machine.threads):
         planner = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown)
         plan = planner.best()
-    alone = _alone(model, graph.input, of_one)
+    alone = _alone(model, graph.inputs, of_one)
     if may_be_one and alone is not None and alone <= plan.times.total:
         return Choice(ONE, alone, alone)
     return Choice(dict(plan.strategy), plan.times.total, alone)
@@ -175,10 +177,10 @@ def _of_one(machine: Machine, kept: Kept) -> Machine:
     return replace(machine, host=host, measured=Measured(cores, kept), threads=cores)
 
 
-def _alone(model: nn.Module, shape: Sequence[int], machine: Machine) -> float | None:
+def _alone(model: nn.Module, shapes: Sequence[Sequence[int]], machine: Machine) -> float | None:
     with imagined_job(1, machine.threads):
         try:
-            step = record_step(model, mesh_of(Partition.parse(ONE["*"])), shape)
+            step = record_step(model, mesh_of(Partition.parse(ONE["*"])), *shapes)
         except (ValueError, RuntimeError):
             return None
     seconds = replay(step, machine).total
@@ -202,11 +204,11 @@ def answer(question: Question, kept: Kept) -> Choice:
     if torch.cuda.is_available():
         raise ValueError("processors are measured, and ranks here run on GPUs; accepted: distconv plan --machine FILE")
     if question.kind == "model":
-        model, shape = read_model(question.name)
+        model, shapes = read_model(question.name)
     else:
         found = program.module(question.name) if question.kind == "module" else program.script(question.name)
-        model, shape = first_call(lambda: found.run(question.arguments))
-    return choose(model.to("meta"), shape, question, kept)
+        model, shapes = first_call(lambda: found.run(question.arguments))
+    return choose(model.to("meta"), shapes, question, kept)
 
 
 def main(question: str, output: str) -> int:

@@ -21,9 +21,9 @@ def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list
     """Every partition of so many ranks along the axes of data of ``ndim`` dims, (N, C, spatial...).
 
     Channels and filters are one dim of activations. Which dim of a weight is divided is the channel algorithm's
-    choice, for each layer the one that moves least: with the axis ``channel`` alone x or y, with ``filter`` beside it
-    w as well. ``filter`` alone would be the same as ``channel`` alone. Axes that get one rank are left out; of one
-    rank it is ``sample=1``.
+    choice, for each layer one of its own: with the axis ``channel`` alone x or y, with ``filter`` beside it w as well.
+    ``filter`` alone would be the same as ``channel`` alone. Axes that get one rank are left out; of one rank it is
+    ``sample=1``.
 
     Args:
         axes: the names of those that may be divided; all, if not given.
@@ -129,18 +129,21 @@ def allowed(only: str | None, without: str | None, found: Sequence[Partition]) -
     return left
 
 
-def fixed_layers(graph: LayerGraph, strategy: Strategy) -> dict[str, Partition]:
-    """{layer: the partition that a strategy's patterns give it}; layers that none matches are left out.
+def fixed_layers(graph: LayerGraph, strategy: Strategy) -> dict[str, tuple[Partition, str | None]]:
+    """{layer: the partition that a strategy's patterns give it, and the channel algorithm, None where they name none}.
+
+    Layers that no pattern matches are left out.
 
     Raises:
         ValueError: one line, for a pattern that decides on no layer.
     """
-    found: dict[str, Partition] = {}
+    found: dict[str, tuple[Partition, str | None]] = {}
     used = set()
     for name, layer in graph.layers.items():
         if decided := strategy.partition(layer.around if layer.is_meeting else name):
-            used.add(decided[0])
-            found[name] = decided[1]
+            pattern, partition = decided
+            used.add(pattern)
+            found[name] = partition, strategy.algorithm(pattern)
     for pattern, _ in strategy.layers:
         if pattern not in used and pattern != "*":
             raise ValueError(

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.model.strategy import layer_text
 from distconv.partition import Partition
 from distconv.performance.candidates import fits
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
@@ -93,7 +95,7 @@ class Planner:
         batch_norm: str = "global",
         shown: str = "off",
         recordings: Recordings | None = None,
-        fixed: Mapping[str, Partition] | None = None,
+        fixed: Mapping[str, tuple[Partition, str | None]] | None = None,
     ) -> None:
         """
         Args:
@@ -102,7 +104,8 @@ class Planner:
             states: numbers per parameter that the optimizer keeps, such as 1 for momentum and 2 for Adam.
             shown: when a progress bar is, as mucudnn's setting ``progress`` says it.
             recordings: of the same model and graph, to record nothing again; new ones, if not given.
-            fixed: {layer: the partition, one of those found, that it has in every plan but the uniform ones}.
+            fixed: {layer: the partition, one of those found, that it has in every plan but the uniform ones, and its
+                channel algorithm, None for any}.
         """
         self.model, self.graph, self.partitions, self.machine = model, graph, list(found), machine
         self.states = states
@@ -125,19 +128,28 @@ class Planner:
                 # A layer with less data than ranks, whatever the partition, runs on some of the ranks.
                 fitting = [fits(layer, partition) for partition, _ in pairs]
                 known[kinds[name]] = [
-                    layer_cost(self.recordings.layer(name, partition), layer, mesh, self.machine)
-                    if fit or not any(fitting)
-                    else NEVER
+                    self._cost(name, partition, mesh) if fit or not any(fitting) else NEVER
                     for fit, (partition, mesh) in zip(fitting, pairs, strict=True)
                 ]
                 advance()
-        return {
-            name: [
-                cost if self.fixed.get(name, partition) == partition else NEVER
-                for partition, cost in zip(self.partitions, known[kinds[name]], strict=True)
-            ]
-            for name in self.graph.layers
-        }
+        found = {name: list(known[kinds[name]]) for name in self.graph.layers}
+        for name, (only, algorithm) in self.fixed.items():
+            for at, (partition, mesh) in enumerate(zip(self.partitions, self.meshes, strict=True)):
+                if partition != only:
+                    found[name][at] = NEVER
+                elif algorithm is not None:
+                    found[name][at] = self._by(name, partition, mesh, algorithm)
+        return found
+
+    def _cost(self, name: str, partition: Partition, mesh: DeviceMesh) -> Cost:
+        """By the fastest channel algorithm, which dominates: no other layer and no bytes depend on it."""
+        ways = [self._by(name, partition, mesh, each) for each in self.recordings.algorithms(name, partition)]
+        return min(ways, key=lambda cost: cost.seconds(EXPOSED[1]))
+
+    def _by(self, name: str, partition: Partition, mesh: DeviceMesh, algorithm: str | None) -> Cost:
+        recorded = self.recordings.layer(name, partition, algorithm)
+        cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine)
+        return replace(cost, algorithm=algorithm)
 
     def _moves(self) -> dict[tuple[str, str], Numbers]:
         known: dict[tuple[int, ...], Numbers] = {}
@@ -236,12 +248,16 @@ class Planner:
         return self._plans[key]
 
     def _recorded(self, layers: Mapping[str, Partition], exposed: float, gap: float) -> Plan | None:
-        strategy = patterns(self.model, self.graph, layers)
+        strategy = patterns(self.model, self.graph, {name: self.text(name, layers[name]) for name in layers})
         step = self.recordings.whole(strategy)
         if isinstance(step, str):
             self.refusals[", ".join(strategy.values())] = step
             return None
         return Plan(layers, strategy, step, replay(step, self.machine), exposed, gap)
+
+    def text(self, name: str, partition: Partition) -> str:
+        """A layer's partition with its channel algorithm, as a strategy says it."""
+        return layer_text(partition, self.costs[name][self.partitions.index(partition)].algorithm)
 
     def rows(self, plan: Plan) -> list[Row]:
         """What is chosen for each layer, and why not the next best."""

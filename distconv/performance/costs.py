@@ -35,6 +35,7 @@ class Cost:
         divided: the desirable set of (seconds, bytes of workspace) of compute and exchange together, where mucudnn
             divides kernels; empty where nobody knows.
         hidden: seconds of messages for halos, channels and statistics behind which the rank computes; of no other part.
+        algorithm: the channel algorithm by which it is that; None for the job's.
     """
 
     compute: float
@@ -45,6 +46,7 @@ class Cost:
     refusal: str = ""
     divided: tuple[tuple[float, int], ...] = ()
     hidden: float = 0.0
+    algorithm: str | None = None
 
     def seconds(self, exposed: float = 0.0) -> float:
         """All of it, with a share of the gradients' allreduces that does not hide."""

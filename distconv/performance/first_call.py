@@ -26,17 +26,17 @@ class _Called(BaseException):
         self.model, self.inputs = model, inputs
 
 
-def first_call(run: Callable[[], object]) -> tuple[nn.Module, tuple[int, ...]]:
+def first_call(run: Callable[[], object]) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """Runs a script up to its first call of a model in training; files that it writes are its own, and are removed.
 
     Args:
         run: the script.
 
     Returns:
-        The model, and the shape of its whole input.
+        The model, and the shapes of its whole inputs.
 
     Raises:
-        NoModel: where the script ends before, or the model's input is not one tensor.
+        NoModel: where the script ends before, or the model takes anything but tensors of numbers.
     """
 
     def called(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -54,13 +54,18 @@ def first_call(run: Callable[[], object]) -> tuple[nn.Module, tuple[int, ...]]:
         ):
             run()
     except _Called as found:
-        match found.inputs:
-            case (Tensor() as x,) if x.ndim >= 3:
-                return found.model, tuple(x.shape)
-        name, given = type(found.model).__name__, len(found.inputs)
-        raise NoModel(f"{name} is called with {given} arguments; accepted: one tensor (N, C, ...)") from None
+        given = found.inputs
+        tensors = [x for x in given if isinstance(x, Tensor) and x.ndim and x.is_floating_point()]
+        if len(tensors) == len(given) and any(x.ndim >= 3 for x in tensors):
+            return found.model, tuple(tuple(x.shape) for x in tensors)
+        name, told = type(found.model).__name__, ", ".join(map(_word, given)) or "nothing"
+        raise NoModel(f"{name} is called with {told}; accepted: tensors of numbers, one of them (N, C, ...)") from None
     except SystemExit:
         pass
     finally:
         hook.remove()
     raise NoModel("the script ends before it calls a model in training")
+
+
+def _word(given: object) -> str:
+    return f"{given.dtype} {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__

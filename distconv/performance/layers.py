@@ -54,15 +54,20 @@ class LayerGraph:
         edges: (from, to): the shape of what goes from a layer to another one.
         first: the layers that read the model's input.
         last: the layer that gives its output.
-        input: the shape of the whole input.
+        inputs: the shapes of the whole inputs, in their order.
+        input: of those with the most dims the largest, which partitions are to divide.
     """
 
     layers: dict[str, Layer]
     edges: dict[tuple[str, str], tuple[int, ...]]
     first: list[str]
     last: str
-    input: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]
     dtype: torch.dtype = torch.float32
+
+    @property
+    def input(self) -> tuple[int, ...]:
+        return max(self.inputs, key=lambda shape: (len(shape), math.prod(shape)))
 
 
 @dataclass
@@ -90,35 +95,38 @@ class _Tracing:
                 self.edges[source or "", name] = tuple(tensor.shape)
 
 
-def trace(model: nn.Module, shape: Sequence[int]) -> LayerGraph:
+def trace(model: nn.Module, *shapes: Sequence[int]) -> LayerGraph:
     """The layers of a model that is on the meta device.
 
     Args:
-        shape: of the whole input, (N, C, spatial...).
+        shapes: of its whole inputs, (N, C, spatial...).
 
     Raises:
         NoGraph: one line, for a model that does not run without data, and for one without layers.
     """
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    x = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    inputs = [torch.empty(tuple(shape), dtype=dtype, device="meta") for shape in shapes]
     tracing = _Tracing()
-    tracing.give(x, INPUT)
+    tracing.give(inputs, INPUT)
     try:
         with torch.no_grad(), _hooked(model, tracing), _Meetings(tracing):
-            y = model(x)
+            y = model(*inputs)
     except NoGraph:
         raise
     except Exception as error:  # a model's own code may fail in any way where it has shapes and no numbers
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise NoGraph(
-            f"{type(model).__name__} does not run on an input {tuple(shape)} without data: {reason}"
-        ) from None
+        raise NoGraph(f"{type(model).__name__} does not run on {_words(shapes)} without data: {reason}") from None
     outputs = [name for tensor in _tensors(y) if (name := tracing.source(tensor)) not in (None, INPUT)]
     if not outputs:
         raise NoGraph(f"{type(model).__name__}: no layer gives its output; accepted: a model made of torch.nn modules")
     first = [b for a, b in tracing.edges if a == INPUT]
     edges = {pair: what for pair, what in tracing.edges.items() if pair[0] != INPUT}
-    return LayerGraph(tracing.layers, edges, first, outputs[0] or "", tuple(shape), dtype)
+    return LayerGraph(tracing.layers, edges, first, outputs[0] or "", tuple(map(tuple, shapes)), dtype)
+
+
+def _words(shapes: Sequence[Sequence[int]]) -> str:
+    told = " and ".join(str(tuple(shape)) for shape in shapes)
+    return f"an input {told}" if len(shapes) == 1 else f"inputs {told}"
 
 
 def alike(model: nn.Module, layer: Layer) -> str:

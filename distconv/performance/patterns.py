@@ -1,4 +1,4 @@
-"""A strategy of few patterns for partitions that were chosen layer by layer."""
+"""A strategy of few patterns for what was chosen layer by layer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from distconv.partition import Partition
 from distconv.performance.layers import LayerGraph
 
 
-def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, Partition]) -> dict[str, str]:
-    """A strategy that gives every layer its partition, in as few patterns as its modules' names allow."""
+def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, str]) -> dict[str, str]:
+    """A strategy that gives every layer its partition, in as few patterns as its modules' names allow.
+
+    Args:
+        layers: {layer: its partition, perhaps with a channel algorithm, as a strategy says it}.
+    """
     of_module = {module: layers[name] for name, layer in graph.layers.items() for module in layer.modules}
-    meetings: dict[str, Partition] = {}
+    meetings: dict[str, str] = {}
     for name, layer in graph.layers.items():
         if layer.is_meeting:
             meetings.setdefault(layer.around, layers[name])
@@ -25,22 +28,22 @@ def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, Partition
 
     def visit(name: str, module: nn.Module) -> None:
         within = {
-            partition
+            text
             for inner, _ in module.named_modules(prefix=name)
-            for partition in (of_module.get(inner), meetings.get(inner))
-            if partition is not None
+            for text in (of_module.get(inner), meetings.get(inner))
+            if text is not None
         }
         if len(within) == 1 and name:
-            found[name] = str(next(iter(within)))
+            found[name] = next(iter(within))
             return
         for child, inner in module.named_children():
             visit(f"{name}.{child}" if name else child, inner)
         if name and name in meetings:
-            found[name] = str(meetings[name])
+            found[name] = meetings[name]
 
     visit("", model)
-    found = {pattern: text for pattern, text in found.items() if text != str(outer)} if _is_flat(found) else found
-    return {**found, "*": str(outer)}
+    found = {pattern: text for pattern, text in found.items() if text != outer} if _is_flat(found) else found
+    return {**found, "*": outer}
 
 
 def _is_flat(found: Mapping[str, str]) -> bool:

@@ -18,26 +18,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_leaves
 
 from distconv.dtensors import wrap
 from distconv.interface import parallelize
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import enable
 from distconv.model.strategy import Strategy
-from distconv.performance.events import Call, Event, Kernel, Operator, Shape, Start, Step, Wait
+from distconv.performance.events import Event, Operator, Start, Step, Wait
 from distconv.performance.imagined import empty_shard
-
-aten = torch.ops.aten
+from distconv.performance.without_data import made
 
 
 def record_step(
     model: nn.Module,
     mesh: DeviceMesh,
-    shape: Sequence[int],
+    *shapes: Sequence[int],
     strategy: Mapping[str, str] | Strategy | None = None,
-    *,
     batch_norm: str = "global",
     wants_gradient: bool = False,
 ) -> Step:
@@ -45,9 +42,9 @@ def record_step(
 
     Args:
         model: on the meta device; it is copied.
-        shape: of the whole input, (N, C, spatial...).
+        shapes: of the whole inputs, (N, C, spatial...).
         strategy: as for `parallelize`.
-        wants_gradient: whether the gradient of the input is computed, as for a layer within a network.
+        wants_gradient: whether the gradients of inputs are computed, as for a layer within a network.
 
     Raises:
         UnsupportedOperation, ValueError, RuntimeError: what a real run raises.
@@ -59,7 +56,7 @@ def record_step(
             enable(mesh, batch_norm)
         else:
             parallelize(model, mesh, strategy, batch_norm=batch_norm)
-        x = empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient)
+        inputs = [empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient) for shape in shapes]
         held = {_storage(p): _bytes(_local(p)) for p in model.parameters()}
         saved: dict[int, int] = {}
 
@@ -70,13 +67,13 @@ def record_step(
             return tensor
 
         # The first step makes plans, for which it asks torch about whole shapes; the second is as all that follow.
-        for mode in (_Statistics(), _Kernels(messages.events)):
+        for mode in (_Planning(), _Kernels(messages.events)):
             messages.events.clear()
             saved.clear()
-            entered = _Entrance.apply(x) if wants_gradient else x
+            entered = [_Entrance.apply(x) if wants_gradient else x for x in inputs]
             with mode:
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                    result = model(entered)
+                    result = model(*entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
                 torch.autograd.backward(outputs, [_like(y) for y in outputs])
     return Step(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(held.values()))
@@ -216,13 +213,13 @@ def _messages() -> Iterator[_Messages]:
             setattr(dist, name, function)
 
 
-class _Statistics(TorchDispatchMode):
-    """Gives what torch lacks for tensors without data."""
+class _Planning(TorchDispatchMode):
+    """Notes nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
-        return _statistics(*args) if func is aten.batch_norm_update_stats.default else func(*args, **(kwargs or {}))
+        return made(func, args, kwargs or {})[0]
 
 
 class _Kernels(TorchDispatchMode):
@@ -233,48 +230,13 @@ class _Kernels(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if any(issubclass(each, DTensor) for each in types):
             self.events.append(Operator())
             return NotImplemented  # what the rule does comes here again
-        result = _statistics(*args) if func is aten.batch_norm_update_stats.default else func(*args, **kwargs)
-        self._note(func, args, kwargs, result)
+        result, kernel = made(func, args, kwargs or {})
+        if kernel is not None:
+            self.events.append(kernel)
         return result
-
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor)]
-        if func.namespace not in ("aten", "distconv") or not outputs or func in _FREE:
-            return
-        known = {_storage(x) for x in inputs}
-        if not func._schema.is_mutable and all(_storage(y) in known for y in outputs):
-            return  # a view
-        moved = {_key(tensor): _bytes(tensor) for tensor in (*inputs, *outputs)}
-        formula = flop_registry.get(func.overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        self.events.append(Kernel(str(func), flops, sum(moved.values()), _call(func, args, kwargs)))
-
-
-def _call(func: Any, args: Any, kwargs: Any) -> Call:
-    args, kwargs = tree_map(_shape, (tuple(args), dict(kwargs)))
-    return Call(func, args, tuple(sorted(kwargs.items())))
-
-
-def _shape(leaf: Any) -> Any:
-    return Shape(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-_FREE = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default, aten.empty_strided.default)
-
-
-def _key(tensor: Tensor) -> tuple[int, int, int]:
-    return _storage(tensor), int(tensor.storage_offset()), tensor.numel()
-
-
-def _statistics(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """The shapes of aten.batch_norm_update_stats, which torch does not have for tensors without data."""
-    channels = (x.shape[1],)
-    return x.new_empty(channels), x.new_empty(channels)
 
 
 def on_meta(build: Any) -> nn.Module:

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from distconv.model.strategy import Strategy
-from distconv.partition import Partition
+from distconv import settings
+from distconv.channels import weight_dims
+from distconv.model.layers import layer_of
+from distconv.model.strategy import Strategy, layer_text
+from distconv.partition import Partition, shards_channels
 from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph, alike
@@ -29,48 +32,70 @@ class Recordings:
         """
         self.model, self.graph, self.batch_norm = model, graph, batch_norm
         self.kinds = {name: f"{name not in graph.first} {alike(model, layer)}" for name, layer in graph.layers.items()}
-        self._layers: dict[tuple[str, Partition], Step | str | None] = {}
+        self._layers: dict[tuple[str, Partition, str | None], Step | str | None] = {}
         self._whole: dict[tuple[tuple[str, str], ...], Step | str] = {}
 
-    def layer(self, name: str, partition: Partition) -> Step | str | None:
+    def algorithms(self, name: str, partition: Partition) -> list[str | None]:
+        """Channel algorithms that split a layer's weight each in a way of its own.
+
+        The first is None, the job's; where that is "auto", it is the one that moves least.
+        """
+        axes = {axis: size for axis, size in partition.axes if shards_channels(axis) and size > 1}
+        modules = self.graph.layers[name].modules
+        layer = layer_of(self.model.get_submodule(modules[0])) if modules else None
+        if layer is None or not axes or settings.value("channel_algorithm") != "auto":
+            return [None]
+        ways = {weight_dims(layer, algorithm, axes): algorithm for algorithm in ("w", "y", "x")}
+        ways.pop(weight_dims(layer, "auto", axes), None)
+        return [None, *sorted(ways.values())]
+
+    def layer(self, name: str, partition: Partition, algorithm: str | None = None) -> Step | str | None:
         """A layer alone; the reason where it cannot run so; None for a meeting that nothing follows."""
-        key = self.kinds[name], partition
+        key = self.kinds[name], partition, algorithm
         if key not in self._layers:
-            self._layers[key] = self._alone(name, partition)
+            self._layers[key] = self._alone(name, partition, algorithm)
         return self._layers[key]
 
-    def _alone(self, name: str, partition: Partition) -> Step | str | None:
+    def _alone(self, name: str, partition: Partition, algorithm: str | None) -> Step | str | None:
         layer = self.graph.layers[name]
         if not layer.modules:
             return None
         modules = nn.Sequential(*(self.model.get_submodule(each) for each in layer.modules))
         shape = layer.output if layer.is_meeting else layer.input
-        return self._recorded(modules, partition, shape, wants_gradient=name not in self.graph.first)
+        strategy = None if algorithm is None else Strategy.parse({"*": layer_text(partition, algorithm)})
+        return self._recorded(modules, partition, (shape,), strategy, wants_gradient=name not in self.graph.first)
 
     def whole(self, strategy: Mapping[str, str]) -> Step | str:
         """The whole model; the reason where it cannot run so.
 
         Args:
-            strategy: {pattern: partition}, that of everything outside of the layers last, under ``*``.
+            strategy: {pattern: partition, perhaps with an algorithm}, that of everything outside of the layers last,
+                under ``*``.
         """
         key = tuple(strategy.items())
         if key not in self._whole:
-            chosen = Strategy.parse(strategy) if len(strategy) > 1 else None
-            outer = Partition.parse(strategy["*"])
-            self._whole[key] = self._recorded(self.model, outer, self.graph.input, chosen)
+            chosen = Strategy.parse(strategy)
+            outer = chosen.layers[-1][1]
+            layers = None if chosen.is_one_partition else chosen
+            self._whole[key] = self._recorded(self.model, outer, self.graph.inputs, layers)
         return self._whole[key]
 
     def _recorded(
         self,
         model: nn.Module,
         partition: Partition,
-        shape: tuple[int, ...],
+        shapes: tuple[tuple[int, ...], ...],
         strategy: Strategy | None = None,
         wants_gradient: bool = False,
     ) -> Step | str:
         try:
             return record_step(
-                model, mesh_of(partition), shape, strategy, batch_norm=self.batch_norm, wants_gradient=wants_gradient
+                model,
+                mesh_of(partition),
+                *shapes,
+                strategy=strategy,
+                batch_norm=self.batch_norm,
+                wants_gradient=wants_gradient,
             )
         except (UnsupportedOperation, ValueError, RuntimeError) as error:
             return (str(error).splitlines() or [type(error).__name__])[0]

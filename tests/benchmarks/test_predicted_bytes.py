@@ -26,16 +26,20 @@ def bytes_of(step: Step, *kinds: str) -> list[int]:
     return [event.bytes for event in step.events if isinstance(event, Start) and event.kind in kinds]
 
 
+def test_every_case_was_counted() -> None:
+    assert {(row["case"], row["ranks"]) for row in COUNTED["traffic"]} == {(name, n) for name in CASES for n in (2, 4)}
+
+
 @pytest.mark.parametrize("row", COUNTED["traffic"], ids=lambda row: f"{row['case']} on {row['ranks']}")
 def test_messages_of_a_case(row: dict[str, Any]) -> None:
     case = CASES[row["case"]]
     with imagined_job(row["ranks"]) as rank:
-        assert rank == 0  # whose messages were counted
         mesh = mesh_of(Partition.parse(case.partitions[row["ranks"]]))
         step = record_step(on_meta(case.build), mesh, case.shape, wants_gradient=case.input_gradient)
     halos, gradients = bytes_of(step, "all_to_all"), bytes_of(step, "all_reduce", "gradients")
-    assert [len(halos), sum(halos)] == row["collectives"]["all_to_all"]
-    assert [len(gradients), sum(gradients)] == row["collectives"]["all_reduce"]
+    counted = row["of_ranks"][rank]
+    assert [len(halos), sum(halos)] == counted["all_to_all"]
+    assert [len(gradients), sum(gradients)] == counted["all_reduce"]
 
 
 @pytest.mark.parametrize("row", COUNTED["wide"], ids=lambda row: row["partition"])
@@ -49,12 +53,20 @@ def test_allreduces_of_gradients(row: dict[str, Any]) -> None:
 SYMMETRIC = [row for row in COUNTED["channels"] if row["algorithm"] != "w"]
 
 
+@pytest.mark.parametrize("of_layer", [False, True], ids=["mesh", "layer"])
 @pytest.mark.parametrize("row", SYMMETRIC, ids=lambda row: f"{row['layer']} {row['partition']} {row['algorithm']}")
-def test_messages_of_split_channels(row: dict[str, Any]) -> None:
-    """What all ranks sent was counted. Under x and y, each sends as much as any other."""
+def test_messages_of_split_channels(row: dict[str, Any], of_layer: bool) -> None:
+    """What all ranks sent was counted. Under x and y, each sends as much as any other.
+
+    of_layer: the algorithm is said by a strategy, and the mesh has one that moves something else.
+    """
     channels, filters, size = row["layer"]
+    algorithm = row["algorithm"]
+    strategy = {"*": f"{row['partition']},algorithm={algorithm}"} if of_layer else None
+    other = {"x": "y", "y": "x", "auto": "x" if 2 * filters > 3 * channels else "y"}[algorithm]
     with imagined_job(row["ranks"]):
-        mesh = distconv.init(row["partition"], device_type="cpu", channel_algorithm=row["algorithm"])
+        of_mesh = other if of_layer else algorithm
+        mesh = distconv.init(row["partition"], device_type="cpu", channel_algorithm=of_mesh)
         layer = on_meta(lambda: nn.Conv2d(channels, filters, KERNEL, padding=KERNEL // 2, bias=False))
-        step = record_step(layer, mesh, (BATCH, channels, size, size), wants_gradient=True)
+        step = record_step(layer, mesh, (BATCH, channels, size, size), strategy=strategy, wants_gradient=True)
     assert step.sent * row["ranks"] == row["sent"]

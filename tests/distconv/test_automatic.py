@@ -18,6 +18,7 @@ from distconv.partition import Partition
 from distconv.performance.automatic import ONE, decide
 from distconv.performance.calibration import _line, as_toml
 from distconv.performance.calls import prepared
+from distconv.performance.choice import Planner
 from distconv.performance.events import Call, Kernel, Shape
 from distconv.performance.first_call import NoModel, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
@@ -98,6 +99,30 @@ def test_the_kernels_recorded_are_those_that_a_rank_takes(threads: int | None, t
         assert prepared(again)().shape == (1, 16, 20, 40, 12)
 
 
+class Both(nn.Module):
+    """Takes an image, and a number for each channel of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.numbers = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(5, 8)
+        self.head = nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        return self.head(self.image(x) + self.numbers(numbers)[:, :, None, None])
+
+
+def test_a_model_of_two_inputs_is_planned() -> None:
+    called = first_call(lambda: Both()(torch.ones(4, 3, 16, 16), torch.ones(4, 5)))
+    model, shapes = called[0].to("meta"), called[1]
+    assert shapes == ((4, 3, 16, 16), (4, 5))
+    graph = trace(model, *shapes)
+    assert graph.input == (4, 3, 16, 16) and graph.first == ["image", "numbers"] and graph.last == "head"
+    found = [Partition.parse(text) for text in ("sample=4", "height=4", "channel=4")]
+    with imagined_job(4):
+        plan = Planner(model, graph, found, read("lassen")).best()
+    assert plan.times.total > 0 and set(plan.layers) == {"image", "numbers", "model#1", "head"}
+
+
 def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
     note = tmp_path / "note.txt"
@@ -113,7 +138,7 @@ def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:
         except Exception:
             pytest.fail("the script has caught what ends it")
 
-    assert first_call(script) == (model, (4, 3, 16, 16))
+    assert first_call(script) == (model, ((4, 3, 16, 16),))
     assert not note.exists()
 
 
@@ -122,7 +147,11 @@ def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:
     [
         (lambda: None, "ends before it calls a model"),
         (lambda: sys.exit(0), "ends before it calls a model"),
-        (lambda: nn.Bilinear(2, 2, 2)(torch.ones(2), torch.ones(2)), "Bilinear is called with 2 arguments"),
+        (
+            lambda: nn.Bilinear(2, 2, 2)(torch.ones(2), torch.ones(2)),
+            r"Bilinear is called with torch.float32 \(2,\), torch.float32 \(2,\); accepted",
+        ),
+        (lambda: Both()(torch.ones(2, 3, 8, 8), [1]), "Both is called with torch.float32 .*, list; accepted"),
     ],
 )
 def test_a_script_without_such_a_model_is_one_line(script, complaint: str) -> None:

@@ -80,7 +80,7 @@ def test_what_was_chosen_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) ->
         (lambda: nn.Conv2d(3, 8, 1), (2, 3, 8, 8)),
         (lambda: nn.Conv2d(3, 8, 3), (4, 3, 8, 8)),
     ):
-        choice = choose(on_meta(build), shape, question, kept)
+        choice = choose(on_meta(build), (shape,), question, kept)
         assert choice.strategy == {"*": "sample=2"} and (choice.seconds, choice.alone) == (1.0, 2.0)
     assert len(chosen) == 3
 
@@ -100,6 +100,7 @@ class Locked(nn.Conv2d):
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no sample": (nn.Identity, None, "sample_input None; accepted: a whole input"),
+    "a list of a shape and what is none": (nn.Identity, [(4, 3, 8, 8), 3], "sample_input [(4, 3, 8, 8), 3]; accepted"),
     "a matrix": (nn.Identity, (4, 3), "sample_input (4, 3); accepted: a whole input"),
     "a lock": (Locked, (4, 3, 8, 8), "Locked cannot be given to a process: TypeError: cannot pickle '_thread.lock'"),
 }
@@ -136,7 +137,7 @@ def test_a_process_that_chooses_answers_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    write(str(tmp_path / "model"), build(), shape)
+    write(str(tmp_path / "model"), build(), (shape,))
     local = 2 if ranks_of_all == 2 else 3
     question = Question("model", str(tmp_path / "model"), ranks_of_all, local, 1)
     assert main(json.dumps(asdict(question)), str(tmp_path / "answer")) == 0

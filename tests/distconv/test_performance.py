@@ -18,11 +18,12 @@ from distconv.partition import Partition
 from distconv.performance import machine as machines
 from distconv.performance.candidates import allowed, fits, fixed_layers, partitions, worthwhile
 from distconv.performance.choice import Planner
-from distconv.performance.events import Event, Kernel, Operator, Start, Step, Wait
+from distconv.performance.events import Event, Kernel, Operator, Shape, Start, Step, Wait
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import Layer, NoGraph, trace
 from distconv.performance.machine import Machine, MachineError, parse, read
 from distconv.performance.patterns import patterns
+from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import message_seconds, replay
 from mucudnn.optimizer import DoesNotFit
@@ -66,6 +67,7 @@ def test_machines_that_ship_can_be_read(name: str) -> None:
         ("asynchronous = true", "asynchronous = true\ncarries = 1.5", "accepted: a number from 0 to 1"),
         ("ranks = 2", "ranks = 2.5", "node.ranks = 2.5; accepted: a whole number"),
         ("asynchronous = true", "asynchronous = 1", "accepted: true or false"),
+        ("bandwidth = 1e9", 'bandwidth = 1e9\ntrees = "yes"', "network.trees = 'yes'; accepted: true or false"),
         ('"16GiB"', '"much"', "device.memory"),
         ("[host]", "[hosts]", "unknown field hosts"),
         ("bandwidth = 1e9", "bandwidth = 1e9\nspeed = 3", "unknown field network.speed"),
@@ -91,6 +93,10 @@ def test_messages_take_latencies_and_bandwidths(machine: Machine) -> None:
     assert message_seconds(machine, far, 0) == pytest.approx(6 * (1e-5 + 2.5e6 / 1e9))
     # One rank of each node: both such groups of a node share its adapter.
     assert message_seconds(machine, Start(0, "gradients", (0, 2), 10**7), 0) == pytest.approx(2 * (1e-5 + 5e6 / 5e8))
+    # A small sum among many goes along trees, 2 log2 p steps, unless the machine has rings alone.
+    small, many = Start(0, "gradients", tuple(range(16)), 16), parse(TEXT + "trees = false\n")
+    assert message_seconds(machine, small, 0) == pytest.approx(2 * (4 * 1e-5 + 16 / 1e9))
+    assert message_seconds(many, small, 0) == pytest.approx(30 * (1e-5 + 1 / 1e9))
     halo = Start(0, "all_to_all", (0, 1, 2), 3000, (0, 1000, 2000))
     assert message_seconds(machine, halo, 0) == pytest.approx(1e-6 + 1e-5 + 2000 * 2 / 1e9)
 
@@ -229,14 +235,37 @@ def test_a_model_that_needs_data_is_refused_in_one_line(model: type[nn.Module], 
 def test_a_strategy_fixes_the_layers_that_its_patterns_match() -> None:
     graph = trace(small(), small_network.SHAPE)
     height, channel = (Partition.parse(text) for text in ("height=4", "channel=4"))
-    fixed = fixed_layers(graph, Strategy.parse({"stem": "height=4", "head": "channel=4"}))
-    assert fixed == {"stem.0": height, "head": channel}
+    fixed = fixed_layers(graph, Strategy.parse({"stem": "height=4", "head": "channel=4,algorithm=x"}))
+    assert fixed == {"stem.0": (height, None), "head": (channel, "x")}
     with pytest.raises(ValueError, match="'tail' is the first to match no layer"):
         fixed_layers(graph, Strategy.parse({"tail": "height=4"}))
     with imagined_job(4):
         planner = Planner(small(), graph, [Partition.parse("sample=4"), height, channel], read("lassen"), fixed=fixed)
         best = planner.best()
-    assert {name: best.layers[name] for name in fixed} == fixed
+    assert {name: best.layers[name] for name in fixed} == {"stem.0": height, "head": channel}
+    assert best.strategy["head"] == "channel=4,algorithm=x"
+
+
+def test_a_layer_takes_the_channel_algorithm_that_is_the_fastest() -> None:
+    """By y the second convolution moves less, but reads all channels, which here takes longer than anything else."""
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1)))
+    graph, channel = trace(model, (2, 8, 12, 12)), Partition.parse("channel=4")
+
+    def seconds(kernel: Kernel) -> float:
+        """Reading all channels at once is what takes long."""
+        if kernel.call is None or "convolution" not in kernel.name:
+            return 1e-9
+        shapes = [shape for shape in kernel.call.args if isinstance(shape, Shape) and len(shape.sizes) == 4]
+        return max(shape.sizes[1] for shape in shapes[-1:])
+
+    with imagined_job(4):
+        recordings = Recordings(model, graph)
+        planner = Planner(model, graph, [channel], replace(read("lassen"), measured=seconds), recordings=recordings)
+        plan = planner.best()
+    assert recordings.algorithms("2", channel) == [None, "x"]
+    strategy = Strategy.parse(plan.strategy)
+    decided = [strategy.partition(name) for name in "02"]
+    assert [strategy.algorithm(pattern) for pattern, _ in decided if pattern] == [None, "x"]
 
 
 @pytest.mark.parametrize("field", ["memory", "bandwidth", "network", "flops"])
@@ -269,7 +298,8 @@ def test_a_strategy_gives_every_layer_its_partition(chosen: list[str]) -> None:
     model = small()
     graph = trace(model, small_network.SHAPE)
     layers = {name: Partition.parse(text) for name, text in zip(graph.layers, chosen, strict=True)}
-    strategy = Strategy.parse(patterns(model, graph, layers))
+    texts = {name: str(partition) for name, partition in layers.items()}
+    strategy = Strategy.parse(patterns(model, graph, texts))
     for name, layer in graph.layers.items():
         for module in layer.modules:
             decided = strategy.partition(module)

@@ -14,10 +14,11 @@ import torch
 from ranks import Ranks
 from test_launch import TRAIN, launch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import distconv
-from distconv.model.strategy import Strategy, read
+from distconv.model.strategy import Strategy, as_toml, read
+from distconv.performance.imagined import imagined_job
 
 
 @pytest.mark.parametrize(
@@ -47,12 +48,29 @@ def test_the_first_pattern_decides(name: str, partition: str | None) -> None:
         ({"a": "sample=4", "b": "channel=2"}, "strategy: 'b': 'channel=2' is for 2 ranks; accepted: 4"),
         ({"*": "sample=4", "b": "channel=4"}, "strategy: 'b' comes after '*'"),
         ({"a": 4}, "strategy: 'a': 4; accepted: a pattern of layer names and a partition"),
+        ({"a": "channel=4,algorithm=z"}, "strategy: 'a': channel algorithm 'z': accepted: x, y, w, auto"),
+        ({"a": "channel=4,algorithm=w"}, "strategy: 'a': channel algorithm 'w' on partition 'channel=4'"),
+        ({"a": "height=4,algorithm=x"}, "strategy: 'a': 'height=4,algorithm=x': accepted: one algorithm="),
+        ({"a": "channel=4,algorithm=x,algorithm=y"}, "strategy: 'a': 'channel=4,algorithm=x,algorithm=y': accepted"),
     ],
 )
 def test_bad_layers_are_refused_in_one_line(layers: dict[str, str], fault: str) -> None:
     with pytest.raises(ValueError) as raised:
         Strategy.parse(layers, 4)
     assert str(raised.value).startswith(fault) and "\n" not in str(raised.value)
+
+
+def test_a_layer_has_a_channel_algorithm_of_its_own(tmp_path: Path) -> None:
+    layers = {"a": "channel=4,algorithm=x", "b": "channel=4, algorithm = y", "*": "channel=4"}
+    strategy = Strategy.parse(layers)
+    assert strategy.algorithms == (("a", "x"), ("b", "y")) and not strategy.is_one_partition
+    (tmp_path / "strategy.toml").write_text(as_toml(layers))
+    assert read(tmp_path / "strategy.toml", 4) == strategy
+    with imagined_job(4):
+        model = nn.ModuleDict({name: nn.Conv2d(8, 8, 1, bias=False) for name in "abc"})
+        distconv.parallelize(model, distconv.init("channel=4", channel_algorithm="y"), layers)
+        sharded = [name.weight.placements for name in model.values()]
+    assert sharded == [(Shard(1),), (Shard(0),), (Shard(0),)]
 
 
 def test_a_pattern_for_no_layer() -> None:
@@ -114,7 +132,14 @@ class Glue(nn.Module):
         return z, {"tied": self.tied(x) - torch.where(first > second, first, second)}
 
 
-PLACES = {"a": "height=4", "b": "sample=2,width=2", "relu": "width=4", "c.1": "channel=4", "tied": "channel=2,sample=2"}
+PLACES = {
+    "a": "height=4",
+    "b": "sample=2,width=2",
+    "relu": "width=4",
+    "c.0": "channel=4,algorithm=x",
+    "c.1": "channel=4",
+    "tied": "channel=2,sample=2",
+}
 
 
 def glue(outer: str, grad: bool) -> dict[str, float]:

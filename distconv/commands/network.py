@@ -1,0 +1,107 @@
+"""The network and the machine of a command that predicts steps, and where it draws them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distconv.job.launcher import BadInput
+from distconv.performance.machine import built_in
+from mucudnn.commands.arguments import check_writable
+from mucudnn.commands.network import add_network
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+def add_network_and_machine(parser: Any) -> None:
+    """NETWORK with its input and batch, the machine, and what batch norm does."""
+    add_network(parser)
+    parser.add_argument(
+        "--also",
+        type=_shape,
+        action="append",
+        default=[],
+        metavar="C,H,W",
+        help="the shape of one sample of a further input of the model; may be given more than once",
+    )
+    parser.add_argument(
+        "--machine",
+        required=True,
+        metavar="FILE",
+        help=f"a TOML file, here (see calibrate), or one of {', '.join(built_in())}",
+    )
+    parser.add_argument(
+        "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"
+    )
+
+
+def add_picture(parser: Any, shown: str) -> None:
+    """--picture FILE."""
+    parser.add_argument("--picture", metavar="FILE", help=f"draw {shown} (.png, .svg or .pdf; needs matplotlib)")
+
+
+def check_picture(path: str | None) -> None:
+    """ValueError, one line, for a picture that cannot be drawn; asked before anything is computed."""
+    if path is None:
+        return
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--picture {path}: accepted: a name that ends in .png, .svg or .pdf")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install 'mucudnn-distconv[plot]'")
+    check_writable("--picture", path)
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """What the user gave and cannot be used becomes one line."""
+    from mucudnn.program import NotFound
+
+    try:
+        yield
+    except (NotFound, ValueError, OSError) as error:
+        raise BadInput(str(error).splitlines()[0]) from None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The network that is planned.
+
+    Attributes:
+        model: without data.
+        samples: the shape of one sample of each of its inputs.
+        batch: samples of a step.
+    """
+
+    model: nn.Module
+    samples: tuple[tuple[int, ...], ...]
+    batch: int
+
+    def inputs(self, times: int = 1) -> list[tuple[int, ...]]:
+        """The shapes of its whole inputs, of so many times its batch."""
+        return [(self.batch * times, *sample) for sample in self.samples]
+
+
+def network_of(options: Any) -> Asked:
+    """The network of NETWORK, `--input`, `--also` and `--batch`. ValueError, one line, where its input is not known."""
+    from distconv.performance.recording import on_meta
+    from mucudnn.networks.layers import find
+
+    found = find(options.network)
+    shape = options.input or found.input_shape
+    if shape is None:
+        raise ValueError(f"{options.network} does not tell its input: give --input C,H,W, the shape of one sample")
+    return Asked(on_meta(found.build), (shape, *options.also), options.batch or found.batch or 32)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.split(",")
+    if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are sizes, as 3,224,224, or 16")
+    return tuple(map(int, sizes))

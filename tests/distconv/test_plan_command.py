@@ -1,0 +1,49 @@
+"""`distconv plan` as a command: fewer ranks where more are slower, models with several inputs, and bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from distconv.__main__ import main
+
+NETWORK = ("small_network:Small", "--input", "3,12,12", "--batch", "4", "--machine", "lassen")
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Plans what the options say; what was found, or the line that tells why not."""
+
+    def planned(*options: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["distconv", "plan", *options, "--json"])
+        code, told = main(), capsys.readouterr()
+        assert code == (2 if told.err else 0) and told.err.count("\n") == (code == 2)
+        return told.err if code else json.loads(told.out)
+
+    return planned
+
+
+def test_more_ranks_never_make_the_choice_slower(plan: Any) -> None:
+    """On this network messages take longer than anything else, so the more ranks must share it the slower it is."""
+    exactly = [plan(*NETWORK, "--ranks", str(ranks))["seconds"] for ranks in (1, 2, 4)]
+    at_most = [plan(*NETWORK, "--ranks", str(ranks), "--at-most") for ranks in (1, 2, 4)]
+    seconds = [found["seconds"] for found in at_most]
+    assert seconds == sorted(seconds, reverse=True) and exactly != seconds
+    assert [found["ranks"] for found in at_most] == [1, 1, 1]
+    assert seconds == pytest.approx([min(exactly)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--ranks", "2", "--at-most", "--keep", "none.toml"), "--at-most: accepted: without --keep"),
+        (("--ranks", "2", "--also", "3,x"), "accepted are sizes, as 3,224,224, or 16"),
+        (("--ranks", "2", "--also", "3,8,8"), "Small does not run on inputs (4, 3, 12, 12) and (4, 3, 8, 8) without"),
+        (("--ranks", "7", "--at-most", "--axes", "depth"), "accepted for 2-D data"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(plan: Any, options: tuple[str, ...], complaint: str) -> None:
+    assert complaint in plan(*NETWORK, *options)
