@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -17,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 from distconv import settings
 from distconv.addresses import LOOPBACK, is_on_one_machine, listening_store
-from distconv.job.files.private import FOLDER_VARIABLE, make_folder, remove_folders_of
+from distconv.job.files.private import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
@@ -68,7 +67,8 @@ class _Meeting:
 
     def hold(self, host: str, port: int) -> None:
         self.held = listening_store(host, port)
-        self._line.sendall(f"{self.held.port}\n".encode())
+        with contextlib.suppress(BrokenPipeError):  # the rank has ended already, which `Watch` tells
+            self._line.sendall(f"{self.held.port}\n".encode())
 
     def notices(self) -> Notices | None:
         if self._notices is None:
@@ -95,13 +95,10 @@ def keep_rank(place: Place, captures: bool) -> int | Watcher:
     held: IO[bytes] | None = tempfile.TemporaryFile() if captures else None  # noqa: SIM115 (as long as the process)
     ours, theirs = socket.socketpair()
     parent, hosts = os.getpid(), rank == 0 and (mpi or os.environ.get(_AGENT_STORE) != "True")
-    folder = make_folder() if rank == 0 and FOLDER_VARIABLE not in os.environ else None
     child = _fork()
     if child is None:
         end_with(parent)
         ours.close()
-        if folder is not None:
-            os.environ[FOLDER_VARIABLE] = folder
         if not mpi:
             os.environ[_AGENT_STORE] = "True"
         return Watcher(held.fileno() if held else None, theirs)
@@ -127,15 +124,18 @@ def keep_rank(place: Place, captures: bool) -> int | Watcher:
             linger = LINGER_SECONDS if code else math.inf
             parting = _Parting(notices, rank, 0.0 if watch.lost is not None else linger)
             if mpi:
-                code = parting.under_mpi(shell_code(watch.failed[1]) if watch.failed else code, folder)
+                code = parting.under_mpi(shell_code(watch.failed[1]) if watch.failed else code, child.pid)
             elif meeting.held is not None:
                 parting.of_the_host()
             else:
                 notices.leave(rank)
-        return code
     finally:
         remove_folders_of(child.pid)
-        _remove(folder)
+    if mpi and meeting.notices() is None and watch.failed is not None and watch.failed[1] < 0:
+        # The ranks have not met. mpiexec, too, may not know this one yet, and would let the others wait for it; that a
+        # process is killed it notices always.
+        os.kill(os.getpid(), signal.SIGKILL)
+    return code
 
 
 def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> Link:
@@ -156,11 +156,6 @@ def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> Lin
         silent=watch.lose,
         cut_off=cut_off,
     )
-
-
-def _remove(folder: str | None) -> None:
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _host(meeting: _Meeting, mpi: bool) -> str | None:
@@ -188,16 +183,16 @@ class _Parting:
         self._notices.leave(self._rank)
         self._wait(self._notices.all_left)
 
-    def under_mpi(self, code: int, folder: str | None) -> int:
+    def under_mpi(self, code: int, process: int) -> int:
         """Waits for all ranks to end; the exit code of the job, as mpiexec takes that of whichever ends first.
 
         When mpiexec sees a process end that failed, it kills all others, also one that is to tell why. So all go at
-        the same time, after the first one has removed the job's folder.
+        the same time, after the first one has removed the job's folder, which its rank, `process`, has made.
         """
         self._wait(lambda: len(self._notices.endings()) == self._notices.size)
         code = code or next((shell_code(ended) for ended in self._notices.endings().values() if ended), 0)
         if self._rank == 0:
-            _remove(folder)
+            remove_folders_of(process)
             self._notices.sweep()
             self.of_the_host()
         else:
