@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -92,14 +92,17 @@ def _parse_check(given: object) -> str:
     return str(given)
 
 
-def _parse_lost_after(given: object) -> float:
-    seconds = math.inf
-    if given != "never":
-        with suppress(ValueError):
-            seconds = float(str(given))
-        if not 1 <= seconds < math.inf:
-            raise ValueError(f"lost_after {given!r}: accepted: a number of seconds, at least 1, or never")
-    return seconds
+def _seconds(name: str) -> Callable[[object], float]:
+    def parse(given: object) -> float:
+        seconds = math.inf
+        if given != "never":
+            with suppress(ValueError):
+                seconds = float(str(given))
+            if not 1 <= seconds < math.inf:
+                raise ValueError(f"{name} {given!r}: accepted: a number of seconds, at least 1, or never")
+        return seconds
+
+    return parse
 
 
 SETTINGS = {
@@ -146,7 +149,16 @@ SETTINGS = {
         "seconds, never",
         "of a job on several machines: how long a machine may be silent, in seconds, before the job ends; never: "
         "without end (default: 8)",
-        _parse_lost_after,
+        _seconds("lost_after"),
+        "SECONDS|never",
+    ),
+    "slow_after": Option(
+        "DISTCONV_SLOW_AFTER",
+        lambda: "30",
+        "seconds, never",
+        "how long a rank may wait in a collective, in seconds, before one line tells which collective waits for which "
+        "ranks, and where these are; the job goes on (default: 30)",
+        _seconds("slow_after"),
         "SECONDS|never",
     ),
     "store": Option(

@@ -52,13 +52,13 @@ def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
         by_rank: dict[int, Note | None] = dict(zip(noted, notes, strict=True))
         sites = _grouped({rank: None if note is None else note.site for rank, note in by_rank.items()})
         if len(sites) > 1:
-            told = "; ".join(f"{_ranks(ranks)}: {site or 'nothing more'}" for site, ranks in sites)
+            told = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites)
             return f"the ranks do not do the same: next comes, on {told}. {REMEDY}"
         differ = _differing({rank: note for rank, note in by_rank.items() if note is not None})
         if differ:
             others, first = differ
             verb = "differ" if len(others) > 1 else "differs"
-            return f"{sites[0][0]}, is not the same on every rank: {_ranks(others)} {verb} from rank {first}. {REMEDY}"
+            return f"{sites[0][0]}, is not the same on every rank: {named(others)} {verb} from rank {first}. {REMEDY}"
     return None
 
 
@@ -78,6 +78,7 @@ def _grouped(values: Mapping[int, Site | None]) -> list[tuple[Site | None, list[
     return list(groups.items())  # type: ignore[arg-type]
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def named(ranks: Iterable[int]) -> str:
+    """Ranks, of which there is at least one, in words: "rank 2", "ranks 0, 1 and 3"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

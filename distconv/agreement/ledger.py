@@ -18,6 +18,7 @@ import os
 import sys
 import weakref
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -142,57 +143,65 @@ def ledger(mesh: DeviceMesh) -> Ledger | None:
     return _of_mesh[mesh]
 
 
-def compare_if_due() -> None:
-    """Start the comparisons that are due. Collective."""
-    for each in _ledgers.values():
+def compare_if_due(mesh: DeviceMesh) -> None:
+    """Start the comparisons that are due among ranks of the mesh. Collective over it."""
+    for each in _among(_ranks(mesh)):
         if each.due:
             each.compare()
 
 
-def settle(now: bool = False) -> None:
-    """Start what is due and read the verdicts, as ``Ledger.settle``. Collective."""
-    compare_if_due()
-    for each in _ledgers.values():
-        each.settle(now)
-
-
-def finish(mesh: DeviceMesh) -> None:
-    """Compare all that is left and read the verdicts, at the end of a script on the mesh. Collective over it.
-
-    A ledger that other ranks share too is left alone: they do not come to this end.
-    """
-    ranks = set(mesh.mesh.flatten().tolist())
-    for members, each in _ledgers.items():
-        if ranks.issuperset(members):
-            each.compare()
-            each.settle(now=True)
-
-
-_known_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Those that were found to hold a parameter of a model."""
-
-
-def before_step(optimizer: Optimizer, *_: object) -> None:
-    """What an optimizer runs before it steps. Collective where it holds a parameter of a model."""
-    if _steps_a_model(optimizer):
-        compare_if_due()
-    for each in _ledgers.values():
+def settle(mesh: DeviceMesh) -> None:
+    """Start what is due among ranks of the mesh and read the verdicts, as ``Ledger.settle``. Collective over it."""
+    compare_if_due(mesh)
+    for each in _among(_ranks(mesh)):
         each.settle()
 
 
-def _steps_a_model(optimizer: Optimizer) -> bool:
-    """Whether it holds a parameter of a model that was called on a mesh: then it steps on all ranks."""
-    if optimizer in _known_optimizers:
-        return True
+def finish(mesh: DeviceMesh) -> None:
+    """Compare all that is left and read the verdicts, at the end of a script on the mesh. Collective over it."""
+    for each in _among(_ranks(mesh)):
+        each.compare()
+        each.settle(now=True)
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def _among(ranks: set[int]) -> list[Ledger]:
+    """Those whose ranks are all among some. One that other ranks share too is left alone: they do not come here."""
+    return [each for members, each in _ledgers.items() if ranks.issuperset(members)]
+
+
+_stepping: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], set[int]]] = weakref.WeakKeyDictionary()
+"""The ranks on which optimizers step, as found when the ledgers had so many models."""
+
+
+def before_step(optimizer: Optimizer, *_: object) -> None:
+    """What an optimizer runs before it steps. Collective over the ranks that hold parameters of its models."""
+    ranks = _ranks_that_step(optimizer)
+    for each in _among(ranks):
+        if each.due:
+            each.compare()
+    for each in _among(ranks) if ranks else _ledgers.values():
+        each.settle()
+
+
+def _ranks_that_step(optimizer: Optimizer) -> set[int]:
+    """Those of the meshes on which models with parameters of the optimizer were called; none where it has no such."""
+    models = [len(each.models) for each in _ledgers.values()]
+    known, found = _stepping.get(optimizer, ([], set()))
+    if known == models:
+        return found
     held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    found = any(isinstance(each, DTensor) and is_ours(each.device_mesh) for each in held.values()) or any(
-        id(parameter) in held
-        for each in _ledgers.values()
-        for module in each.models
-        for parameter in module.parameters()
-    )
-    if found:
-        _known_optimizers.add(optimizer)
+    found = set()
+    for each in held.values():
+        if isinstance(each, DTensor) and is_ours(each.device_mesh):
+            found |= _ranks(each.device_mesh)
+    for members, theirs in _ledgers.items():
+        if any(id(parameter) in held for module in theirs.models for parameter in module.parameters()):
+            found.update(members)
+    _stepping[optimizer] = models, found
     return found
 
 
@@ -207,12 +216,16 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
             found.note(f"{name} of {type(module).__name__}", tensor, line="")
 
 
-def script_line() -> str:
-    """Where the program is now, such as "train.py:41": the innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(1)
+def script_line(frame: FrameType | None = None) -> str:
+    """Where the program is now, such as "train.py:41": the innermost line that is neither torch's nor ours.
+
+    Args:
+        frame: of another thread, whose line is wanted.
+    """
+    frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((*_PACKAGES, _TORCH, "<frozen")):
             return f"{os.path.relpath(name)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""

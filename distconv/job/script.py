@@ -21,6 +21,7 @@ from distconv.job.keeper import Watcher
 from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
+from distconv.job.patience import telling_what_is_slow
 from distconv.job.signals import interrupts_are_exceptions
 from distconv.job.surroundings import surroundings
 from distconv.mesh import make_mesh
@@ -42,7 +43,8 @@ def run(job: Job, place: Place, watcher: Watcher) -> int:
         interrupts_are_exceptions()
         store = _join(backend, place, watcher)
         ending.notices = Notices(store, dist.get_world_size())
-        _run_distributed(job, store)
+        with telling_what_is_slow(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
+            _run_distributed(job, store)
     except BaseException as error:
         ending.explain(error)
     ending.leave(mpi=backend == "mpi" or place.mpi)

@@ -152,7 +152,7 @@ class Bucket:
 
     def start(self) -> None:
         """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
-        compare_if_due()
+        compare_if_due(self.homes[0].mesh)
         if self.plan.group is not None:
             parts = [self.shares.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
             self.flat = torch._C._nn.flatten_dense_tensors(parts)

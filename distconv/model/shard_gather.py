@@ -65,5 +65,5 @@ def gather(y: Tensor) -> Tensor:
     """
     if not isinstance(y, DTensor):
         return y
-    settle()
+    settle(y.device_mesh)
     return _Gather.apply(y)

@@ -32,7 +32,7 @@ def _replicated(x: DTensor, what: str) -> Tensor:
         raise UnsupportedOperation(
             f"{what} of a tensor {tuple(x.shape)} laid out as {placements}: use distconv.gather first"
         )
-    settle()
+    settle(x.device_mesh)
     return local
 
 

@@ -276,3 +276,24 @@ def on_all_and_then_on_some() -> float:
 @pytest.mark.gloo
 def test_a_script_on_some_ranks_does_not_wait_for_those_of_an_earlier_one(ranks: Callable[[int], Ranks]) -> None:
     assert max(ranks(4).run(on_all_and_then_on_some)) < 1e-6
+
+
+def some_train_while_all_are_to_compare() -> float:
+    """All ranks cut a tensor, which is to be compared; then two train a model, and the others wait for them."""
+    everyone = distconv.init("height=4", device_type="cpu")
+    some = distconv.init("height=2", ranks=[0, 1], device_type="cpu")
+    x, y = data(4)
+    whole = distconv.shard(x, everyone)
+    if dist.get_rank() < 2:
+        model = distconv.parallelize(net(), some)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            nn.functional.cross_entropy(model(distconv.shard(x, some)), y).backward()
+            optimizer.step()
+    dist.barrier()
+    return float((distconv.gather(whole) - x).abs().max())
+
+
+@pytest.mark.gloo
+def test_an_optimizer_on_some_ranks_does_not_wait_for_the_others(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(4).run(some_train_while_all_are_to_compare) == [0.0] * 4

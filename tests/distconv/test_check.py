@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import distconv
 from distconv import settings
-from distconv.agreement.ledger import settle
+from distconv.agreement.ledger import finish
 from distconv.check.findings import Findings, Layer, Refusal
 from distconv.check.report import summary
 from distconv.transfer.gathering import _NAME
@@ -77,7 +77,7 @@ def found(maker: str, shape: str, partition: str, code: int) -> Any:
 def sent_by_ranks() -> int:
     """Bytes that this rank sends in the step of `net`, but for the gradients of parameters."""
     mesh = distconv.init("height=2", device_type="cpu")
-    settle(now=True)  # what tests before have left to be compared is not sent by this one
+    finish(mesh)  # what tests before have left to be compared is not sent by this one
     model = distconv.parallelize(net(), mesh)
     count, kept, reduce = 0, dist.all_to_all_single, dist.all_reduce
 

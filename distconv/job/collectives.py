@@ -1,0 +1,125 @@
+"""The collectives that this rank has begun, and which of them are not complete."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+MOST_REMEMBERED = 256
+"""Of so many collectives begun last it is known whether they are complete."""
+
+_NAMES = (
+    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"),
+    *("all_to_all_single", "barrier", "all_gather_single", "reduce_scatter_single"),
+)
+_BEFORE = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+"""Names of torch before 2.13."""
+
+
+class Begun:
+    """One collective.
+
+    Attributes:
+        name: of the function that began it.
+        group: the name of its group.
+        number: among the collectives of its group, counted from 1: all ranks of the group count alike.
+        since: of time.monotonic(), when it began.
+    """
+
+    __slots__ = ("_returned", "_work", "group", "name", "number", "since")
+
+    def __init__(self, name: str, group: str, number: int) -> None:
+        self.name, self.group, self.number, self.since = name, group, number, time.monotonic()
+        self._returned = False
+        self._work: Callable[[], Any] | None = None
+
+    def returned(self, work: Any) -> None:
+        """The function has returned: the collective is complete, or `work` is what tells when it is."""
+        if work is not None:
+            self._work = weakref.ref(work)  # what nobody holds any more nobody waits for
+        self._returned = True
+
+    def is_complete(self) -> bool:
+        """Whether no rank is waited for any more."""
+        work = None if self._work is None else self._work()
+        return self._returned and (work is None or work.is_completed())
+
+
+class Collectives:
+    """What this rank has begun.
+
+    Attributes:
+        counts: how many collectives of each group, by its name.
+        ranks: of each group, as numbers of the job.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.ranks: dict[str, list[int]] = {}
+        self._recent: deque[Begun] = deque(maxlen=MOST_REMEMBERED)
+        self._asynchronous: set[str] = set()
+
+    def begin(self, name: str, group: dist.ProcessGroup) -> Begun:
+        """Notes that a collective begins."""
+        key = group.group_name
+        number = self.counts[key] = self.counts.get(key, 0) + 1
+        if number == 1:
+            self.ranks[key] = dist.get_process_group_ranks(group)
+            if dist.get_backend(group) == "nccl":
+                self._asynchronous.add(key)
+        begun = Begun(name, key, number)
+        if key not in self._asynchronous:  # torch's own watchdog sees what a GPU waits for; nobody else may ask
+            self._recent.append(begun)
+        return begun
+
+    def waiting(self) -> Begun | None:
+        """The one that was begun first among those that are not complete."""
+        return next((begun for begun in self._recent.copy() if not begun.is_complete()), None)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Collectives]:
+    """Within it, the collectives of torch.distributed that Python calls are noted; not those of a compiled graph."""
+    collectives = Collectives()
+    before: list[tuple[Any, str, Any]] = []
+    for name in _NAMES:
+        name = name if hasattr(dist, name) else _BEFORE.get(name, name)
+        function = getattr(dist, name)
+        for module in (dist, distributed_c10d):
+            before.append((module, name, getattr(module, name)))
+            setattr(module, name, _noting(function, collectives))
+    try:
+        yield collectives
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def _noting(function: Callable[..., Any], collectives: Collectives) -> Callable[..., Any]:
+    name = function.__name__
+    position = list(inspect.signature(function).parameters).index("group")
+
+    @functools.wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        group = args[position] if len(args) > position else kwargs.get("group")
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):  # this rank is no member of it
+            return function(*args, **kwargs)
+        begun = collectives.begin(name, group)
+        work = None
+        try:
+            work = function(*args, **kwargs)
+        finally:
+            begun.returned(work)
+        return work
+
+    return collective

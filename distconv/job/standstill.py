@@ -1,0 +1,112 @@
+"""Which collective waits for which ranks, as one line. Pure: from what each rank tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distconv.agreement.disagreement import named
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A collective that a rank has begun and that is not complete.
+
+    Attributes:
+        name: of the function that began it.
+        group: the name of its group.
+        number: among the collectives of the group, counted from 1.
+        ranks: of the group.
+        seconds: since it began.
+    """
+
+    name: str
+    group: str
+    number: int
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a rank is.
+
+    Attributes:
+        counts: how many collectives of each group it has begun.
+        waiting: the one that it waits in; None where there is none.
+        line: of the program, such as "train.py:31"; "" where none is known.
+    """
+
+    counts: Mapping[str, int]
+    waiting: Waiting | None
+    line: str
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """What holds ranks up.
+
+    Attributes:
+        group, number: of the collective that is told of.
+        line: what to tell.
+    """
+
+    group: str
+    number: int
+    line: str
+
+
+def standstill(states: Mapping[int, State]) -> Standstill | None:
+    """What the ranks wait for; None where none waits.
+
+    Args:
+        states: of the ranks that have answered, by rank.
+    """
+    waiting = {rank: state.waiting for rank, state in sorted(states.items()) if state.waiting is not None}
+    chains = []
+    for rank, at in waiting.items():
+        missing = [other for other in at.ranks if not _has_begun(states.get(other), at)]
+        held = [other for other in missing if other not in waiting]  # those that wait themselves are held up, too
+        if held:
+            return Standstill(at.group, at.number, f"{_told(at, states[rank])} for {_each(held, states)}")
+        if missing:
+            chains.append((rank, at, missing))
+    if chains:
+        told = "; ".join(
+            f"{named([rank])} in {at.name} among {named(at.ranks)}{_at(states[rank])} for {named(missing)}"
+            for rank, at, missing in chains
+        )
+        return Standstill(chains[0][1].group, chains[0][1].number, f"ranks wait for one another: {told}")
+    for rank, at in waiting.items():
+        others = {other: theirs for other, theirs in waiting.items() if _is_same_place(theirs, at)}
+        if len({theirs.name for theirs in others.values()}) > 1:
+            told = ", ".join(f"{named([r])} in {theirs.name}{_at(states[r])}" for r, theirs in others.items())
+            return Standstill(at.group, at.number, f"ranks of one group are in unlike collectives: {told}")
+        return Standstill(at.group, at.number, f"{_told(at, states[rank])}, though all its ranks are there")
+    return None
+
+
+def _has_begun(state: State | None, at: Waiting) -> bool:
+    return state is not None and state.counts.get(at.group, 0) >= at.number
+
+
+def _is_same_place(one: Waiting, other: Waiting) -> bool:
+    return (one.group, one.number) == (other.group, other.number)
+
+
+def _told(at: Waiting, state: State) -> str:
+    return f"{at.name} among {named(at.ranks)}{_at(state)} has waited {at.seconds:.0f} s"
+
+
+def _at(state: State) -> str:
+    return f" at {state.line}" if state.line else ""
+
+
+def _each(ranks: Sequence[int], states: Mapping[int, State]) -> str:
+    """Ranks with the places where they are."""
+    by_place: dict[str, list[int]] = {}
+    for rank in ranks:
+        state = states.get(rank)
+        place = "not answering" if state is None else f"at {state.line}" if state.line else ""
+        by_place.setdefault(place, []).append(rank)
+    return "; ".join(f"{named(some)}, {place}" if place else named(some) for place, some in by_place.items())

@@ -1,0 +1,127 @@
+"""Which collective waits for which ranks: what is noted, and the line that is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import SCRIPTS, WAYS, command, started
+from ranks import Ranks
+
+from distconv.job.collectives import noted
+from distconv.job.standstill import State, Waiting, standstill
+
+ALL, FIRST, SECOND = (0, 1, 2, 3), (0, 1), (2, 3)
+
+
+def waits(name: str, group: str, number: int, ranks: tuple[int, ...], line: str = "a.py:3") -> State:
+    return State({group: number}, Waiting(name, group, number, ranks, 30.2), line)
+
+
+def computes(group: str, number: int, line: str = "a.py:9") -> State:
+    return State({group: number}, None, line)
+
+
+def line(states: dict[int, State]) -> str:
+    found = standstill(states)
+    assert found is not None
+    return found.line
+
+
+def test_ranks_that_have_not_begun_are_named_with_their_lines() -> None:
+    states = {rank: waits("all_reduce", "world", 7, ALL) for rank in (0, 1)} | {2: computes("world", 6)}
+    assert line(states) == (
+        "all_reduce among ranks 0, 1, 2 and 3 at a.py:3 has waited 30 s for rank 2, at a.py:9; rank 3, not answering"
+    )
+    states[3] = computes("world", 5)
+    assert line(states).endswith("for ranks 2 and 3, at a.py:9")
+
+
+def test_where_nobody_waits_there_is_nothing_to_tell() -> None:
+    assert standstill({}) is None
+    assert standstill({rank: computes("world", 3) for rank in ALL}) is None
+
+
+def test_of_several_that_wait_in_a_chain_the_last_is_named() -> None:
+    states = {
+        0: waits("all_to_all_single", "first", 4, FIRST, "a.py:2"),
+        1: waits("all_reduce", "world", 9, ALL, "a.py:5"),
+        2: waits("all_reduce", "world", 9, ALL, "a.py:5"),
+        3: computes("world", 8),
+    }
+    assert line(states) == "all_reduce among ranks 0, 1, 2 and 3 at a.py:5 has waited 30 s for rank 3, at a.py:9"
+    found = standstill(states)
+    assert found is not None and (found.group, found.number) == ("world", 9)
+
+
+def test_a_rank_that_has_passed_on_is_not_waited_for() -> None:
+    """The source of a broadcast goes on when it has sent."""
+    states = {0: computes("world", 4), 1: waits("broadcast", "world", 4, ALL), 2: waits("broadcast", "world", 4, ALL)}
+    assert "for rank 3, not answering" in line(states)
+
+
+def test_ranks_that_wait_for_one_another() -> None:
+    states = {
+        0: State({"first": 1, "world": 2}, Waiting("all_gather", "first", 1, FIRST, 31.0), "a.py:2"),
+        1: State({"world": 3}, Waiting("all_reduce", "world", 3, FIRST, 31.0), "a.py:8"),
+    }
+    assert line(states) == (
+        "ranks wait for one another: rank 0 in all_gather among ranks 0 and 1 at a.py:2 for rank 1; rank 1 in "
+        "all_reduce among ranks 0 and 1 at a.py:8 for rank 0"
+    )
+
+
+def test_ranks_of_one_group_in_unlike_collectives() -> None:
+    states = {0: waits("all_gather", "world", 5, FIRST), 1: waits("barrier", "world", 5, FIRST, "a.py:8")}
+    assert line(states) == (
+        "ranks of one group are in unlike collectives: rank 0 in all_gather at a.py:3, rank 1 in barrier at a.py:8"
+    )
+
+
+def test_a_collective_that_takes_long_though_all_are_there() -> None:
+    states = {rank: waits("all_reduce", "world", 5, FIRST) for rank in FIRST}
+    assert line(states).endswith("at a.py:3 has waited 30 s, though all its ranks are there")
+
+
+def late() -> tuple[list[str | None], dict[str, int], bool]:
+    """What a rank waits in while another one is late, what all have begun, and whether all are complete at the end."""
+    names = []
+    with noted() as collectives:
+        dist.barrier()
+        x = torch.ones(3)
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(0.2)
+        begun = collectives.waiting()
+        names.append(None if begun is None else begun.name)
+        work.wait()
+        dist.all_gather_object([None] * dist.get_world_size(), dist.get_rank())
+        counts, complete = collectives.counts, collectives.waiting() is None
+    before = dict(counts)
+    dist.barrier()
+    assert counts == before
+    return names, counts, complete
+
+
+def test_what_a_rank_has_begun_and_waits_in_is_known(ranks: Callable[[int], Ranks]) -> None:
+    found = ranks(2).run(late)
+    assert [names for names, _, _ in found] == [["all_reduce"], [None]]
+    assert found[0][1] == found[1][1] and sum(found[0][1].values()) >= 4  # the objects take two
+    assert all(complete for _, _, complete in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_late_rank_is_told_of_in_one_line_and_the_job_goes_on(way, tmp_path):
+    script = [str(SCRIPTS / "slow.py"), "4"]
+    arguments = command(way, 2, "--show-ranks", "--slow-after", "1", "--partition", "height=2", *script)
+    with started(arguments, tmp_path) as job:
+        code, printed, errors = job.end()
+    assert code == 0 and "done" in printed, errors
+    told = [line for line in errors.splitlines() if line.startswith("distconv: ")]
+    assert len(told) == 1, errors
+    assert "all_reduce among ranks 0 and 1 at " in told[0] and "slow.py:13 has waited " in told[0]
+    assert told[0].endswith("slow.py:12")
