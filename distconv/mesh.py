@@ -149,7 +149,7 @@ def placements(mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
     return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
     result: list[Placement] = []
     for name, size in zip(names, sizes, strict=True):

@@ -59,7 +59,7 @@ def keep_line(*_: Any) -> None:
     """Keeps the line of the operator that runs now."""
     line = _line(sys._getframe(1))
     if line:
-        _kept[torch._C._autograd._get_sequence_nr()] = line
+        _kept[torch._C._autograd._get_sequence_nr()] = sys.intern(line)  # a program has few lines, and many operators
 
 
 def is_new(model: nn.Module, shapes: Any) -> bool:

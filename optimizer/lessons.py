@@ -11,6 +11,9 @@ LEAST_DOUBT = 2.0
 MOST_DOUBT = 10.0
 """Problems whose doubt would be larger are not similar: nothing is forecast from one to the other."""
 
+MOST_PROBLEMS = 1024
+"""So many problems are known of each algorithm, those that came last: a forecast looks at all of them."""
+
 Sizes = tuple[float, ...]
 """What a problem's time depends on, all positive: flops, channels, and the like. Always as many, in one order."""
 
@@ -27,7 +30,10 @@ class Lessons:
 
     def add(self, algorithm: str, sizes: Sequence[float], ratio: float) -> None:
         """Notes what an algorithm took, in units of the baseline."""
-        self._known.setdefault(algorithm, {})[tuple(sizes)] = ratio
+        known = self._known.setdefault(algorithm, {})
+        known[tuple(sizes)] = ratio
+        if len(known) > MOST_PROBLEMS:
+            del known[next(iter(known))]
 
     def forecast(self, algorithm: str, sizes: Sequence[float]) -> tuple[float, float] | None:
         """The ratio that is expected and the doubt, a factor; `None` where no similar problem is known."""

@@ -12,6 +12,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.dtensors import row_major_spec
 from distconv.layouts import local_shape
+from mucudnn.recent import Recent
+
+MOST_PLANS = 1024
+"""Of so many calls with inputs that lie alike it is kept what they have decided."""
 
 
 class Where:
@@ -28,7 +32,7 @@ class Where:
         """No two ranks hold the same elements."""
         self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)
         """This rank has elements."""
-        self.plans: dict[Any, Any] = {}
+        self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
         """What calls with an input that lies so have decided, by what else they depend on."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 

@@ -11,7 +11,7 @@ from distconv.mesh import whole_group
 from distconv.transfer.tracing import planned
 
 
-@planned(1024)
+@planned(None)  # to make one again would take all its members
 def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The group of this rank and of those whose coordinates differ from its own along these axes only.
 

@@ -76,7 +76,7 @@ def constant(x: Tensor, like: Tensor) -> Tensor:
     return torch.ops.aten.lift_fresh.default(x) if is_traced(like) else x
 
 
-def planned(maxsize: int) -> Callable[[Callable[..., T]], Callable[..., T]]:
+def planned(maxsize: int | None) -> Callable[[Callable[..., T]], Callable[..., T]]:
     """As ``functools.lru_cache``, for what shapes decide.
 
     While a graph is made, too, the tensors of a plan are real ones, and making it leaves no operators in the graph.

@@ -12,12 +12,12 @@ own kernels; from then on such steps have budgets. Shapes that change make other
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from mucudnn.budgets.memory import Recorder
 from mucudnn.optimizer import Timeline, common
+from mucudnn.recent import Recent
 
 RECORDED = 2
 """Steps that are recorded before there are budgets. Two, because where gradients accumulate over two steps, every
@@ -25,6 +25,9 @@ second one begins without gradients and has a lower peak."""
 
 MOST_TRIES = 3
 """Recordings that are begun for a step. If it never comes often enough in a row, it is left without budgets."""
+
+MOST_STEPS = 256
+"""So many recorded steps are known at once; then those that were recorded first are recorded anew."""
 
 MOST_CALLS = 100_000
 """A longer sequence of convolutions is not taken for a step: the program only ever goes forward."""
@@ -54,7 +57,7 @@ class Steps:
     """
 
     def __init__(self, recorder: Recorder, budgets: Callable[[Timeline], tuple[int, ...]]) -> None:
-        self.known: dict[tuple[Hashable, ...], Step] = {}
+        self.known: Recent[tuple[Hashable, ...], Step] = Recent(MOST_STEPS)
         self.last: Step | None = None
         self._recorder, self._budgets = recorder, budgets
         self._lock = threading.Lock()
@@ -62,7 +65,7 @@ class Steps:
         self._threads: set[int] = set()
         self._went_back = False
         self._candidates: list[Step] = []
-        self._tries: Counter[tuple[Hashable, ...]] = Counter()
+        self._tries: Recent[tuple[Hashable, ...], int] = Recent(MOST_STEPS)
         self._awaited: tuple[Hashable, ...] | None = None
         self._passed = 0
 
@@ -122,9 +125,10 @@ class Steps:
         Never where a recording has just ended: the operators and scopes that are open here began under it, and torch's
         profiler writes their ends to the memory of the recording it finds then.
         """
-        may_record = self._is_seen(threads) and len(done) < MOST_CALLS and self._tries[done] < MOST_TRIES
+        tries = self._tries.get(done, 0)
+        may_record = self._is_seen(threads) and len(done) < MOST_CALLS and tries < MOST_TRIES
         if done not in self.known and may_record and self._recorder.start():
-            self._tries[done] += 1
+            self._tries[done] = tries + 1
             self._awaited, self._passed = done, 0
 
     def _is_seen(self, threads: set[int]) -> bool:

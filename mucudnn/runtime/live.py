@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 
 import torch
@@ -21,6 +22,9 @@ from mucudnn.timing.schedule import LaunchError, Schedule
 
 BASELINE_CALLS = 3
 """Calls of torch's own kernel before anything is tried: the first does more than the others."""
+
+MOST_PREPARINGS = 101
+"""Of so many convolutions it counts how long that took."""
 
 PREPARING_SECONDS = 5e-3
 """What it takes to find out what there is to try, before that has been timed."""
@@ -40,7 +44,7 @@ class Budget:
         self.purse = Purse()
         self.lock = threading.RLock()
         self.lessons = lessons
-        self._preparing = [PREPARING_SECONDS]
+        self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
 
     @property
     def preparing(self) -> float:

@@ -17,6 +17,7 @@ from mucudnn.planning.planner import Planner
 from mucudnn.planning.prospects import Prospects, lessons_of
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
+from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
 from mucudnn.runtime.decision import Decision
@@ -29,6 +30,10 @@ from mucudnn.timing.board import Board
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
+
+MOST_SHAPES = 4096
+"""Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
+has the decisions that were made first made anew, from the database, where it comes back to their shapes."""
 
 UNMEASURED = (torch.OutOfMemoryError, CudnnError)
 """Errors that end a measurement and not the program: the convolution is then left to torch."""
@@ -43,19 +48,20 @@ class Session:
             board: where other processes with the same program post what they measure.
         """
         self.settings = settings
-        self.decisions: dict[Hashable, Decision | None] = {}
+        self.decisions: Recent[Hashable, Decision | None] = Recent(MOST_SHAPES)
         """By the shim's key: None where torch's own kernel computes the convolution."""
         self.store = Store(settings.database)
         self._board = board
         self._planners: dict[torch.device, Planner | None] = {}
         self._lock = threading.Lock()
-        self._made: dict[Hashable, Decision] = {}  # also those for torch's own kernel, in the order of the first calls
+        # Also those for torch's own kernel, in the order of the first calls.
+        self._made: Recent[Hashable, Decision] = Recent(MOST_SHAPES)
         self._allowance = Allowance(settings) if settings.is_by_step else None
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total)
         self._is_live = settings.planning == "live" and board is None  # ranks must come to the same plans
         self._budget = Budget(lessons_of(self.store.settlements()) if self._is_live else Lessons())
-        self._explored: dict[Hashable, Explored] = {}
+        self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""

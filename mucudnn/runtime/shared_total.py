@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,8 +13,14 @@ from mucudnn.budgets.total import Ledger, Menu, Shares
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
+from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
+
+MOST_SHARES = 256
+"""Of so many shares of one convolution the plans are kept."""
+
+_UNKNOWN: Any = object()
 
 
 class Workspace:
@@ -41,8 +48,9 @@ class SharedTotal:
         """
         self._workspace, self._stock, self._confirm = workspace, stock, confirm
         self._menu = Menu(stock.desirable())
-        self._within: dict[int, FixedLimit | None] = {}  # by share; None where torch's own kernel serves
-        self._found: dict[Division, Plan] = {}  # what came on the menu later
+        # By share; None where torch's own kernel serves.
+        self._within: Recent[int, FixedLimit | None] = Recent(MOST_SHARES)
+        self._found: Recent[Division, Plan] = Recent(MOST_SHARES)  # what came on the menu later
         self._lock = threading.Lock()
 
     def run(self, call: Call) -> torch.Tensor | None:
@@ -52,7 +60,9 @@ class SharedTotal:
             if kernel is None or kernel.division is None or kernel.division == self._stock.division:
                 return None
             division, share = kernel.division, kernel.share
-        within = self._within[share] if share in self._within else self._confirmed(division, share, call)
+        within = self._within.get(share, _UNKNOWN)
+        if within is _UNKNOWN:
+            within = self._confirmed(division, share, call)
         if within is None or within.plan.is_stock or not self._workspace.ledger.take(share):
             return None
         try:

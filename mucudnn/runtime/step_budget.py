@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -16,11 +16,15 @@ from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Timeline
+from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
+
+MOST_BUDGETS = 256
+"""Of so many budgets of one convolution the plans are kept."""
 
 
 class Allowance:
@@ -69,6 +73,9 @@ class Allowance:
         return tuple(int(min(budget, self._settings.workspace_limit)) for budget in found)
 
 
+_UNKNOWN: Any = object()
+
+
 class StepBudget:
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
@@ -83,7 +90,7 @@ class StepBudget:
         self._allowance, self._plan = allowance, plan
         formats = cast(tuple[str, str, str], tuple(name or "contiguous" for name in problem.formats))
         self._name = f"{problem.direction} {replace(problem, formats=formats)}"
-        self._within: dict[int, FixedLimit | None] = {}  # by budget
+        self._within: Recent[int, FixedLimit | None] = Recent(MOST_BUDGETS)  # by budget
         self._lock = threading.Lock()
 
     def run(self, call: Call) -> torch.Tensor | None:
@@ -100,9 +107,11 @@ class StepBudget:
         budget = self._allowance.bytes(self, call)
         if not budget:
             return None
-        if budget not in self._within and device_of(call.input.device).is_capturing():
-            return None  # nothing can be measured in a CUDA graph's capture
-        chosen = self._within[budget] if budget in self._within else self._made(call, budget)
+        chosen = self._within.get(budget, _UNKNOWN)
+        if chosen is _UNKNOWN:
+            if device_of(call.input.device).is_capturing():
+                return None  # nothing can be measured in a CUDA graph's capture
+            chosen = self._made(call, budget)
         if chosen is None or chosen.plan.is_stock:
             return None
         if self._allowance.limit < math.inf:

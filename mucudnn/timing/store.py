@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mucudnn.optimizer import Option
+from mucudnn.recent import Recent
 from mucudnn.settings import MEMORY
 from mucudnn.timing.database import (
     Damaged,
@@ -36,6 +37,9 @@ from mucudnn.timing.database import (
     select_settlements,
     told,
 )
+
+MOST_KEYS = 4096
+"""Of so many keys the workspaces are kept in memory, and where there is no file, the launches."""
 
 _SIDECARS = ("-journal", "-wal", "-shm")
 
@@ -68,8 +72,8 @@ class Store:
         self._connection: sqlite3.Connection | None = None
         self._readable = path != MEMORY
         self._writable = path != MEMORY
-        self._memory: dict[str, Launches] = {}
-        self._needs: dict[str, Needs] = {}
+        self._memory: Recent[str, Launches] = Recent(MOST_KEYS)
+        self._needs: Recent[str, Needs] = Recent(MOST_KEYS)
         self._settlements: dict[tuple[str, str], str] | None = None
         _stores.add(self)
 
@@ -90,7 +94,9 @@ class Store:
         text, rows = _canonical(key), list(options)
         with self._lock:
             if not (self._writable and self._write(lambda connection: insert(connection, text, rows))):
-                self._memory.setdefault(text, {}).update({(row.algorithm, row.extent): row for row in rows})
+                if text not in self._memory:
+                    self._memory[text] = {}
+                self._memory[text].update({(row.algorithm, row.extent): row for row in rows})
 
     def needs(self, key: Mapping[str, Any]) -> Needs:
         """The workspaces of launches that were tried for the key, in bytes; None of those that are not served.
@@ -98,20 +104,21 @@ class Store:
         It is what planning asks for, be it timed in the end or not: of cuDNN each answer takes a plan, that is
         milliseconds.
         """
-        text = _canonical(key)
         with self._lock:
-            if text not in self._needs:
-                self._needs[text] = self._read(lambda connection: select_needs(connection, text)) or {}
-            return self._needs[text]
+            return self._needs_of(_canonical(key))
 
     def record_need(self, key: Mapping[str, Any], launch: str, workspace: int | None) -> None:
         """Adds the workspace of a launch, by its name, to the `needs` of the key."""
         text = _canonical(key)
-        self.needs(key)
         with self._lock:
-            self._needs[text][launch] = workspace
+            self._needs_of(text)[launch] = workspace
             if self._writable:
                 self._write(lambda connection: insert_need(connection, text, launch, workspace))
+
+    def _needs_of(self, text: str) -> Needs:
+        if text not in self._needs:
+            self._needs[text] = self._read(lambda connection: select_needs(connection, text)) or {}
+        return self._needs[text]
 
     def settlement(self, key: Mapping[str, Any], terms: Mapping[str, Any]) -> Any:
         """What was kept for the key under these terms, plain values; `None` for nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,3 +126,15 @@ def test_budgets_are_those_of_what_was_recorded(program: list[str]) -> None:
         for letter in step:
             budget = steps.call(letter, letter.isupper(), sizes[letter])
             assert budget in (None, 100 - sizes[letter])
+
+
+def test_so_many_recorded_steps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mucudnn.budgets.steps.MOST_STEPS", 2)
+    steps = Steps(Script(*[Timeline((5, 7), 10)] * 2), Timeline.budgets)
+    for names in ("Aa", "Bb", "Cc", "Dd"):
+        for _ in range(6):
+            play(steps, names)
+        assert play(steps, names) == [5, 3]
+    play(steps, "Dd")
+    assert len(steps.known) == 2
+    assert play(steps, "Aa") == [None, None]

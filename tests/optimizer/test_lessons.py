@@ -44,3 +44,12 @@ def test_a_forecast_is_that_of_a_problem_as_near_as_any(
         return
     assert found[0] in {latest[sizes] for sizes in latest if distances[sizes] <= least + 1e-9}
     assert 2.0 <= found[1] <= 10.0 + 1e-9
+
+
+def test_so_many_problems_are_known_those_that_came_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mucudnn.optimizer.lessons.MOST_PROBLEMS", 2)
+    lessons = Lessons()
+    for sizes, ratio in (((1.0,), 3.0), ((10.0,), 4.0), ((100.0,), 5.0)):
+        lessons.add("fft", sizes, ratio)
+    assert lessons.forecast("fft", (1.0,)) is None  # ten times as large is not similar
+    assert lessons.forecast("fft", (10.0,)) == (4.0, 2.0)

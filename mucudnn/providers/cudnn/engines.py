@@ -15,6 +15,7 @@ from mucudnn.providers.cudnn.graph import Configuration, ExecutionPlan, Graph
 from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
+from mucudnn.recent import Recent
 
 SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""
@@ -33,6 +34,10 @@ class _Ready:
         self.execute = plan.execute
 
 
+MOST_PROBLEMS = 4096
+"""Of so many problems it is remembered what is offered."""
+
+
 class Engines:
     """cuDNN's engines with settings of their knobs, each an algorithm: "eng17_k2=3".
 
@@ -45,20 +50,17 @@ class Engines:
         self._every = every
         self._lock = threading.RLock()
         self._plans: Plans[_Ready] = Plans(self._made)
-        self._offered: dict[tuple[object, ...], tuple[str, ...]] = {}
-        self._refused: dict[tuple[object, ...], dict[str, str]] = {}
+        self._known: Recent[tuple[object, ...], tuple[tuple[str, ...], dict[str, str]]] = Recent(MOST_PROBLEMS)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         key = self._key(problem)
         with self._lock:
-            if key not in self._offered:
-                self._offered[key], self._refused[key] = self._chosen(problem)
-            return self._offered[key]
+            return self._chosen_for(key, problem)[0]
 
     def refused(self, problem: ConvProblem) -> dict[str, str]:
         """Why configurations that cuDNN proposes are not offered now."""
-        self.algorithms(problem)
-        return self._refused[self._key(problem)]
+        with self._lock:
+            return self._chosen_for(self._key(problem), problem)[1]
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         try:
@@ -95,6 +97,11 @@ class Engines:
 
     def _key(self, problem: ConvProblem) -> tuple[object, ...]:
         return problem, is_tf32(), is_deterministic()
+
+    def _chosen_for(self, key: tuple[object, ...], problem: ConvProblem) -> tuple[tuple[str, ...], dict[str, str]]:
+        if key not in self._known:
+            self._known[key] = self._chosen(problem)
+        return self._known[key]
 
     def _chosen(self, problem: ConvProblem) -> tuple[tuple[str, ...], dict[str, str]]:
         """The algorithms that are offered, and of the others that were proposed, why not."""

@@ -9,6 +9,10 @@ from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
 from mucudnn.providers.cudnn.library import CudnnError
+from mucudnn.recent import Recent
+
+MOST_KNOWN = 65536
+"""Plans of which the workspace, or the refusal, is remembered."""
 
 MOST_RECENT = 32
 """Plans that are kept although nobody holds them: what was just asked for its workspace is often run next."""
@@ -36,7 +40,7 @@ class Plans(Generic[P]):
         """
         self._make = make
         self._lock = threading.RLock()
-        self._known: dict[tuple[Hashable, ...], int | tuple[str, int, str]] = {}
+        self._known: Recent[tuple[Hashable, ...], int | tuple[str, int, str]] = Recent(MOST_KNOWN)
         self._held: weakref.WeakValueDictionary[tuple[Hashable, ...], P] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[tuple[Hashable, ...], P] = OrderedDict()
 
