@@ -1,0 +1,72 @@
+"""`benchmarks/rank_faults.py`, `slow_ranks.py` and `long_run.py` in short, and what they call a fault."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import long_run
+from benchmarks.rank_faults import Trial, difference, table
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = Trial("run, Gloo", 3, 0, 2, 7, 1.5, 137, [], ["rank 1 of 2 was killed (signal 9)"], 4, 0, 0, 1e-15)
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    script, *options = arguments
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+
+
+def test_a_killed_rank_ends_its_job_which_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    options = ("--moments", "1", "--way", "run, Gloo", "--partial", str(tmp_path / "partial.jsonl"))
+    done = run("rank_faults.py", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "partial.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, []),
+        ({"seconds": 11.0}, ["processes were left after 10 s"]),
+        ({"seconds": math.inf, "code": None}, ["processes were left after 10 s", "exit code None"]),
+        ({"code": 0}, ["exit code 0"]),
+        ({"left": ["a", "b"]}, ["left: a, b"]),
+        ({"code_anew": 1}, ["anew on 4: exit code 1"]),
+        ({"missing": 2}, ["anew on 4: 2 steps missing"]),
+        ({"difference": math.nan}, ["anew on 4: losses differ by nan"]),
+    ],
+)
+def test_what_is_a_fault(changes: dict[str, object], fault: list[str]) -> None:
+    each = replace(GOOD, **changes)  # type: ignore[arg-type]
+    assert each.faults() == fault
+    assert table([GOOD, each]).rows[0][-1] == str(int(bool(fault)))
+
+
+def test_losses_are_compared_step_by_step() -> None:
+    assert difference({0: 2.0, 3: 1.0}, {0: 2.0, 1: 9.0, 3: 1.0}) == 0.0
+    assert difference({3: 1.1}, {3: 1.0}) == pytest.approx(0.1)
+
+
+def test_late_messages_change_no_bit() -> None:
+    done = run("slow_ranks.py", "--draws", "3", "--jobs", "0", "--backend", "gloo", "--partition", "height=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_grows_is_told() -> None:
+    flat = [{"MiB": 100.0, "objects": 1000, "seconds": 0.01} for _ in range(20)]
+    assert long_run.faults(long_run.growth(flat)) == []
+    growing = [each | {"MiB": 100.0 + number} for number, each in enumerate(flat)]
+    assert [fault[:3] for fault in long_run.faults(long_run.growth(growing))] == ["MiB"]
+    slower = [each | {"seconds": 0.01 + number / 4000} for number, each in enumerate(flat)]
+    assert [fault[:7] for fault in long_run.faults(long_run.growth(slower))] == ["seconds"]
