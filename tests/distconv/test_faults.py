@@ -36,6 +36,28 @@ def test_a_killed_rank_is_named_first_and_ends_the_others(way, tmp_path):
         assert code == 128 + signal.SIGKILL
 
 
+LATE = """
+import os, signal, sys
+if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.path.remove(os.path.dirname(os.path.dirname(__file__)))
+del sys.modules["mpi4py"]
+import mpi4py
+"""
+
+
+@needs_mpi
+def test_a_rank_that_is_killed_before_the_ranks_have_met_ends_the_others(tmp_path):
+    """mpiexec does not know the rank yet: it would wait for the others, and these for the rank."""
+    temporary, package = tmp_path / "temporary", tmp_path / "instead" / "mpi4py"
+    temporary.mkdir(), package.mkdir(parents=True)
+    (package / "__init__.py").write_text(LATE)
+    path = os.pathsep.join((str(package.parent), ENVIRONMENT["PYTHONPATH"]))
+    with started(job("mpiexec", FAULTS, "stay"), temporary, PYTHONPATH=path) as running:
+        code, _, errors = running.end()
+    assert code != 0 and told(errors) == ["distconv: rank 1 of 2 was killed (signal 9)"]
+
+
 def test_what_a_crashed_rank_wrote_is_shown(tmp_path):
     with started(job("alone", FAULTS, "crash"), tmp_path) as running:
         code, _, errors = running.end()
