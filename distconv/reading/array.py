@@ -79,14 +79,14 @@ class LazyArray(NDArrayOperatorsMixin, Number):
         return (self[position] for position in range(len(self)))
 
     def __getitem__(self, key: Any) -> Any:
-        made = self.view(lambda view: view.index(key), operator.itemgetter(key))
+        made = self.view_as_lazy(lambda view: view.index(key), operator.itemgetter(key))
         if made is None:
             return self.read("indexing an array")[key]
         if made.shape or not isinstance(made, LazyArray) or is_of_statistics(made.expression):
             return made
         return made.read("a number of an array")[()]
 
-    def view(self, change: Callable[[View], View | None], step: Step) -> Any:
+    def view_as_lazy(self, change: Callable[[View], View | None], step: Step) -> Any:
         """A view of this array; None for what is none."""
         if self.present is not None:
             return step(self.present)
@@ -164,7 +164,7 @@ class LazyArray(NDArrayOperatorsMixin, Number):
         order = range(self.ndim)[::-1] if chosen is None else axes_of(chosen, self.ndim)
         if len(order) != self.ndim:
             raise ValueError("axes don't match array")
-        return self.view(lambda view: view.permute(order), lambda array: array.transpose(order))
+        return self.view_as_lazy(lambda view: view.permute(order), lambda array: array.transpose(order))
 
     def swapaxes(self, axis1: Any, axis2: Any) -> Any:
         order = list(range(self.ndim))
@@ -182,7 +182,7 @@ class LazyArray(NDArrayOperatorsMixin, Number):
         given = shape[0] if len(shape) == 1 and not _is_number(shape[0]) else shape
         if not options and -1 not in given:
             target = tuple(map(operator.index, given))
-            made = self.view(lambda view: view.refit(target), lambda array: array.reshape(target))
+            made = self.view_as_lazy(lambda view: view.refit(target), lambda array: array.reshape(target))
             if made is not None:
                 return made
         return self.read("ndarray.reshape").reshape(*shape, **options)

@@ -46,7 +46,7 @@ def _concatenate(arrays: Any, axis: Any = 0, **options: Any) -> Any:
 
 def _flip(m: Any, axis: Any = None) -> Any:
     dims = tuple(range(m.ndim)) if axis is None else axes_of(axis, m.ndim)
-    return m.view(lambda view: view.flip(dims), lambda array: numpy.flip(array, dims))
+    return m.view_as_lazy(lambda view: view.flip(dims), lambda array: numpy.flip(array, dims))
 
 
 def _moveaxis(a: Any, source: Any, destination: Any) -> Any:

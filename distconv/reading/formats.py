@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from distconv.reading.array import LazyArray
+from distconv.reading.array import LazyArray, is_lazy
 from distconv.reading.expression import Stored
 from distconv.reading.memory import tell
 from distconv.reading.source import Hdf5, Raw, Source, ZarrStore, depth, reading, shown
@@ -46,6 +46,10 @@ def of_memmap(read: Any) -> Any:
     def getitem(array: Any, key: Any) -> Any:
         if not depth.value or array.filename is None or array._mmap is None:
             return read(array, key)  # not a part of a file
+        if _is_view(key):
+            whole = getitem(array, ...)
+            if is_lazy(whole):
+                return whole[key]
         return _chosen(memmap(array), key, str(array.filename), "", lambda: read(array, key))
 
     return getitem
@@ -76,10 +80,10 @@ def lazy(source: Source, key: Any) -> Any:
     if source.dtype.kind not in _READABLE:
         return f"dtype {source.dtype}"
     keys = key if isinstance(key, tuple) else (key,)
-    if any(each is None or (isinstance(each, slice) and each.step is not None and each.step < 0) for each in keys):
+    if _is_view(key):
         return "an index with a new dim or a negative step"
     try:
-        chosen = LazyArray(Stored(source)).view(lambda view: view.index(keys), lambda array: array[keys])
+        chosen = LazyArray(Stored(source)).view_as_lazy(lambda view: view.index(keys), lambda array: array[keys])
     except IndexError:
         return "an index out of bounds"  # and fails as it does
     if chosen is None:
@@ -87,6 +91,12 @@ def lazy(source: Source, key: Any) -> Any:
     if chosen.ndim < 2 or chosen.size < LEAST:
         return _SMALL
     return LazyArray(chosen.expression)
+
+
+def _is_view(key: Any) -> bool:
+    """Whether an index is one of NumPy's views that reading a file does not know: a new dim, or a negative step."""
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(each is None or (isinstance(each, slice) and each.step is not None and each.step < 0) for each in keys)
 
 
 def hdf5(dataset: Any) -> Source | str:

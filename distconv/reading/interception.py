@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-from distconv.reading import array_functions, tensor_functions
+from distconv.reading import array_functions, mapped, tensor_functions
 from distconv.reading.array import LazyArray, is_lazy
 from distconv.reading.fault import note
 from distconv.reading.formats import of_hdf5, of_memmap, of_zarr
@@ -25,6 +25,7 @@ _FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
 _lock = threading.Lock()
 _users = 0
 _replaced: list[tuple[Any, str, Any]] = []
+_INHERITED = object()
 
 
 @contextlib.contextmanager
@@ -54,9 +55,8 @@ def _replace() -> None:
     done = {(id(owner), name) for owner, name, _ in _replaced}
     for owner, name, make in _stand_ins():
         if (id(owner), name) not in done:
-            before = vars(owner)[name]
-            _replaced.append((owner, name, before))
-            setattr(owner, name, make(before))
+            _replaced.append((owner, name, vars(owner).get(name, _INHERITED)))
+            setattr(owner, name, make(getattr(owner, name)))
 
 
 def renew() -> None:
@@ -68,7 +68,10 @@ def renew() -> None:
 def _restore() -> None:
     while _replaced:
         owner, name, before = _replaced.pop()
-        setattr(owner, name, before)
+        if before is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
     for kind in (LazyTensor, LazyArray):
         default_collate_fn_map.pop(kind, None)
 
@@ -82,6 +85,8 @@ def _stand_ins() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch, "as_tensor", _of_torch
     yield torch, "tensor", _of_torch
     yield numpy.memmap, "__getitem__", of_memmap
+    for name, make in mapped.stand_ins():
+        yield numpy.memmap, name, make
     h5py, zarr = sys.modules.get("h5py"), sys.modules.get("zarr")
     if h5py is not None and hasattr(h5py, "File"):
         yield h5py.Dataset, "__getitem__", of_hdf5
@@ -98,7 +103,7 @@ def _read(value: Any) -> Any:
         if depth.value and module in sys.modules and isinstance(value, getattr(sys.modules[module], name, ())):
             whole: Any = value
             return whole[()] if module == "h5py" else whole[...]
-    return value
+    return mapped.whole_of(value)
 
 
 def _asarray(make: Any) -> Any:
@@ -135,6 +140,7 @@ def _ascontiguousarray(make: Any) -> Any:
 
 def _from_numpy(make: Any) -> Any:
     def from_numpy(array: Any) -> Any:
+        array = mapped.whole_of(array)
         if not is_lazy(array):
             return make(array.present if type(array) is LazyArray else array)
         try:

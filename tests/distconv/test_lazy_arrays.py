@@ -163,10 +163,68 @@ def test_any_views_of_views(data: st.DataObject) -> None:
 
 
 def test_nothing_is_lazy_elsewhere() -> None:
-    before = np.asarray, torch.from_numpy, np.memmap.__getitem__
+    def replaced() -> list[Any]:
+        return [np.asarray, torch.from_numpy, *vars(np.memmap).items()]
+
+    before = replaced()
     with lazily():
-        assert np.asarray is not before[0]
-    assert (np.asarray, torch.from_numpy, np.memmap.__getitem__) == before
+        assert np.asarray is not before[0] and "astype" in vars(np.memmap)
+    assert replaced() == before
+
+
+WHOLE_MAPS: dict[str, Callable[[Any], Any]] = {
+    "as it is": lambda x: torch.from_numpy(x),
+    "as a tensor": lambda x: torch.as_tensor(x),
+    "a tensor's copy": lambda x: torch.tensor(x),
+    "a copy": lambda x: torch.from_numpy(np.array(x)),
+    "an array": lambda x: np.asarray(x, dtype=np.float64),
+    "a cast": lambda x: x.astype(np.float64),
+    "arithmetic": lambda x: (x - 1) / 2,
+    "on the right": lambda x: 1 - x,
+    "both sides": lambda x: np.maximum(x, x),
+    "a function": lambda x: np.flip(x, 1),
+    "a function of many": lambda x: np.stack([x, x]),
+    "a method": lambda x: x.transpose(1, 0, 2, 3),
+    "a transpose": lambda x: x.T,
+    "a new dim": lambda x: x[None],
+    "a flip": lambda x: x[:, ::-1],
+}
+
+
+@pytest.mark.parametrize("name", WHOLE_MAPS)
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_a_memory_map_without_an_index_is_lazy(
+    name: str, order: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "v.npy", np.asarray(WHOLE, order=order))
+    mapped = np.load(tmp_path / "v.npy", mmap_mode="r")
+    expected = WHOLE_MAPS[name](mapped)
+    with lazily():
+        found = WHOLE_MAPS[name](mapped)
+        assert is_lazy(found) or is_lazy_tensor(found)
+    np.testing.assert_array_equal(read_part(found, whole(found.shape)), expected)
+    assert not capsys.readouterr().err
+
+
+def test_bytes_of_an_array_are_those_of_numpy() -> None:
+    with lazily():
+        np.testing.assert_array_equal(array().view(np.int32), WHOLE.view(np.int32))
+
+
+def test_a_statistic_of_a_memory_map_is_that_of_numpy(tmp_path: Path) -> None:
+    np.save(tmp_path / "v.npy", WHOLE)
+    mapped = np.load(tmp_path / "v.npy", mmap_mode="r")
+    with lazily():
+        assert float(mapped.std()) == float(WHOLE.std()) and float(np.mean(mapped)) == float(WHOLE.mean())
+        with pytest.raises(ValueError, match="read-only"):
+            mapped += 1
+        writable = np.load(tmp_path / "v.npy", mmap_mode="r+")
+        kept = writable
+        writable += 1
+        assert writable is kept
+        writable.flush()
+    np.testing.assert_array_equal(np.load(tmp_path / "v.npy"), WHOLE + 1)
 
 
 def test_errors_are_those_of_numpy_and_torch() -> None:
