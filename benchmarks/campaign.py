@@ -13,12 +13,16 @@ buffers. mucudnn's times are drawn as well, so that every division comes about, 
 
     right     within 1e-9 of the largest element, and the same bits on all ranks; in bfloat16: within four times the
               error, against float64, of the worse of two plain orders of summation
-    rounding  above that, but below a hundred times what a change of the input by 1e-13 makes of it in one process
+    rounding  above that, but below a hundred times what changes by 1e-13 make of it in one process: of the input, and
+              at random of what each layer makes
     wrong     any other number
     refused   UnsupportedOperation, the same on every rank
     crash     another error where one process has none, or errors that differ between ranks
     hang      no answer from a rank within 60 s (compiled: 300 s), or within 6 s of another rank's error
     unable    torch itself cannot run the network in one process; another one is drawn in its place
+
+One network in four is planned, too, for 6 or 8 ranks on a group that moves nothing, each rank in a process of its own:
+what one of them sends must be what the others expect, message by message, or all refuse alike.
 
 What is wrong, crashes or hangs is made as small as possible and written to `--found`, whose files a test replays. The
 exit code is 1 where there is such a network, else 0.
@@ -27,7 +31,6 @@ exit code is 1 where there is such a network, else 0.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import multiprocessing
 import os
@@ -46,14 +49,14 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.simplefilter("ignore")
 
-from benchmarks.table import RESULTS, Table, conditions, save, show
+from benchmarks.campaign_tables import FAULTS, Record, counts, is_fault, tables
+from benchmarks.table import RESULTS, conditions, save, show
 
-OUTCOMES = ("right", "rounding", "wrong", "refused", "crash", "hang")
-FAULTS = ("wrong", "crash", "hang")
 SEEDS = 1 << 20
 """Numbers of networks between two values of --seed."""
 
-Record = dict[str, Any]
+PLANNED = 4
+"""Of so many networks one is also planned for more ranks."""
 
 
 def kept(path: Path, seed: int) -> dict[int, Record]:
@@ -74,9 +77,10 @@ def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, res
     import torch._dynamo  # before ranks are forked, so that none of them imports it again
 
     from benchmarks.campaign_judge import Judge, lines, shrunk
+    from benchmarks.campaign_plans import Planner
 
     end = time.monotonic() + 60 * minutes
-    judge = Judge()
+    judge, planner = Judge(), Planner()
     try:
         for number in numbers:
             if time.monotonic() > end:
@@ -84,7 +88,10 @@ def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, res
             start = time.monotonic()
             case, answer = judge.of_seed(number)
             record = {name: case.get(name) for name in ("partition", "limit", "compiled", "dtype")}
-            record |= {"number": number, **answer, "seconds": round(time.monotonic() - start, 3)}
+            record |= {"number": number, **answer}
+            if answer["outcome"] != "unable" and number % PLANNED == 0:
+                record["plans"] = planner.of_case(case)
+            record["seconds"] = round(time.monotonic() - start, 3)
             if answer["outcome"] in FAULTS and shrink:
                 case, answer = shrunk(case, answer, judge, shrink)
                 judge.close()
@@ -98,6 +105,7 @@ def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, res
         raise
     finally:
         judge.close()
+        planner.close()
 
 
 def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
@@ -131,46 +139,13 @@ def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
                     bar.update()
                 if record["outcome"] in FAULTS:
                     bar.write(f"{record['number']}: {record['outcome']} on {record['partition']}: {record['said']}")
+                if record.get("plans", {}).get("outcome") in FAULTS:
+                    bar.write(f"{record['number']}: plans on {record['plans']['partition']}: {record['plans']['said']}")
                 bar.set_postfix(counts(list(found.values())), refresh=False)
     finally:
         for worker in workers:
             worker.terminate()  # its ranks end with it, as what they read from ends
             worker.join()
-
-
-def counts(records: Sequence[Record]) -> dict[str, int]:
-    """How many networks had each outcome."""
-    counted = collections.Counter(record["outcome"] for record in records)
-    return {outcome: counted[outcome] for outcome in OUTCOMES}
-
-
-def tables(records: Sequence[Record]) -> list[Table]:
-    """Outcomes by how networks were run, and what is refused, by operator."""
-    able = [record for record in records if record["outcome"] != "unable"]
-
-    def split(record: Record) -> str:
-        axes = {part.split("=")[0] for part in record["partition"].split(",") if not part.endswith("=1")}
-        kinds = ["samples"] * ("sample" in axes) + ["channels"] * bool(axes & {"channel", "filter"})
-        return " and ".join([*kinds, *["space"] * bool(axes & {"depth", "height", "width"})]) or "nothing"
-
-    groups: dict[str, list[Record]] = {}
-    for record in able:
-        groups.setdefault(f"split: {split(record)}", []).append(record)
-    groups = dict(sorted(groups.items()))
-    groups["with mucudnn"] = [record for record in able if record["limit"]]
-    groups["of these, divided"] = [record for record in able if record.get("divided")]
-    groups["compiled"] = [record for record in able if record["compiled"]]
-    groups["bfloat16"] = [record for record in able if record["dtype"] == "bfloat16"]
-    groups["all"] = able
-    rows = [(name, str(len(group)), *map(str, counts(group).values())) for name, group in groups.items()]
-    refused = collections.Counter(r.get("operator", "") for r in able if r["outcome"] == "refused")
-    why = {r.get("operator", ""): r.get("why", "") for r in able if r["outcome"] == "refused"}
-    return [
-        Table("Random networks against one process", ("networks", "number", *OUTCOMES), rows),
-        Table(
-            "Refused", ("operator", "networks", "for example"), [(o, str(n), why[o]) for o, n in refused.most_common()]
-        ),
-    ]
 
 
 def arguments() -> argparse.Namespace:
@@ -200,15 +175,20 @@ def arguments() -> argparse.Namespace:
 def again(numbers: Sequence[int]) -> int:
     """Runs single networks anew and prints what they are and what becomes of them."""
     from benchmarks.campaign_judge import Judge, lines
+    from benchmarks.campaign_plans import Planner
 
-    judge = Judge()
+    judge, planner = Judge(), Planner()
     answers = []
     for number in numbers:
         case, answer = judge.of_seed(number)
         answers.append(answer)
         print(lines(case, answer) if "layers" in case else answer, end="")
+        if answer["outcome"] != "unable":
+            answer["plans"] = planner.of_case(case)
+            print(f"planned: {answer['plans']}")
     judge.close()
-    return int(any(answer["outcome"] in FAULTS for answer in answers))
+    planner.close()
+    return int(any(map(is_fault, answers)))
 
 
 def main() -> int:
@@ -224,11 +204,11 @@ def main() -> int:
     show(shown)
     if options.save:
         seconds = sum(record["seconds"] for record in records)
-        unlike = [record for record in records if record["outcome"] not in ("right", "unable")]
+        unlike = [record for record in records if record["outcome"] not in ("right", "unable") or is_fault(record)]
         figures = {"seed": options.seed, "counts": counts(records), "unlike": unlike, "seconds": round(seconds)}
         figures["unable"] = sum(record["outcome"] == "unable" for record in records)
         save("campaign", "Random networks", f"{__doc__}\n{told}", figures, shown)
-    return int(any(record["outcome"] in FAULTS for record in records))
+    return int(any(map(is_fault, records)))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ LEAST = 1e-4
 """Below this a number counts as this large. Inputs are of size 1: what is far smaller is what rounding left of them."""
 
 NOISE = 1e-13
-"""How much the input is changed, relatively, to see how far a network amplifies rounding."""
+"""How much the input and what layers make are changed, relatively, to see how far a network amplifies rounding."""
 
 AMPLIFIED = 100.0
 """A difference below so many times that of the changed input counts as rounding."""
@@ -60,7 +60,7 @@ def train(
     Args:
         mesh: to compute on; in one process if not given.
         dtype: to compute in, that of the case if not given; inputs and initial parameters are rounded as the case says.
-        noise: relative change of the input.
+        noise: relative change of the input, and at random of each element that a layer makes.
         backwards: whether the samples come in the opposite order, so that sums over them are rounded otherwise.
     """
     plain, shape = network(case)  # outside the script: layers are called to learn their shapes
@@ -74,6 +74,10 @@ def _trained(
 ) -> Results:
     rounded = getattr(torch, case["dtype"])
     plain.to(rounded).to(dtype).train(not case["evaluation"])
+    if noise:
+        for layer in plain.modules():
+            if next(layer.children(), None) is None:
+                layer.register_forward_hook(lambda layer, given, y: y * (1 + noise * torch.randn_like(y)))
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     ndim = len(case["shape"])
     if case["channels_last"]:

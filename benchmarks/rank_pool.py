@@ -1,8 +1,9 @@
-"""Ranks over Gloo that answer requests one at a time, forked from a process that has imported torch."""
+"""Ranks that answer requests one at a time, forked from a process that has imported torch."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import shutil
@@ -34,14 +35,15 @@ class Failure:
 
 
 class RankPool:
-    """``size`` ranks over Gloo, one thread each; they start at the first request, and anew after an end."""
+    """``size`` ranks, one thread each; they start at the first request, and anew after an end."""
 
-    def __init__(self, size: int, server: Callable[[], Any]) -> None:
+    def __init__(self, size: int, server: Callable[[], Any], backend: str = "gloo") -> None:
         """
         Args:
             server: makes, on each rank, the object whose methods answer.
+            backend: "gloo", or "fake" for a group that moves nothing.
         """
-        self.size, self._server = size, server
+        self.size, self._server, self._backend = size, server, backend
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._directory: str | None = None
@@ -95,7 +97,8 @@ class RankPool:
             here, there = context.Pipe()
             store = Path(self._directory, "store")
             inherited = [*self._connections, here]
-            process = context.Process(target=_serve, args=(there, inherited, rank, self.size, store, self._server))
+            begin = functools.partial(_begin, self._backend, store, rank, self.size)
+            process = context.Process(target=_serve, args=(there, inherited, begin, self._server))
             process.daemon = True
             process.start()
             there.close()
@@ -114,12 +117,19 @@ class RankPool:
         self._connections, self._processes, self._directory = [], [], None
 
 
+def _begin(backend: str, store: Path, rank: int, size: int) -> None:
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=size)
+    else:
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+
+
 def _serve(
     connection: Connection,
     inherited: Sequence[Connection],
-    rank: int,
-    size: int,
-    store: Path,
+    begin: Callable[[], None],
     server: Callable[[], Any],
 ) -> None:
     for other in inherited:  # else a rank would not see that the process which asks has gone
@@ -127,7 +137,7 @@ def _serve(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    begin()
     answering = server()
     while True:
         try:

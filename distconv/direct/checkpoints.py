@@ -1,4 +1,4 @@
-"""What `torch.utils.checkpoint` keeps of its inputs: of an activation the tensor that autograd knows.
+"""What `torch.utils.checkpoint` keeps: the run of the model, and of an activation the tensor that autograd knows.
 
 An activation is a plain tensor to autograd's record, so that what is saved of one comes back without its gradient when
 hooks have packed it, as those of an outer checkpoint or of `save_on_cpu` do.
@@ -7,6 +7,7 @@ hooks have packed it, as those of an outer checkpoint or of `save_on_cpu` do.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
@@ -38,12 +39,22 @@ def _again(value: Any, form: _Form | None) -> Any:
 
 
 @functools.cache
-def open_checkpoints() -> None:
-    """From now on checkpoints keep what autograd knows.
+def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """From now on checkpoints keep what autograd knows, and compute again in the run of a model in which they began.
 
     In releases of torch whose frames do not save inputs themselves, a function of autograd does, which gets DTensors.
+
+    Args:
+        within_this_run: makes, of the function that computes again, one that does so in what runs now.
     """
     frame: Any = torch.utils.checkpoint._CheckpointFrame
+    begin = frame.__init__
+
+    @functools.wraps(begin)
+    def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, within_this_run(recompute_fn), *args, **kwargs)
+
+    frame.__init__ = begun
     if not hasattr(frame, "save_inputs"):
         return
     save, get = frame.save_inputs, frame.get_inputs

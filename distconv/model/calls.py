@@ -11,10 +11,8 @@ come from several meshes, on the module's own.
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -27,19 +25,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
-from distconv.direct.activation import Activation, from_dtensor
+from distconv.direct.activation import Activation
 from distconv.direct.paths import is_open
 from distconv.mesh import is_ours, is_the_programs
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
-from distconv.model.gradients import uses
 from distconv.model.images import refuse_images
-from distconv.model.meeting import Meeting, brought
+from distconv.model.meeting import brought
+from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
 from distconv.model.shard_gather import to_shards
 from distconv.plain_tensors import plain, watchers
 from distconv.refusal import UnsupportedOperation
-from distconv.rules.normalization.running import is_a_modules, waiting
+from distconv.rules.normalization.running import is_a_modules
 from distconv.rules.registry import checks
 from distconv.transfer.redistribution import relaid
 
@@ -61,77 +59,9 @@ scripts: list[Script] = []
 """The scripts being run; at most one, and none in a program."""
 
 
-class _Reading(dict[str, Any]):
-    """A module's parameters while the model runs: reading one gives its DTensor."""
-
-    def __init__(self, plain: dict[str, Any], use: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(plain)
-        self.use = use
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        return value if value is None else self.use(value)
-
-
-@dataclass
-class _Run:
-    """An outermost call: where its modules run, and the mesh of the innermost one now."""
-
-    assignments: Mapping[nn.Module, Assignment]
-    mesh: DeviceMesh
-
-    def mesh_of(self, module: nn.Module) -> DeviceMesh:
-        assignment = self.assignments.get(module)
-        return assignment.mesh if assignment is not None and assignment.fixed else self.mesh
-
-
-class _Thread(threading.local):
-    run: _Run | None = None
-
-
-_inside = _Thread()
-
 _call = nn.Module.__call__
 
 _call_uncompiled = nn.Module._call_impl
-
-
-def _meshes(modules: Iterable[nn.Module], run: _Run) -> dict[Tensor, DeviceMesh]:
-    """The mesh of each parameter of some modules, that of the one that holds it."""
-    meshes: dict[Tensor, DeviceMesh] = {}
-    for module in modules:
-        if module._parameters:
-            mesh = run.mesh_of(module)
-            for parameter in module._parameters.values():
-                if parameter is not None and not is_the_programs(parameter):
-                    meshes.setdefault(parameter, mesh)
-    return meshes
-
-
-def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
-    """What `modules` gives, in its order and in a third of its time."""
-    found[module] = None
-    for inner in module._modules.values():
-        if inner is not None and inner not in found:
-            _within(inner, found)
-    return found
-
-
-@contextlib.contextmanager
-def _running(model: nn.Module, run: _Run, direct: bool) -> Iterator[None]:
-    everything = list(_within(model, {}))
-    modules = [(module, module._parameters) for module in everything if module._parameters]
-    use = uses(model, _meshes(everything, run), direct)
-    for module, own in modules:
-        module.__dict__["_parameters"] = _Reading(own, use)
-    _inside.run = run
-    try:
-        with waiting(everything):
-            yield
-    finally:
-        _inside.run = None
-        for module, own in modules:
-            module.__dict__["_parameters"] = own
 
 
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -143,7 +73,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if compiled.is_tracing_model or next(module.parameters(), None) is None:
             return _call(module, *args, **kwargs)
         return _beyond_graphs(module, *args, **kwargs)
-    run = _inside.run
+    run = inside.run
     if run is not None and not run.assignments and not compiled.is_wrapped(module):
         return _call_uncompiled(module, *args, **kwargs)  # soonest: a model has hundreds of modules
     try:
@@ -156,7 +86,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrapper, module = module, compiled.original(module)
     made = compiled.maker(wrapper)
-    run = _inside.run
+    run = inside.run
     if run is not None:
         if made is not None:
             compiled.leave(module, compiled.PART)
@@ -187,8 +117,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         compiled.leave(module, compiled.MESHES)
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled):
-            here = _Run(known, mesh)
-            result = compiled.run(module, made, mesh, lambda: _meshes(module.modules(), here), args, kwargs)
+            result = compiled.run(module, made, mesh, lambda: meshes_of(module.modules(), known, mesh), args, kwargs)
             return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
@@ -196,20 +125,17 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     try:
         direct = is_open() and (fixed is None or (fixed.uniform and fixed.outer == mesh))
         if direct:
-            args, kwargs = tree_map_only(DTensor, _direct, (args, kwargs))
+            args, kwargs = as_direct((args, kwargs))
         containers = Containers(given, (args, kwargs))
         if fixed is None:
-            with _running(module, _Run({}, mesh), direct):
+            with entered(begun(module, {}, mesh, direct)):
                 result = _call_uncompiled(module, *args, **kwargs)
         else:
-            run = _Run(known, mesh)
-            meeting = contextlib.nullcontext() if fixed.uniform else Meeting(lambda: run.mesh)
-            with _running(module, run, direct), meeting:
+            run = begun(module, known, mesh, direct, meets=not fixed.uniform)
+            with entered(run):
                 result = _nested(module, fixed, run, args, kwargs)
-        # What a checkpoint computes again in backward is given activations, and gives them, as the first time.
-        leaving = (lambda y: y) if any(type(leaf) is Activation for leaf in leaves) else _as_dtensors
-        result = leaving(result)
-        containers.give_back(leaving)
+        result = _as_dtensors(result)
+        containers.give_back(_as_dtensors)
         return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     finally:
         if recording:
@@ -230,10 +156,6 @@ def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
 
 _beyond_graphs = _disable_dynamo(_called)
 """What a compiled function of the program does where it calls a model: its graph ends there."""
-
-
-def _direct(x: DTensor) -> DTensor:
-    return from_dtensor(x) if type(x) is DTensor and is_ours(x.device_mesh) else x
 
 
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
@@ -267,7 +189,7 @@ def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:
 watchers.append(_beside)
 
 
-def _nested(module: nn.Module, assignment: Assignment, run: _Run, args: Any, kwargs: Any) -> Any:
+def _nested(module: nn.Module, assignment: Assignment, run: Run, args: Any, kwargs: Any) -> Any:
     """Calls a module on its own mesh. Its inputs are brought there if all modules within it run there, too."""
     before = run.assignments, run.mesh
     run.mesh = assignment.mesh

@@ -29,6 +29,7 @@ from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.compiled import original
 from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
+from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.plain_tensors import plain
@@ -114,7 +115,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     watch_plain_tensors()
     discover()
     open_functions()
-    open_checkpoints()
+    open_checkpoints(within_this_run)
     mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))

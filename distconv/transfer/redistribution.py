@@ -115,8 +115,13 @@ class Redistribution:
         group: dist.ProcessGroup | None,
         size: int,
         opposite: Callable[[], Redistribution],
+        shared: bool,
     ) -> None:
-        self.plan, self.shape, self._opposite = plan, shape, opposite
+        """
+        Args:
+            shared: whether several ranks come to own the same box.
+        """
+        self.plan, self.shape, self._opposite, self._shared = plan, shape, opposite, shared
         self.route = Route(_per_member(plan.sends, size), _per_member(plan.receives, size), group)
 
     def adjoint(self, grad: Tensor) -> Tensor:
@@ -130,7 +135,10 @@ class Redistribution:
         plan = self.plan
         if plan.silent and plan.kept is not None and plan.kept[0] == plan.kept[1] and local.shape == self.shape:
             return local
-        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=memory_format(local))
+        # Where an extent is 1, shards may lie in memory in unlike ways. Ranks that own the same keep it alike, so that
+        # what they compute of it, such as its sum, has the same bits.
+        lies = torch.contiguous_format if self._shared else memory_format(local)
+        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=lies)
         if plan.kept is not None:
             _inside(result, plan.kept[1]).copy_(_inside(local, plan.kept[0]))
         if plan.silent:
@@ -180,7 +188,8 @@ def redistribution(
     plan = make_redistribution_plan([old[at] for at in ranks], [new[at] for at in ranks], ranks.index(rank))
     local = tuple(length(interval) for interval in new[rank])
     back = functools.partial(redistribution, target, after, mesh, before, shape)
-    return Redistribution(plan, local, whole_group(mesh), len(ranks), back)
+    filled = [box for box in new.values() if volume(box)]
+    return Redistribution(plan, local, whole_group(mesh), len(ranks), back, len(set(filled)) < len(filled))
 
 
 def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:

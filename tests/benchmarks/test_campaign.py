@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.campaign import counts, kept, tables
+from benchmarks import campaign_plans
+from benchmarks.campaign import kept
 from benchmarks.campaign_judge import lines, shrunk, together
 from benchmarks.campaign_networks import draw, network
+from benchmarks.campaign_tables import counts, tables
 from benchmarks.campaign_trial import differences, fingerprints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,9 +85,37 @@ def test_runs_go_on_and_are_counted(tmp_path: Path) -> None:
     found = kept(path, 0)
     assert list(found) == [0, 1, 2] and list(kept(path, 1)) == [1 << 20]
     assert counts(list(found.values())) == dict(right=1, rounding=0, wrong=0, refused=1, crash=0, hang=0)
-    by_way, refused = tables(list(found.values()))
+    found[0]["plans"] = {"partition": "height=3,width=2", "outcome": "right"}
+    by_way, refused, plans = tables(list(found.values()))
+    assert plans.rows == [("6 ranks, 2 axes", "1", "1", "0", "0", "0")]
     assert by_way.rows[0][:3] == ("split: samples and space", "2", "1")
     assert refused.rows == [("aten::median", "1", "it needs the whole")]
+
+
+def test_plans_that_differ_are_found() -> None:
+    def all_to_all(sent: tuple[int, ...], received: tuple[int, ...]) -> campaign_plans.Message:
+        return campaign_plans.Message("all-to-all", (0, 1), "float", sent, received)
+
+    first, second = all_to_all((0, 3), (0, 2)), all_to_all((2, 0), (3, 0))
+    other = all_to_all((2, 0), (4, 0))
+    total = campaign_plans.Message("all-reduce", (0, 1), "float", (5,), (5,))
+    assert campaign_plans.unlike([[first, total], [second, total]]) == ""
+    assert "0 sends 3, 1 expects 4" in campaign_plans.unlike([[first], [other]])
+    assert "messages among (0, 1)" in campaign_plans.unlike([[first, total], [second]])
+    assert "message 0 among (0, 1)" in campaign_plans.unlike([[first, total], [total, second]])
+    assert "of [(5,), (6,)]" in campaign_plans.unlike([[total], [total._replace(sent=(6,))]])
+
+
+def test_some_networks_are_planned_alike_on_many_ranks() -> None:
+    cases = [draw(seed) for seed in (1, 2, 4, 9)]
+    assert {campaign_plans.widened(case)["ranks"] for case in cases} == {6, 8}
+    planner = campaign_plans.Planner()
+    try:
+        answers = [planner.of_case(case) for case in cases]
+    finally:
+        planner.close()
+    assert {answer["outcome"] for answer in answers} <= {"right", "refused"}, answers
+    assert any(answer["outcome"] == "right" for answer in answers)
 
 
 def of_convolutions(found: Callable[[int], dict[str, Any]]) -> list[dict[str, Any]]:

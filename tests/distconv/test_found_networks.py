@@ -35,16 +35,7 @@ def outcomes(pool: Ranks, cases: list[Case]) -> list[dict[str, Any]]:
     return [together(list(each[: case["ranks"]])) for case, each in zip(cases, answers, strict=True)]
 
 
-OPEN = {"checkpoint-of-few-channels": "the second forward gets other shards of the channels than the first"}
-"""What is not mended yet, and why it fails."""
-
-
-def found() -> list[Any]:
-    marks = {name: pytest.mark.xfail(reason=why, strict=True) for name, why in OPEN.items()}
-    return [pytest.param(path, id=path.stem, marks=marks.get(path.stem, ())) for path in FOUND]
-
-
-@pytest.mark.parametrize("path", found())
+@pytest.mark.parametrize("path", FOUND, ids=[path.stem for path in FOUND])
 def test_what_was_found_is_right_now(ranks: Callable[[int], Ranks], path: Path) -> None:
     (answer,) = outcomes(ranks(4), [json.loads(path.read_text())])
     assert answer["outcome"] in ("right", "rounding"), answer

@@ -108,6 +108,7 @@ def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
 
     After an error, perhaps of this rank alone, nothing is sent: what would have to be gathered is left out.
     """
+    _settle()  # what an outer call has found so far comes first
     held = [(module, module._buffers) for module in modules if module._buffers]
     outer = _thread.moves, _thread.buffers
     _thread.moves, _thread.buffers = {}, frozenset(id(buffer) for _, own in held for buffer in own.values())

@@ -1,0 +1,133 @@
+"""A model while it runs: where its modules run, and what reading one of their parameters gives.
+
+What `torch.utils.checkpoint` computes again in backward, long after the call has ended, it computes in the same run:
+with the same tensors for parameters, on the same meshes, by the same paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from distconv.direct.activation import from_dtensor
+from distconv.mesh import is_ours, is_the_programs
+from distconv.model.assignment import Assignment
+from distconv.model.gradients import uses
+from distconv.model.meeting import Meeting
+from distconv.rules.normalization.running import waiting
+
+
+class _Reading(dict[str, Any]):
+    """A module's parameters while the model runs: reading one gives its DTensor."""
+
+    def __init__(self, plain: dict[str, Any], use: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(plain)
+        self.use = use
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value if value is None else self.use(value)
+
+
+@dataclass
+class Run:
+    """An outermost call: where its modules run, and the mesh of the innermost one now."""
+
+    assignments: Mapping[nn.Module, Assignment]
+    mesh: DeviceMesh
+    modules: Sequence[nn.Module]
+    """The one called, and all within it."""
+    use: Callable[[Tensor], Tensor]
+    """From a parameter to what reading it gives."""
+    direct: bool
+    """Whether functions may take direct paths."""
+    meets: bool
+    """Whether tensors of several meshes may meet."""
+
+
+class _Thread(threading.local):
+    run: Run | None = None
+
+
+inside = _Thread()
+"""The outermost call that runs now, if any."""
+
+
+def meshes_of(
+    modules: Iterable[nn.Module], assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh
+) -> dict[Tensor, DeviceMesh]:
+    """The mesh of each parameter of some modules, that of the one that holds it; ``mesh`` where none is assigned."""
+    meshes: dict[Tensor, DeviceMesh] = {}
+    for module in modules:
+        if module._parameters:
+            assignment = assignments.get(module)
+            own = assignment.mesh if assignment is not None and assignment.fixed else mesh
+            for parameter in module._parameters.values():
+                if parameter is not None and not is_the_programs(parameter):
+                    meshes.setdefault(parameter, own)
+    return meshes
+
+
+def _within(module: nn.Module, found: dict[nn.Module, None]) -> dict[nn.Module, None]:
+    """What `modules` gives, in its order and in a third of its time."""
+    found[module] = None
+    for inner in module._modules.values():
+        if inner is not None and inner not in found:
+            _within(inner, found)
+    return found
+
+
+def begun(
+    model: nn.Module, assignments: Mapping[nn.Module, Assignment], mesh: DeviceMesh, direct: bool, meets: bool = False
+) -> Run:
+    """The run of an outermost call of a model."""
+    modules = list(_within(model, {}))
+    use = uses(model, meshes_of(modules, assignments, mesh), direct)
+    return Run(assignments, mesh, modules, use, direct, meets)
+
+
+@contextlib.contextmanager
+def entered(run: Run) -> Iterator[None]:
+    """Within it the run is the one that runs now. Collective at its end, where running statistics are written."""
+    held = [(module, module._parameters) for module in run.modules if module._parameters]
+    outer = inside.run
+    for module, own in held:
+        module.__dict__["_parameters"] = _Reading(own, run.use)
+    inside.run = run
+    try:
+        with waiting(run.modules), Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext():
+            yield
+    finally:
+        inside.run = outer
+        for module, own in held:
+            module.__dict__["_parameters"] = own
+
+
+def as_direct(values: Any) -> Any:
+    """The same with an activation for each DTensor on a mesh of ours."""
+    return tree_map_only(
+        DTensor, lambda x: from_dtensor(x) if type(x) is DTensor and is_ours(x.device_mesh) else x, values
+    )
+
+
+def within_this_run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes in what runs now, whenever it is called."""
+    if inside.run is None:
+        return function
+    run = replace(inside.run)  # whose mesh and assignments change from module to module
+
+    @functools.wraps(function)
+    def computed(*args: Any) -> Any:
+        with entered(run):
+            return function(*(as_direct(args) if run.direct else args))
+
+    return computed
