@@ -3,10 +3,12 @@
     python benchmarks/planning.py                                     # all networks, stock and live
     python benchmarks/planning.py --arms stock live ahead --save      # ahead takes minutes per network
     python benchmarks/planning.py --networks slices --steps 50
+    python benchmarks/planning.py --networks resnet18 --arms stock ahead --steps 10 --policy all
 
 Every arm is a process of its own with a new database. Seconds of the first steps are sums from the first call on, which
 pays for whatever is measured or tried. Settled is the median of the last tenth of the steps; "again" is the median in a
-second process that finds the database of the first. Changing shapes: every step has images of another size.
+second process that finds the database of the first. Planning is what all steps took more than as many settled ones, in
+settled steps of stock. Changing shapes: every step has images of another size.
 """
 
 from __future__ import annotations
@@ -78,6 +80,7 @@ PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Iterator[Tensor]]]] = {
     "slices": slices,
     "resnet18": network("resnet18", 8),
     "resnet50": network("resnet50", 4),
+    "vgg16": network("vgg16", 2),
     "unet3d": network("unet3d", 1),
     "shapes": shapes,
 }
@@ -140,12 +143,15 @@ def table(program: str, figures: dict[str, dict[str, Any]], steps: int) -> Table
         cells = [
             told(found[name], stock and stock["settled"]) if name in found else "-" for name in ("settled", "again")
         ]
+        planning = sum(found["seconds"]) - len(found["seconds"]) * found["settled"]
+        cells.append("-" if stock is None or program == "shapes" else f"{planning / stock['settled']:.1f}")
         rows.append((arm, *sums, *cells, str(found["trials"]), f"{found['cost']:.3f}"))
     heads = (
         "",
         *(f"{mark} steps" if mark > 1 else "1 step" for mark in marks),
         "settled",
         "again",
+        "planning",
         "trials",
         "their cost",
     )

@@ -7,6 +7,7 @@ if __name__ != "mucudnn.optimizer":
 from mucudnn.optimizer.assign import assign, cost_of, longest_path_first
 from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
+from mucudnn.optimizer.costs import Costs, Forecast
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
 from mucudnn.optimizer.lessons import Lessons
 from mucudnn.optimizer.option import Division, Option
@@ -19,9 +20,11 @@ from mucudnn.optimizer.ways import Launches, Way
 
 __all__ = [
     "POLICIES",
+    "Costs",
     "Division",
     "DoesNotFit",
     "Exploration",
+    "Forecast",
     "Launches",
     "Lessons",
     "Option",

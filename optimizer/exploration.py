@@ -69,6 +69,7 @@ class Exploration:
     Attributes:
         settled: what was found in the end.
         tried: calls that were trials.
+        tries: of each algorithm, calls that tried it; of the baseline's, those that tried parts of it alone.
         lost: seconds that trials took more than the baseline.
         launches: what is known.
     """
@@ -96,6 +97,7 @@ class Exploration:
         self.launches = Launches(ways, baseline)
         self.settled: Settled | None = None
         self.tried, self.lost = 0, 0.0
+        self.tries: dict[str, int] = {}
         self._baseline = list(seconds)
         self._seen: dict[Key, int] = {}
         self._met: set[Hashable] = set()
@@ -143,6 +145,9 @@ class Exploration:
             self._baseline.append(total)
         else:
             self.tried += 1
+            algorithms = {option.algorithm for option in trial.division.options}
+            for name in algorithms - {self._name} or algorithms:
+                self.tries[name] = self.tries.get(name, 0) + 1
             self.lost += total - baseline
         if trial.by_launch and trial.division is not None:
             for option, seconds in zip(trial.division.options, launches, strict=True):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 LEAST_DOUBT = 2.0
 """The factor within which a forecast holds for a problem of the very same sizes."""
 
@@ -27,10 +30,13 @@ class Lessons:
 
     def __init__(self) -> None:
         self._known: dict[str, dict[Sizes, float]] = {}
+        self._logs: dict[str, npt.NDArray[np.float64]] = {}  # of the sizes, a row each, in the order of `_known`
 
     def add(self, algorithm: str, sizes: Sequence[float], ratio: float) -> None:
         """Notes what an algorithm took, in units of the baseline."""
         known = self._known.setdefault(algorithm, {})
+        if tuple(sizes) not in known:
+            self._logs.pop(algorithm, None)
         known[tuple(sizes)] = ratio
         if len(known) > MOST_PROBLEMS:
             del known[next(iter(known))]
@@ -40,12 +46,12 @@ class Lessons:
         known = self._known.get(algorithm)
         if not known:
             return None
-        wanted = tuple(sizes)
-        distance, nearest = min((_distance(wanted, other), other) for other in known)
+        logs = self._logs.get(algorithm)
+        if logs is None:
+            logs = self._logs[algorithm] = np.log(np.array(list(known)))
+        distances = np.abs(logs - np.log(np.array(sizes, dtype=np.float64))).sum(axis=1)
+        nearest = int(distances.argmin())
+        distance = float(distances[nearest])
         if distance > math.log(MOST_DOUBT / LEAST_DOUBT):
             return None
-        return known[nearest], LEAST_DOUBT * math.exp(distance)
-
-
-def _distance(one: Sizes, other: Sizes) -> float:
-    return sum(abs(math.log(a / b)) for a, b in zip(one, other, strict=True))
+        return list(known.values())[nearest], LEAST_DOUBT * math.exp(distance)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 RATE = 0.1
 """Exploring may make the calls that it watches slower by this share of the baseline's time, all of them together."""
 
@@ -22,7 +24,7 @@ class Purse:
     def __init__(self, rate: float = RATE) -> None:
         """
         Args:
-            rate: not negative.
+            rate: not negative; infinite where anything is granted.
         """
         self._rate = rate
         self.lost = 0.0
@@ -30,7 +32,7 @@ class Purse:
 
     @property
     def balance(self) -> float:
-        return self._rate * self.earned - self.lost
+        return math.inf if self._rate == math.inf else self._rate * self.earned - self.lost
 
     def grants(self, seconds: float) -> bool:
         """Whether a call may be expected to take so many seconds more than the baseline."""

@@ -124,10 +124,8 @@ def _chosen(job: Job) -> Job:
 
 def _write_report(path: str, session: Session) -> None:
     """Writes what mucudnn chose for this rank's local convolutions, whatever became of the script."""
-    from mucudnn.reporting.run_file import Outcome
-
     try:
-        Outcome(session.records(), session.timeline()).write(path)
+        session.outcome().write(path)
     except OSError as error:
         print(f"distconv: --report {path}: {error.strerror}", file=sys.stderr)
 

@@ -34,11 +34,11 @@ def add(commands: Commands) -> None:
 def _report(arguments: Any) -> int:
     with usage(arguments.parser):
         if arguments.file is not None:
-            records = read(arguments.file).records
+            outcome = read(arguments.file)
             if arguments.json:
-                print_json(to_json(records))
+                print_json(to_json(outcome.records))
             else:
-                show(sys.stdout, table(records), summary(records))
+                show(sys.stdout, table(outcome.records), summary(outcome.records), *outcome.notices)
             return 0
         chosen = settings(arguments)
     store = Store(chosen.database)

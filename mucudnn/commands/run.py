@@ -65,7 +65,7 @@ def _run(arguments: Any) -> int:
         finally:
             # A child that the script forked ends here too.
             if os.getpid() == process:
-                _tell(arguments, Outcome(session.records(), session.timeline()))
+                _tell(arguments, session.outcome())
     return 0
 
 
@@ -77,4 +77,4 @@ def _tell(arguments: Any, outcome: Outcome) -> None:
         except OSError as error:
             print(f"{arguments.parser.prog}: --report {arguments.report}: {error.strerror}", file=sys.stderr)
     if arguments.verbose:
-        show(sys.stderr, table(outcome.records), summary(outcome.records))
+        show(sys.stderr, table(outcome.records), summary(outcome.records), *outcome.notices)

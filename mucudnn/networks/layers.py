@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.planning.planner import Planner
+from mucudnn.planning.prospects import Prospects, experience
+from mucudnn.planning.tryout import rehearsed
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
@@ -117,12 +119,20 @@ def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 
 
 def measure(layers: list[LayerCall], settings: Settings, store: Store) -> list[Record]:
-    """How each layer is computed on this machine's processor, measured as far as the store does not know it."""
-    planner = Planner(settings, store)
+    """How each layer is computed on this machine's processor, measured as far as the store does not know it.
+
+    It is planned as a program's would be: ahead, or by what live planning would try.
+    """
+    planner, lessons = Planner(settings, store), experience(store.settlements()).lessons
     records = []
     with progress.bar(len(layers), "convolutions", settings.progress) as advance:
         for layer in layers:
-            records.append(planner.plan(planner.measurement(layer.problem)).record)
+            measurement = planner.measurement(layer.problem)
+            if settings.planning == "live":
+                prospects = Prospects(planner, measurement, settings.workspace_limit, settings.policy)
+                records.append(rehearsed(prospects, lessons).record)
+            else:
+                records.append(planner.plan(measurement).record)
             advance()
     return records
 

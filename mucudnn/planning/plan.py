@@ -34,6 +34,7 @@ class Plan:
         whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
         trials: calls of the program that tried something, where planning is live.
         cost: seconds that these took more than torch's own kernel would have.
+        tries: algorithms, and how many of these calls tried each.
     """
 
     schedule: Schedule
@@ -45,6 +46,7 @@ class Plan:
     whole_workspace: int = 0
     trials: int = 0
     cost: float = 0.0
+    tries: tuple[tuple[str, int], ...] = ()
 
     @property
     def problem(self) -> ConvProblem:
@@ -82,6 +84,7 @@ class Plan:
             whole_workspace=self.whole_workspace,
             trials=self.trials,
             cost=self.cost,
+            tries=self.tries,
         )
 
     def divided(self, dim: Dim, division: Division) -> Plan:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,8 +12,9 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Option, micro_batch_sizes
+from mucudnn.optimizer import Costs, Division, Option
 from mucudnn.planning.plan import MARGIN, Plan, best, surviving
+from mucudnn.planning.search import PARTS_MARGIN, Search, costs_on_record
 from mucudnn.providers import STOCK, Provider, providers_on
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
@@ -24,24 +24,17 @@ from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
-from mucudnn.timing.survey import Survey, Worker
-
-PARTS_MARGIN = 0.15
-"""As `MARGIN`, for a division whose parts are all computed by torch's own kernel. The parts compute in the same way as
-the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
+from mucudnn.timing.survey import Survey, Task, Worker
 
 LEAST_SECONDS = 1e-4
 """Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
 costs about as much time."""
 
-HOPELESS = 3.0
-"""An algorithm is first timed at its smallest micro-batch and at one that takes torch about `PROBE_SECONDS`. If at both
-it takes more than this many times torch's time per sample, it is not timed at other sizes."""
-
-PROBE_SECONDS = 0.25
-
 ATTEMPTS = 3
 """Divisions that are compared with torch's own kernel. If none of them is faster, that kernel is kept."""
+
+CHANCE = 0.5
+"""A division is compared if, by the times of its launches, it gains this share of its margin, as these have noise."""
 
 HOST = torch.device("cpu")
 
@@ -76,6 +69,7 @@ class Planner:
         self._store = store
         self.device = device
         self._board = board
+        self._costs: dict[Environment, Costs] = {}
         self._providers = providers_on(device, settings.engines) if providers is None else providers
         wanted = settings.benchmark_devices
         self._peers = [
@@ -144,53 +138,91 @@ class Planner:
             attempt = stock.divided(dim, division)
             if attempt.is_stock:
                 break
+            used = {algorithm for algorithm, _ in division.runs()}
+            margin = PARTS_MARGIN if used == {STOCK} else MARGIN
+            if division.seconds > (1 - CHANCE * margin) * stock_seconds:
+                options[dim] = [option for option in options[dim] if option.algorithm not in used]
+                continue
             try:
                 larger = _enlarged(options[dim], division, attempt.schedule.workspaces)
                 if larger != options[dim]:
                     options[dim] = larger
                     continue
-                seconds = measurement.division_seconds(attempt.schedule)
+                seconds = measurement.division_seconds(attempt.schedule, 1 - margin)
             except LaunchError as error:
                 _log.warning("%s %s: %s", problem.direction, problem, error)
                 options[dim] = surviving(options[dim], error)
                 continue
-            margin = PARTS_MARGIN if {algorithm for algorithm, _ in division.runs()} == {STOCK} else MARGIN
             if seconds <= (1 - margin) * stock_seconds:
                 return replace(attempt, seconds=seconds, undivided_seconds=seconds)
             # Its launches were faster when they were timed alone. From here on they count as measured together.
-            correction, suspects = seconds / division.seconds, {algorithm for algorithm, _ in division.runs()}
+            correction = seconds / division.seconds
             options[dim] = [
-                replace(option, seconds=option.seconds * correction) if option.algorithm in suspects else option
+                replace(option, seconds=option.seconds * correction) if option.algorithm in used else option
                 for option in options[dim]
             ]
         return stock
 
     def measured(self, measurement: Measurement, limit: float) -> Plan:
-        """Torch's own kernel as the plan, beside it all options that were measured within the limit."""
+        """Torch's own kernel as the plan, beside it all options within the limit that were worth measuring."""
         problem, stock_seconds = measurement.problem, measurement.stock_seconds()
         options: dict[Dim, list[Option]] = {}
         providers: Mapping[str, Provider] = {}
         if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
             providers = self.providers(problem)
-            tasks = [(dim, name) for dim in dims(problem) for _, name in self.candidates(problem, dim)]
-            workers = [self._worker(measurement, limit)]
-            workers += [peer._worker(measurement.elsewhere(peer.device), limit) for peer in self._peers]
-            with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
-                found = Survey(measurement, tasks, {"limit": limit, "policy": self._settings.policy})
-                for (dim, _), launches in zip(tasks, found.by(workers, advance), strict=True):
-                    options.setdefault(dim, []).extend(launches)
+            for (dim, _), launches in self._surveyed(measurement, limit).items():
+                options.setdefault(dim, []).extend(launches)
         whole = Division((Option(problem.extent, STOCK, stock_seconds, 0),))
         schedule = Schedule(problem, Dim.BATCH, whole, providers)
         return Plan(schedule, limit, options, stock_seconds, stock_seconds, stock_seconds)
 
-    def _worker(self, measurement: Measurement, limit: float) -> Worker:
-        """Measures the launches of an algorithm along a dim, on this planner's device."""
-        problem = measurement.problem
-        known = {(dim, name): who for dim in dims(problem) for who, name in self.candidates(problem, dim)}
+    def _surveyed(self, measurement: Measurement, limit: float) -> dict[Task, list[Option]]:
+        """The launches of every algorithm along every dim that were worth measuring.
+
+        Which ones these are is kept, as it depends on all that was known at the time: the next run is to come to the
+        same plans.
+        """
+        problem, policy = measurement.problem, self._settings.policy
+        terms = {"limit": str(limit), "policy": policy, "engines": self.engines, "search": "ahead"}
+        sizes: dict[str, list[int]] | None = measurement.logbook.settlement(problem, terms)
+        search = self._search(measurement, limit)
+        candidates = {(dim, found[1]): found for dim in dims(problem) for found in self.candidates(problem, dim)}
+        # What may gain most comes first: what is slower than that need not be measured.
+        tasks = sorted(candidates, key=lambda task: search.hope(candidates[task], task[0]))
+        workers = [self._worker(search, problem, sizes)]
+        for peer in self._peers:
+            there = peer._search(measurement.elsewhere(peer.device), limit)
+            workers.append(peer._worker(there, problem, sizes))
+        with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
+            survey = Survey(measurement, tasks, {"limit": limit, "policy": policy})
+            found = dict(zip(tasks, survey.by(workers, advance), strict=True))
+        if sizes is None:
+            sizes = {f"{dim} {name}": [o.extent for o in found[dim, name]] for dim, name in found}
+            measurement.logbook.settle(problem, terms, sizes)
+        return {task: found[task] for task in candidates}
+
+    def _search(self, measurement: Measurement, limit: float) -> Search:
+        environment = measurement.logbook.environment
+        if environment not in self._costs:
+            self._costs[environment] = costs_on_record(self._store, environment)
+        allowed = min(limit, device_of(self.device).memory // 2)
+        return Search(measurement, self._costs[environment], allowed, self._settings.policy)
+
+    def _worker(self, search: Search, problem: ConvProblem, sizes: Mapping[str, Sequence[int]] | None) -> Worker:
+        """Measures the launches of an algorithm along a dim, on this planner's device.
+
+        Args:
+            sizes: that an earlier search came to; `None` if there was none.
+        """
+        known = {(dim, name): (who, name) for dim in dims(problem) for who, name in self.candidates(problem, dim)}
 
         def worker(dim: Dim, name: str) -> list[Option]:
-            provider = known.get((dim, name))
-            return [] if provider is None else list(self._options(measurement, (provider, name), dim, limit))
+            candidate = known.get((dim, name))
+            if candidate is None:
+                return []
+            if sizes is None:
+                return list(search.options(candidate, dim))
+            return list(search.chosen(candidate, dim, sizes.get(f"{dim} {name}", ())))
 
         return worker
 
@@ -198,76 +230,6 @@ class Planner:
         """Who serves parts of the problem along a dim, by which algorithms."""
         part = problem if dim is Dim.BATCH else middle(problem, dim, extent(problem, dim) // 2).problem
         return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
-
-    def _options(self, measurement: Measurement, candidate: Candidate, dim: Dim, limit: float) -> Iterator[Option]:
-        """The candidate's launches at the sizes that fit and are worth measuring.
-
-        The workspace of a launch is asked for just before it would be timed. An algorithm that is far too slow at its
-        first sizes is given up, and the workspaces of its other sizes are then never asked for.
-        """
-        whole = extent(measurement.problem, dim)
-        sizes = Sizes(
-            measurement, candidate, dim, min(limit, device_of(self.device).memory // 2), self._settings.policy
-        )
-        if sizes.smallest is None:
-            return
-        hopeless = HOPELESS * measurement.stock_seconds() / whole
-        probe = sizes.largest(lambda size: size * hopeless <= HOPELESS * PROBE_SECONDS) or sizes.smallest
-        probes = dict.fromkeys((probe, sizes.smallest) if dim is Dim.BATCH else (probe,))
-        # Smaller tiles overlap more and so take longer in all: once a size is too slow, no smaller one is timed.
-        rest = sizes.all if dim is Dim.BATCH else sizes.all[::-1]
-        promising = False
-        for size in (*probes, *(size for size in rest if size not in probes)):
-            if size not in probes and not promising:
-                return
-            if not sizes.fits(size):
-                continue
-            option = measurement.option(candidate, dim, size, hopeless * size)
-            if option is not None:
-                is_promising = option.seconds <= hopeless * size
-                promising = is_promising or (promising and dim is Dim.BATCH)
-                yield option
-
-
-class Sizes:
-    """The sizes of parts that a policy tries.
-
-    Attributes:
-        all: ascending, whether they fit or not.
-        smallest: of those that fit, among the powers of two and the whole; `None` where none does.
-    """
-
-    def __init__(self, measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str) -> None:
-        self._measurement, self._candidate, self._dim, self._allowed = measurement, candidate, dim, allowed
-        whole = extent(measurement.problem, dim)
-        sizes = set(micro_batch_sizes(policy, whole))
-        if candidate[1] == STOCK or dim is not Dim.BATCH:
-            sizes.discard(whole)
-        self._few = sorted(sizes.intersection(micro_batch_sizes("powerOfTwo", whole)))
-        self.smallest = next(filter(self.fits, self._few), None)
-        if dim is not Dim.BATCH and self.smallest is not None:
-            # Tiles overlap, so what fits is used to the full: in as few tiles as possible, of equal size.
-            most = self.largest(lambda size: True) or self.smallest
-            largest = bisect_left(range(whole), True, lo=most + 1, key=lambda size: not self.fits(size)) - 1
-            even = -(-whole // -(-whole // largest))
-            if self.fits(even):
-                sizes.add(even)
-                self._few = sorted({*self._few, even})
-        self.all = sorted(sizes)
-
-    def fitting(self, sizes: Iterable[int]) -> dict[int, int]:
-        """The bytes that parts need of those sizes that are served within what is allowed."""
-        needs = {size: self._measurement.workspace(self._candidate, self._dim, size) for size in sizes}
-        return {size: need for size, need in needs.items() if need is not None and need <= self._allowed}
-
-    def fits(self, size: int) -> bool:
-        """Whether parts of a size are served within what is allowed."""
-        workspace = self._measurement.workspace(self._candidate, self._dim, size)
-        return workspace is not None and workspace <= self._allowed
-
-    def largest(self, is_wanted: Callable[[int], bool]) -> int | None:
-        """The largest that is wanted and fits, among the powers of two, the whole and, along space, the even tiles."""
-        return next((size for size in reversed(self._few) if is_wanted(size) and self.fits(size)), None)
 
 
 def _enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:

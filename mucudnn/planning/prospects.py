@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from mucudnn.convolution.problem import ConvProblem, Dim
+from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Exploration, Launches, Lessons, Option, Purse, Settled, Trial, Way
+from mucudnn.optimizer import Division, Exploration, Lessons, Option, Purse, Settled, Trial, Way
 from mucudnn.planning.plan import MARGIN, Plan
-from mucudnn.planning.planner import LEAST_SECONDS, PARTS_MARGIN, Planner, Sizes
+from mucudnn.planning.planner import LEAST_SECONDS, Planner
+from mucudnn.planning.search import PARTS_MARGIN, Sizes
 from mucudnn.providers import STOCK, Provider
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import Measurement
@@ -49,6 +50,11 @@ class Prospects:
         return self.measurement.problem
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether runs are to compute the same."""
+        return self.measurement.logbook.environment.deterministic
+
+    @property
     def terms(self) -> dict[str, Any]:
         """What beside problem and environment decides which plan is found."""
         return {"limit": str(self.limit), "policy": self.policy, "engines": self.planner.engines}
@@ -64,31 +70,34 @@ class Prospects:
         return Exploration(STOCK, seconds, self._ways(min(seconds), lessons), purse, (MARGIN, PARTS_MARGIN), rehearsals)
 
     def _ways(self, stock_seconds: float, lessons: Lessons) -> list[Way]:
+        """What may be tried; of algorithms that cannot win, by what they took elsewhere, not even the sizes are asked.
+
+        Asking takes most of the time that it takes to find out what there is to try.
+        """
         allowed = min(self.limit, device_of(self.planner.device).memory // 2)
         environment, sizes = self.measurement.logbook.environment, _sizes(self.problem)
-
-        def forecast(algorithm: str) -> tuple[float, float] | None:
-            return lessons.forecast(_lesson(algorithm, self.problem, environment), sizes)
-
         found: list[Way] = []
         for dim in dims(self.problem):
             whole = extent(self.problem, dim)
             others: list[Way] = []
             # Torch's own kernel comes last: it computes what the parts of the others leave.
             for candidate in sorted(self.planner.candidates(self.problem, dim), key=lambda found: found[1] == STOCK):
+                name, is_stock = candidate[1], candidate[1] == STOCK
+                known = lessons.forecast(_lesson(name, self.problem, environment), sizes)
+                ratio, doubt = known or (PARTS_FORECAST if is_stock else FORECAST)
+                is_hopeless = ratio / doubt >= 1 - (PARTS_MARGIN if is_stock else MARGIN)
+                if is_hopeless and not (is_stock and others):
+                    continue
                 tried = Sizes(self.measurement, candidate, dim, allowed, self.policy)
-                fitting, rests = tried.fitting(tried.all), {}
-                ratio, doubt = forecast(candidate[1]) or FORECAST
-                if candidate[1] == STOCK:
-                    ratio, doubt = forecast(STOCK) or PARTS_FORECAST
-                    rests = tried.fitting({whole - size for way in others for size in way.workspaces} - {0})
-                others.append(Way(dim, candidate[1], whole, fitting, ratio * stock_seconds, doubt, rests))
+                rests = {whole - size for way in others for size in way.workspaces} - {0} if is_stock else {}
+                seconds, fitting = ratio * stock_seconds, tried.fitting(tried.all)
+                others.append(Way(dim, name, whole, fitting, seconds, doubt, tried.fitting(rests)))
             found += others
         return found
 
-    def teach(self, lessons: Lessons, ratios: Mapping[str, float]) -> None:
+    def teach(self, lessons: Lessons, exploration: Exploration) -> None:
         """Notes what algorithms took, in units of torch's own kernel on the whole."""
-        teach(lessons, self.problem, self.measurement.logbook.environment, ratios)
+        teach(lessons, self.problem, self.measurement.logbook.environment, _ratios(exploration))
 
     def schedule(self, trial: Trial) -> Schedule:
         """What computes a trial."""
@@ -108,7 +117,8 @@ class Prospects:
     def so_far(self, exploration: Exploration) -> Plan:
         """Torch's own kernel, and what was tried beside it."""
         plan = self.stock(exploration.baseline_seconds)
-        return replace(plan, trials=exploration.tried, cost=exploration.lost)
+        tries = tuple(sorted(exploration.tries.items()))
+        return replace(plan, trials=exploration.tried, cost=exploration.lost, tries=tries)
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
         """The plan that exploring came to, with all that it knows of launches."""
@@ -119,29 +129,33 @@ class Prospects:
             plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
         return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
 
-    def keep(self, plan: Plan, launches: Launches) -> dict[str, float]:
-        """Writes a plan and the times of launches to the database.
-
-        Returns:
-            What each algorithm took, in units of torch's own kernel.
-        """
+    def keep(self, plan: Plan, exploration: Exploration) -> None:
+        """Writes a plan and the times of launches to the database."""
         for dim in dims(self.problem):
-            for option in launches.measured(dim):
+            for option in exploration.launches.measured(dim):
                 self.measurement.adopt(dim, option)
         logbook, problem = self.measurement.logbook, self.problem
         logbook.record(problem, Option(problem.extent, STOCK, plan.stock_seconds, 0))
         if not plan.is_stock:
             whole = Option(problem.extent, plan.schedule.name, plan.seconds, plan.division.workspace)
             logbook.record(problem, whole)
+        self._settle(plan, _ratios(exploration))
+
+    def keep_stock(self, seconds: float) -> None:
+        """Writes torch's own kernel to the database as the plan, until another is found."""
+        self._settle(self.stock(seconds), {})
+
+    def _settle(self, plan: Plan, ratios: Mapping[str, float]) -> None:
         parts = [[o.extent, o.algorithm, o.seconds, o.workspace] for o in plan.division.options]
-        ratios = {name: seconds / plan.stock_seconds for name, seconds in launches.fastest().items()}
-        times = {"seconds": plan.seconds, "undivided_seconds": plan.undivided_seconds}
-        logbook.settle(
-            problem,
-            self.terms,
-            {"dim": plan.dim, "parts": parts, "stock_seconds": plan.stock_seconds, "ratios": ratios, **times},
-        )
-        return ratios
+        values = {
+            "dim": plan.dim,
+            "parts": parts,
+            "seconds": plan.seconds,
+            "undivided_seconds": plan.undivided_seconds,
+            "stock_seconds": plan.stock_seconds,
+            "ratios": dict(ratios),
+        }
+        self.measurement.logbook.settle(self.problem, self.terms, values)
 
     def kept(self) -> Plan | None:
         """The plan that an earlier run came to under the same terms, if all of it is still there."""
@@ -162,23 +176,44 @@ def is_too_short(seconds: float) -> bool:
     return seconds < LEAST_SECONDS
 
 
-def lessons_of(settlements: Iterable[tuple[dict[str, Any], dict[str, Any], Any]]) -> Lessons:
-    """What earlier runs have learnt.
+@dataclass(frozen=True)
+class Experience:
+    """What earlier runs have found.
+
+    Attributes:
+        lessons: what algorithms took.
+        shapes: directions and shapes of input and weight for which a plan may be on record.
+    """
+
+    lessons: Lessons
+    shapes: frozenset[tuple[str, Shape, Shape]]
+
+
+def experience(settlements: Iterable[tuple[dict[str, Any], dict[str, Any], Any]]) -> Experience:
+    """What earlier runs have found.
 
     Args:
         settlements: `Store.settlements()`.
     """
-    lessons, names = Lessons(), [field.name for field in fields(Environment)]
+    lessons, names, shapes = Lessons(), [field.name for field in fields(Environment)], set()
     for key, terms, values in settlements:
+        if "ratios" not in values:
+            continue  # what was searched ahead
         problem = ConvProblem.from_launch_key(key, terms["extent"])
         teach(lessons, problem, Environment(**{name: key[name] for name in names}), values["ratios"])
-    return lessons
+        shapes.add((str(problem.direction), problem.input_shape, problem.w_shape))
+    return Experience(lessons, frozenset(shapes))
 
 
 def teach(lessons: Lessons, problem: ConvProblem, environment: Environment, ratios: Mapping[str, float]) -> None:
     """Notes what algorithms took for a problem, in units of torch's own kernel on the whole."""
     for algorithm, ratio in ratios.items():
         lessons.add(_lesson(algorithm, problem, environment), _sizes(problem), ratio)
+
+
+def _ratios(exploration: Exploration) -> dict[str, float]:
+    stock_seconds = exploration.baseline_seconds
+    return {name: seconds / stock_seconds for name, seconds in exploration.launches.fastest().items()}
 
 
 def _lesson(algorithm: str, problem: ConvProblem, environment: Environment) -> str:

@@ -11,7 +11,7 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.onednn import OneDnn
 from mucudnn.providers.provider import Provider
-from mucudnn.providers.stock import STOCK, Stock, stock_kernel, stock_result
+from mucudnn.providers.stock import STOCK, Stock, stock_call, stock_kernel, stock_result
 
 HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft())
 """What serves convolutions on a CPU."""
@@ -39,4 +39,14 @@ def providers_on(device: torch.device, engines: str = "heuristic") -> tuple[Prov
     return (Stock(), Engines(card, every=engines == "all"), Legacy(card))
 
 
-__all__ = ["HOST_PROVIDERS", "STOCK", "Operands", "Part", "Provider", "providers_on", "stock_kernel", "stock_result"]
+__all__ = [
+    "HOST_PROVIDERS",
+    "STOCK",
+    "Operands",
+    "Part",
+    "Provider",
+    "providers_on",
+    "stock_call",
+    "stock_kernel",
+    "stock_result",
+]

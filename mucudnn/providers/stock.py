@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.convolution.call import Call
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.convolution.tile import Part
@@ -42,6 +43,24 @@ def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
         )
         result = gradients[0 if mask[0] else 1]
     assert isinstance(result, torch.Tensor)
+    return result
+
+
+def stock_call(call: Call) -> torch.Tensor:
+    """What torch's own kernel returns for a call, whose problem need not be known."""
+    dispatch_key = KINDS[call.input.device.type].dispatch_key
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+    geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
+    result: torch.Tensor
+    if call.direction is Direction.FORWARD:
+        result = stock_kernel("convolution", dispatch_key).call_boxed(
+            keys, call.input, call.weight, call.bias, *geometry
+        )
+    else:
+        mask = [call.direction is Direction.BACKWARD_DATA, call.direction is Direction.BACKWARD_FILTER, False]
+        result = stock_kernel("convolution_backward", dispatch_key).call_boxed(
+            keys, call.grad_output, call.input, call.weight, None, *geometry, mask
+        )[0 if mask[0] else 1]
     return result
 
 

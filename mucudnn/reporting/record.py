@@ -28,6 +28,7 @@ class Record:
         whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
         trials: calls of the program that tried something, where planning is live.
         cost: seconds that these took more than torch's own kernel would have; negative where they were faster.
+        tries: algorithms, and how many of these calls tried each.
     """
 
     problem: ConvProblem
@@ -42,6 +43,7 @@ class Record:
     whole_workspace: int = 0
     trials: int = 0
     cost: float = 0.0
+    tries: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_divided(self) -> bool:
@@ -85,4 +87,5 @@ def _record(value: dict[str, Any]) -> Record:
         record,
         limit=math.inf if record.limit is None else record.limit,
         parts=tuple((int(extent), str(algorithm)) for extent, algorithm in record.parts),
+        tries=tuple((str(algorithm), int(count)) for algorithm, count in record.tries),
     )

@@ -37,10 +37,12 @@ class Outcome:
     Attributes:
         records: of every convolution met.
         timeline: of one step; empty where none was recorded.
+        notices: what a user should know about the settings, a sentence each.
     """
 
     records: Sequence[Record]
     timeline: Sequence[Moment] = field(default=())
+    notices: Sequence[str] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`; a limit or budget of `null` means unlimited."""
@@ -48,7 +50,7 @@ class Outcome:
             asdict(moment) | {"budget": None if moment.budget == math.inf else moment.budget}
             for moment in self.timeline
         ]
-        return {"plans": to_json(self.records), "timeline": timeline}
+        return {"plans": to_json(self.records), "timeline": timeline, "notices": list(self.notices)}
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that `run --report` promises.
@@ -70,7 +72,7 @@ class Outcome:
                 Moment(**moment | {"budget": math.inf if moment["budget"] is None else moment["budget"]})
                 for moment in values["timeline"]
             ]
-            plans = values["plans"]
-        except (TypeError, KeyError) as error:
+            plans, notices = values["plans"], tuple(map(str, values.get("notices", ())))
+        except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"this is no report of a run: {type(error).__name__}: {error}") from error
-        return cls(from_json(plans), timeline)
+        return cls(from_json(plans), timeline, notices)

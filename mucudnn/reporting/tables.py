@@ -30,6 +30,10 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None) -> Tabl
     shown.add_column("division", overflow="fold")
     for heading in ("ms", "over\nundivided", "over\nstock", "workspace", *(["limit"] if title is None else [])):
         shown.add_column(heading, justify="right", no_wrap=True)
+    is_live = any(record.trials for record in records)
+    if is_live:
+        shown.add_column("tried", overflow="fold")
+        shown.add_column("at the cost\nof ms", justify="right", no_wrap=True)
     for index, record in enumerate(records):
         shown.add_row(
             *([] if names is None else [names[index]]),
@@ -41,6 +45,7 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None) -> Tabl
             _times(record.stock_seconds, record.seconds),
             format_bytes(record.workspace),
             *([format_bytes(record.limit)] if title is None else []),
+            *([_tried(record), f"{record.cost * 1e3:.3f}"] if is_live else []),
         )
     return shown
 
@@ -92,6 +97,10 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
         f"{len(torchs)} of them, {sum(torchs) / whole:.0%} of the time, stay with torch's own kernel, which nothing "
         "within the limit beats."
     ]
+
+
+def _tried(record: Record) -> str:
+    return ", ".join(f"{algorithm} {count} time{'s' * (count > 1)}" for algorithm, count in record.tries)
 
 
 def _explored(records: Sequence[Record]) -> list[str]:

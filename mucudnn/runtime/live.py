@@ -1,242 +1,121 @@
-"""Live: convolutions whose calls are computed by what is tried, until the best is found."""
+"""Live: the convolutions of one shape and direction, explored on their own calls once that is worth it."""
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from mucudnn.convolution.call import Call
-from mucudnn.convolution.problem import Shape
+from mucudnn.convolution.call import Call, Outline
 from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import Exploration, Lessons, Purse, Trial
-from mucudnn.planning.prospects import Prospects, is_too_short
-from mucudnn.providers import stock_result
+from mucudnn.planning.prospects import is_too_short
+from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.timing.schedule import LaunchError, Schedule
-
-BASELINE_CALLS = 3
-"""Calls of torch's own kernel before anything is tried: the first does more than the others."""
-
-MOST_PREPARINGS = 101
-"""Of so many convolutions it counts how long that took."""
-
-PREPARING_SECONDS = 5e-3
-"""What it takes to find out what there is to try, before that has been timed."""
+from mucudnn.runtime.explored import Budget, Explored, is_worth
 
 
-class Budget:
-    """What all live planning of a session may cost.
+@dataclass(frozen=True)
+class Site:
+    """What convolutions that are planned live need of their session.
 
     Attributes:
-        purse: seconds on the device.
-        lock: of everything that planning decides; no convolution runs under it.
-        lessons: what algorithms took for convolutions that are settled.
-        preparing: seconds that it takes to find out what there is to try for a convolution.
+        budget: of all live planning of the session.
+        meet: what explores the problem of a call, from the result that torch's own kernel gave; `None` where the call
+            is torch's.
+        stock: the record of torch's own kernel for a call, from its outline and its seconds; `None` as above.
+        leave: leaves the convolutions of a key to torch's own kernel.
     """
 
-    def __init__(self, lessons: Lessons) -> None:
-        self.purse = Purse()
-        self.lock = threading.RLock()
-        self.lessons = lessons
-        self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
-
-    @property
-    def preparing(self) -> float:
-        return statistics.median(self._preparing)
-
-    def prepared(self, seconds: float) -> None:
-        """Notes, and pays, what it took to find out what there is to try."""
-        self._preparing.append(seconds)
-        self.purse.count(0, seconds)
-
-
-class Explored:
-    """One problem, whatever layers call it.
-
-    Attributes:
-        fixed: what computes it from now on; `None` while that is being found out.
-    """
-
-    def __init__(self, budget: Budget, prospects: Prospects, strides: Shape) -> None:
-        """
-        Args:
-            strides: of what torch's own kernel returns.
-        """
-        self.problem = prospects.problem
-        self._budget, self._prospects, self._strides = budget, prospects, strides
-        self._device = device_of(prospects.planner.device)
-        self._stock: list[float] = []
-        self._exploration: Exploration | None = None
-        self._pending: list[tuple[Trial, Stopwatch]] = []
-        self._schedules: dict[Hashable, Schedule] = {}
-        self.fixed: FixedLimit | None = None
-        kept = prospects.kept()
-        if kept is not None:
-            self.fixed = FixedLimit(kept, strides, self._device.is_asynchronous)
-
-    def run(self, call: Call) -> torch.Tensor | None:
-        """The call's result; `None` where torch's own kernel is to compute it."""
-        if self.fixed is None:
-            with self._budget.lock:
-                trial = self._next()
-            if trial is not None:
-                return self._try(trial, call)
-        return None if self.fixed is None else self.fixed.run(call)
-
-    def began(self, watch: Stopwatch) -> None:
-        """Notes the first call, which torch's own kernel has computed."""
-        with self._budget.lock:
-            if self.fixed is None:
-                self._pending.append((Trial(), watch))
-
-    def records(self) -> list[Record]:
-        """What is found, or torch's own kernel while it is being looked for."""
-        if self.fixed is not None:
-            return self.fixed.records()
-        with self._budget.lock:
-            exploration, stock = self._exploration, self._stock
-            if exploration is None:
-                return [self._prospects.stock(min(stock)).record] if stock else []
-            return [self._prospects.so_far(exploration).record]
-
-    def _next(self) -> Trial | None:
-        """What is to be tried; `None` for what computes it now."""
-        self._read()
-        if self.fixed is not None or self._pending:
-            return None
-        purse, exploration = self._budget.purse, self._exploration
-        if exploration is None:
-            if len(self._stock) < BASELINE_CALLS:
-                return Trial()
-            purse.count(min(self._stock))
-            if is_too_short(min(self._stock)):
-                self.fixed = FixedLimit(self._prospects.stock(min(self._stock)), self._strides)
-            elif purse.grants(self._budget.preparing):
-                self._prepare()
-            return None
-        trial = exploration.trial()
-        if trial is None and exploration.settled is None:
-            purse.count(exploration.baseline_seconds)
-        self._settle(exploration)
-        return trial
-
-    def _prepare(self) -> None:
-        start = time.perf_counter()
-        self._exploration = self._prospects.exploration(self._stock, self._budget.purse, self._budget.lessons)
-        self._budget.prepared(time.perf_counter() - start)
-
-    def _settle(self, exploration: Exploration) -> None:
-        if exploration.settled is not None and self.fixed is None:
-            start = time.perf_counter()
-            plan = self._prospects.found(exploration, exploration.settled)
-            self.fixed = FixedLimit(plan, self._strides, self._device.is_asynchronous)
-            self._prospects.teach(self._budget.lessons, self._prospects.keep(plan, exploration.launches))
-            self._schedules.clear()
-            self._budget.purse.count(0, time.perf_counter() - start)
-
-    def _read(self) -> None:
-        """Learns from the calls that are done."""
-        while self._pending:
-            trial, watch = self._pending[0]
-            laps = watch.laps()
-            if laps is None:
-                return
-            del self._pending[0]
-            if self._exploration is None:
-                self._stock.append(sum(laps))
-                self._budget.purse.count(sum(laps))
-            else:
-                self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
-
-    def _try(self, trial: Trial, call: Call) -> torch.Tensor | None:
-        watch = self._device.stopwatch()
-        if trial.division is None:
-            result = stock_result(self.problem, call.operands())
-            watch.lap()
-        else:
-            result = call.input.new_empty_strided(self.problem.target_shape, self._strides)
-            try:
-                schedule = self._schedule(trial)
-                schedule.run(call.operands(result), watch.lap if trial.by_launch else None)
-            except LaunchError as error:
-                with self._budget.lock:
-                    if self._exploration is not None:
-                        self._exploration.fail(trial, error.algorithm, error.extent)
-                return None
-            if not trial.by_launch:
-                watch.lap()
-        with self._budget.lock:
-            self._pending.append((trial, watch))
-            if not self._device.is_asynchronous:
-                self._read()
-        return result
-
-    def _schedule(self, trial: Trial) -> Schedule:
-        """What computes a trial, once it has been seen to keep the limit.
-
-        Raises:
-            LaunchError: where it does not.
-        """
-        assert trial.division is not None
-        key = trial.dim, trial.division.runs()
-        if key not in self._schedules:
-            schedule = self._prospects.schedule(trial)
-            # Parts at an edge, or at an odd address, may need more than others of their size.
-            for option, workspace in zip(trial.division.options, schedule.workspaces, strict=True):
-                if workspace > self._prospects.limit:
-                    raise LaunchError(option.algorithm, option.extent, MemoryError("it needs more than the limit"))
-            self._schedules[key] = schedule
-        return self._schedules[key]
+    budget: Budget
+    meet: Callable[[Call, torch.Tensor], Explored | None]
+    stock: Callable[[Outline, torch.device, float], Record | None]
+    leave: Callable[[Hashable], None]
 
 
 class Live:
-    """The convolutions of one shape and direction. The first call is torch's own, which tells how results lie."""
+    """The convolutions of one shape and direction.
 
-    def __init__(self, meet: Callable[[Call, torch.Tensor], Explored], done: Callable[[], None]) -> None:
+    Until they are worth exploring, torch's own kernel computes them in the usual way, and only one call is timed. What
+    is kept and done until then is little, as a program may meet new shapes at every step.
+    """
+
+    __slots__ = ("_calls", "_explored", "_is_expected", "_key", "_lock", "_outline", "_seconds", "_site", "_watch")
+
+    def __init__(self, site: Site, key: Hashable, is_expected: bool) -> None:
         """
         Args:
-            meet: what explores the problem of a call, from the result that torch's own kernel gave.
-            done: called once torch's own kernel has turned out to be the best.
+            key: of the convolutions in the session.
+            is_expected: whether something may be on record, so that the first call should look there.
         """
-        self._meet, self._done = meet, done
+        self._site, self._key, self._is_expected = site, key, is_expected
         self._lock = threading.Lock()
+        self._calls = 0
+        self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
+        self._seconds: float | None = None
+        self._outline: tuple[Outline, torch.device] | None = None
         self._explored: Explored | None = None
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
         explored = self._explored
         if explored is None:
-            if device_of(call.input.device).is_capturing():
-                return None
-            with self._lock:
-                if self._explored is None:
-                    return self._first(call)
-                explored = self._explored
+            return self._wait(call)
         if explored.fixed is not None:
             if explored.fixed.plan.is_stock:
-                self._done()
+                self._site.leave(self._key)
             return explored.fixed.run(call)
         if device_of(call.input.device).is_capturing():
             return None
         return explored.run(call)
 
-    def _first(self, call: Call) -> torch.Tensor:
-        problem = call.problem()
-        assert problem is not None, "others are torch's"
-        watch = device_of(call.input.device).stopwatch()
-        result = stock_result(problem, call.operands())
-        watch.lap()
-        explored = self._meet(call, result)
-        explored.began(watch)
-        self._explored = explored
-        return result
+    def _wait(self, call: Call) -> torch.Tensor | None:
+        """Leaves a call to torch, or times it and may begin to explore."""
+        self._calls += 1
+        begins = self._is_expected or self._is_worth()
+        if not begins and (self._calls == 1 or self._watch is not None):
+            return None
+        device = device_of(call.input.device)
+        if device.is_capturing() or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            watch = device.stopwatch()
+            result = stock_call(call)
+            watch.lap()
+            earlier = [] if self._watch is None else [self._watch]
+            self._watch = watch
+            if self._explored is None and (begins or self._is_worth()):
+                self._begin(call, result, [*earlier, watch])
+            elif self._outline is None:
+                self._outline = Outline(call, result), call.input.device
+            return result
+        finally:
+            self._lock.release()
+
+    def _begin(self, call: Call, result: torch.Tensor, watches: Sequence[Stopwatch]) -> None:
+        explored = self._site.meet(call, result)
+        if explored is None:
+            self._site.leave(self._key)
+        else:
+            explored.began(self._calls, watches)
+            self._explored = explored
+
+    def _is_worth(self) -> bool:
+        if self._seconds is None:
+            laps = None if self._watch is None else self._watch.laps()
+            if laps is None:
+                return False
+            self._seconds = sum(laps)
+            if is_too_short(self._seconds):
+                self._site.leave(self._key)
+        return is_worth(self._calls, self._seconds, self._site.budget.preparing)
 
     def records(self) -> list[Record]:
-        """The records of what explores the problem."""
-        return [] if self._explored is None else self._explored.records()
+        """The records of what explores the problem, or of torch's own kernel before that."""
+        if self._explored is not None:
+            return self._explored.records()
+        if self._outline is None or self._seconds is None:
+            return []
+        record = self._site.stock(*self._outline, self._seconds)
+        return [] if record is None else [record]

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
 
 import torch
 
-from mucudnn.convolution.call import Call
+from mucudnn.convolution.call import Call, Outline
+from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Lessons
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.prospects import Prospects, lessons_of
+from mucudnn.planning.prospects import Prospects, experience
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
-from mucudnn.reporting.run_file import Moment
+from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.runtime.decision import Decision
+from mucudnn.runtime.explored import Budget, Explored
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Budget, Explored, Live
+from mucudnn.runtime.live import Live, Site
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -37,6 +39,9 @@ has the decisions that were made first made anew, from the database, where it co
 
 UNMEASURED = (torch.OutOfMemoryError, CudnnError)
 """Errors that end a measurement and not the program: the convolution is then left to torch."""
+
+
+_log = logging.getLogger("mucudnn")
 
 
 class Session:
@@ -59,9 +64,15 @@ class Session:
         self._allowance = Allowance(settings) if settings.is_by_step else None
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total)
-        self._is_live = settings.planning == "live" and board is None  # ranks must come to the same plans
-        self._budget = Budget(lessons_of(self.store.settlements()) if self._is_live else Lessons())
+        self.notices = list(_notices(settings, board))
+        """What a user should know about the settings, a sentence each."""
+        for notice in self.notices:
+            _log.warning(notice)
+        self._is_live = settings.planning == "live" and not self.notices
+        known = experience(self.store.settlements() if self._is_live else ())
+        self._budget, self._shapes = Budget(known.lessons), known.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
+        self._site = Site(self._budget, self._explored_by, self._stock_record, self._leave)
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -77,14 +88,20 @@ class Session:
             return self.decisions[key]
 
     def records(self) -> list[Record]:
-        """What is decided for every convolution met so far, in that order."""
+        """What is decided for every convolution met so far, in that order; planned live, for every one met twice."""
         with self._lock:
             decisions = list(self._made.values())
-        return [record for decision in decisions for record in decision.records()]
+        records = [record for decision in decisions for record in decision.records()]
+        # Layers that explore a problem together all tell of it.
+        return list({record.problem: record for record in records}.values()) if self._is_live else records
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
         return [] if self._allowance is None else self._allowance.timeline()
+
+    def outcome(self) -> Outcome:
+        """All of it, as `run --report` writes it."""
+        return Outcome(self.records(), self.timeline(), self.notices)
 
     def close(self) -> None:
         """Closes the database, and ends a recording that is going on."""
@@ -110,25 +127,35 @@ class Session:
         self._made[measurement.problem] = decision
         return None if decision.plan.is_stock else decision
 
-    def _live(self, key: Hashable, call: Call) -> Live | None:
-        if call.problem() is None or self._planner_for(call) is None:
-            return None
-        return Live(self._explored_by, lambda: self._leave(key))
+    def _live(self, key: Hashable, call: Call) -> Live:
+        shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
+        is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
+        live = self._made[key] = Live(self._site, key, is_expected)
+        return live
 
-    def _explored_by(self, call: Call, result: torch.Tensor) -> Explored:
-        """What explores the problem of a call, which may be other layers' too."""
-        planner, problem = self._planner_for(call), call.problem(result)
-        assert planner is not None and problem is not None, "others are torch's"
+    def _prospects(self, problem: ConvProblem, planner: Planner, strides: Shape | None) -> Prospects:
+        measurement = planner.measurement(problem, None, strides)
+        return Prospects(planner, measurement, self.settings.workspace_limit, self.settings.policy)
+
+    def _stock_record(self, outline: Outline, device: torch.device, seconds: float) -> Record | None:
+        with self._lock:
+            problem, planner = outline.problem(), self._planner_on(device)
+        if problem is None or planner is None:
+            return None
+        return self._prospects(problem, planner, None).stock(seconds).record
+
+    def _explored_by(self, call: Call, result: torch.Tensor) -> Explored | None:
+        """What explores the problem of a call, which may be other layers' too; `None` where it is left to torch."""
+        problem = call.problem(result)
+        with self._lock:
+            planner = None if problem is None else self._planner_for(call)
+        if problem is None or planner is None:
+            return None
         name = problem, result.stride(), planner.device, Environment.current(planner.device)
         with self._budget.lock:
             if name not in self._explored:
-                prospects = Prospects(
-                    planner,
-                    planner.measurement(problem, None, result.stride()),
-                    self.settings.workspace_limit,
-                    self.settings.policy,
-                )
-                self._explored[name] = self._made[problem] = Explored(self._budget, prospects, result.stride())
+                prospects = self._prospects(problem, planner, result.stride())
+                self._explored[name] = Explored(self._budget, prospects, result.stride())
             return self._explored[name]
 
     def _leave(self, key: Hashable) -> None:
@@ -197,6 +224,20 @@ class Session:
             except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
                 _warn(f"convolutions on {device} are left to torch: {error}")
         return self._planners[device]
+
+
+def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
+    if settings.planning != "live":
+        return
+    if settings.is_by_step:
+        where = "under budgets by step"
+    elif settings.total_workspace_size is not None:
+        where = "within a total"
+    elif board is not None:
+        where = "on several ranks, which must come to the same plans"
+    else:
+        return
+    yield f"planning=live is for a limit by convolution in one process: {where} convolutions are measured ahead."
 
 
 def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:

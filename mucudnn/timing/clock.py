@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from mucudnn.devices import Clock, Work
 from mucudnn.devices.host import HOST_CLOCK
 
 REPETITIONS = 5
-"""Timed calls whose median is taken."""
+"""Timed calls at most, of which the median is taken."""
+
+ENOUGH = 0.01
+"""Seconds of calls after which there are no more."""
 
 BUDGET = 0.2
-"""Seconds after which fewer repetitions, at least `LEAST_REPETITIONS`, must do."""
-
-LEAST_REPETITIONS = 2
+"""Seconds of a first call beyond which it is the only one."""
 
 PAIRS = 11
 """Timed pairs of calls when two are compared."""
@@ -38,26 +40,34 @@ def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
     """Median seconds of a call after a first one; what takes longer than `BUDGET` is called once only, as what a first
     call does beside its work is then slight."""
     first = first_seconds(work, clock)
-    if first > BUDGET:
-        return first
+    return first if first > BUDGET else again_seconds(work, math.inf, clock)
+
+
+def again_seconds(work: Work, most: float, clock: Clock = HOST_CLOCK) -> float:
+    """Median seconds of calls after a first one, which end as soon as one takes more than `most`."""
     times: list[float] = []
-    while len(times) < LEAST_REPETITIONS or (len(times) < REPETITIONS and sum(times) < BUDGET):
+    while not times or (len(times) < REPETITIONS and sum(times) < ENOUGH and times[-1] <= most):
         times.append(clock.seconds(work))
     return statistics.median(times)
 
 
-def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK) -> float:
+def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float = math.inf) -> float:
     """How long `work` takes at most in units of `baseline`: the upper quartile over pairs of calls run in turn.
 
     The two are called in turn because a machine's speed changes over time; a change then falls on both of a pair and
     leaves their ratio as it is. The upper quartile is taken, and not the median, so that `work` is chosen only if it is
     faster nearly always. What a call finds in the allocator depends on the call before it: in every second pair that is
     a call of the same kind, in the others one of the other kind. The baseline must have been called before.
+
+    Args:
+        wanted: what the result must be below to be of interest: where most pairs lie above it, there are no more.
     """
     work()
     ratios: list[float] = []
     spent, slow = 0.0, 0.0
     while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and spent < PAIRS_BUDGET):
+        if len(ratios) >= LEAST_PAIRS and _quartiles(ratios)[0] >= wanted:
+            break
         again = len(ratios) % 2 == 1
         if again:
             work()
@@ -69,4 +79,8 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK) -> float:
             slow = theirs
         ratios.append(mine / theirs)
         spent += mine + theirs
-    return statistics.quantiles(ratios, n=4, method="inclusive")[-1]
+    return _quartiles(ratios)[-1]
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive")

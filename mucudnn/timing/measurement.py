@@ -66,7 +66,7 @@ class Measurement:
     def strides(self) -> Shape:
         """Of the result, as torch's own kernel lays it out."""
         if self._strides is None:
-            self._strides = self._turn().target(self.problem).stride()
+            self._strides = self.turn().target(self.problem).stride()
         return self._strides
 
     def elsewhere(self, device: torch.device) -> Measurement:
@@ -83,13 +83,17 @@ class Measurement:
     def stock_seconds(self) -> float:
         """Seconds of torch's own kernel on the whole."""
         if self._stock_seconds is None:
-            self._stock_seconds = self.logbook.seconds(
-                self.problem,
-                STOCK,
-                0,
-                lambda: clock.seconds(lambda: stock_result(self.problem, self._turn()), self._clock),
-            )
+            self._stock_seconds = self.logbook.seconds(self.problem, STOCK, 0, self._measure_stock)
         return self._stock_seconds
+
+    def _measure_stock(self) -> float:
+        def work() -> None:
+            stock_result(self.problem, self.turn())
+
+        if self._given is None:
+            return clock.seconds(work, self._clock)
+        # Whoever gives operands has just seen what torch's own kernel makes of them.
+        return clock.again_seconds(work, math.inf, self._clock)
 
     def workspace(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
         """Bytes that parts of a size along a dim need at most; `None` where the algorithm does not serve all of them.
@@ -103,10 +107,16 @@ class Measurement:
             return None
         return max(found) + rounding_bytes(self.problem, size < extent(self.problem, dim))
 
-    def option(self, candidate: Candidate, dim: Dim, size: int, abandon: float) -> Option | None:
+    def is_known(self, candidate: Candidate, dim: Dim, size: int) -> bool:
+        """Whether a launch is on record."""
+        problem = middle(self.problem, dim, size).problem
+        return (candidate[1], problem.extent) in self.logbook.launches(problem)
+
+    def option(self, candidate: Candidate, dim: Dim, size: int, abandon: float, most: float) -> Option | None:
         """Times a launch, or finds it on record; `None` where the algorithm fails.
 
-        A call that takes more than `abandon` seconds, or more than `clock.BUDGET`, is timed only once.
+        A first call that takes more than `abandon` seconds, or more than `clock.BUDGET`, is the only one. After it
+        there is one call, and more of short ones as long as they take at most `most` seconds.
 
         Successive calls on micro-batches take different samples of the mini-batch, so that no call finds its samples in
         a cache. Of micro-tiles the one in the middle of the tensor is timed: it reads the most rows, as it has
@@ -135,17 +145,20 @@ class Measurement:
         try:
             seconds = clock.first_seconds(work, self._clock)
             if seconds <= min(abandon, clock.BUDGET):
-                seconds = clock.seconds(work, self._clock)
+                seconds = clock.again_seconds(work, most, self._clock)
         except LaunchError as error:
             _log.warning("%s %s: not usable: %s", self.problem.direction, self.problem, error)
             return None
         self.logbook.record(problem, Option(problem.extent, algorithm, seconds, workspace))
         return Option(size, algorithm, seconds, workspace)
 
-    def division_seconds(self, schedule: Schedule) -> float:
+    def division_seconds(self, schedule: Schedule, wanted: float) -> float:
         """Seconds of a division: its time in units of torch's own kernel's, both run in turn, times that on record.
 
         It is kept as a launch of its own, named by its parts.
+
+        Args:
+            wanted: what it must take less than to be of interest, in units of torch's own kernel.
 
         Raises:
             LaunchError: where one of the algorithms fails.
@@ -153,9 +166,10 @@ class Measurement:
 
         def measure() -> float:
             ratio = clock.ratio(
-                lambda: schedule.run(self._with_target(self._turn())),
-                lambda: stock_result(self.problem, self._turn()),
+                lambda: schedule.run(self._with_target(self.turn())),
+                lambda: stock_result(self.problem, self.turn()),
                 self._clock,
+                wanted,
             )
             return ratio * self.stock_seconds()
 
@@ -166,8 +180,8 @@ class Measurement:
         part = middle(self.problem, dim, option.extent)
         self.logbook.record(part.problem, replace(option, extent=part.problem.extent))
 
-    def _turn(self) -> Operands:
-        """The next set of operands."""
+    def turn(self) -> Operands:
+        """The next set of operands; nothing of it may be written."""
         if self._turns is None:
             given = self._given or synthetic_operands(self.problem, self._device.place)
             self._turns = itertools.cycle(_sets(given, self.problem, self._device.cache))
@@ -178,7 +192,7 @@ class Measurement:
         starts = range(0, extent(self.problem, dim) - size + 1, size) if dim is Dim.BATCH else ()
         tiles = [tile(self.problem, dim, start, size) for start in starts] or [middle(self.problem, dim, size)]
         while True:
-            operands = self._turn()
+            operands = self.turn()
             yield from ((tile, operands) for tile in tiles)
 
     def _with_target(self, given: Operands, dtype: torch.dtype | None = None) -> Operands:

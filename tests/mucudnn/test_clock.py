@@ -28,7 +28,8 @@ def takes(now: list[float], seconds: list[float]) -> clock.Work:
 
 
 def test_seconds_are_the_median_after_a_warm_up(now: list[float]) -> None:
-    assert clock.seconds(takes(now, [0.1, 0.01, 0.05, 0.02, 0.03, 0.04])) == pytest.approx(0.03)
+    assert clock.seconds(takes(now, [0.1, 0.001, 0.0005, 0.002, 0.003, 0.004])) == pytest.approx(0.002)
+    assert clock.seconds(takes(now, [0.1, 0.02, 0.5])) == pytest.approx(0.02)
 
 
 def test_long_work_is_called_once(now: list[float]) -> None:
@@ -42,6 +43,24 @@ def test_a_slow_baseline_is_called_once_where_the_work_is_far_faster(now: list[f
     assert len(calls) == 1
     assert clock.ratio(takes(now, [19.0]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.95)
     assert len(calls) == 1 + 4
+
+
+def test_slow_work_is_not_repeated(now: list[float]) -> None:
+    assert clock.again_seconds(takes(now, [0.002, 0.001]), most=0.0015) == pytest.approx(0.002)
+    assert clock.again_seconds(takes(now, [0.001, 0.003, 0.001]), most=0.002) == pytest.approx(0.002)
+
+
+def test_what_is_not_wanted_is_compared_no_further(now: list[float]) -> None:
+    calls: list[float] = []
+
+    def work() -> None:
+        calls.append(1.0)
+        now[0] += 1e-3
+
+    assert clock.ratio(work, takes(now, [1e-3]), wanted=0.95) == pytest.approx(1.0)
+    few = len(calls)
+    assert clock.ratio(work, takes(now, [1e-3]), wanted=1.05) == pytest.approx(1.0)
+    assert few < (len(calls) - few) / 2
 
 
 def test_ratio_does_not_trust_a_lucky_half(now: list[float]) -> None:

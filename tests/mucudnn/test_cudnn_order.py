@@ -36,14 +36,14 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCard]:
     card = SimulatedCard()
     serve(monkeypatch, card)
 
-    def option(self: Measurement, candidate: Candidate, dim: Dim, size: int, abandon: float) -> Option | None:
+    def option(self: Measurement, candidate: Candidate, dim: Dim, size: int, *others: float) -> Option | None:
         workspace = self.workspace(candidate, dim, size)
         seconds = SECONDS.get(candidate[1])
         return (
             None if seconds is None or dim is not Dim.BATCH else Option(size, candidate[1], seconds * size, workspace)
         )
 
-    def ratio(work: clock.Work, baseline: clock.Work, clock: object) -> float:
+    def ratio(work: clock.Work, *others: object) -> float:
         work()
         return SECONDS[card.simulated.executed[-1]]
 

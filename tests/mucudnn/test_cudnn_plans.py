@@ -59,13 +59,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     def plan(card: SimulatedCard, promising: str, database: str = MEMORY) -> list[str]:
         timed: list[str] = []
 
-        def seconds(work: clock.Work, clock: object = None) -> float:
+        def seconds(work: clock.Work, *others: object) -> float:
             work()
             timed.append(card.simulated.executed[-1])
             return 1e-3 if timed[-1] == promising else 1e3
 
-        monkeypatch.setattr(clock, "first_seconds", seconds)
-        monkeypatch.setattr(clock, "seconds", seconds)
+        for name in ("first_seconds", "again_seconds"):
+            monkeypatch.setattr(clock, name, seconds)
         monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1.0)
         settings = Settings.from_environment({}, policy="all", database=database, progress="off")
         planner = Planner(settings, Store(database), providers=(Engines(card),))
@@ -248,11 +248,11 @@ def test_parts_are_timed_on_other_samples_every_time(monkeypatch: pytest.MonkeyP
             read.append(parts[0].operands.x.data_ptr())
             super().launch(algorithm, parts, accumulate)
 
-    monkeypatch.setattr(clock, "first_seconds", lambda work, clock=None: [work() for _ in range(8)] and 0.0)
-    monkeypatch.setattr(clock, "seconds", lambda work, clock=None: [work() for _ in range(8)] and 0.0)
+    for name in ("first_seconds", "again_seconds"):
+        monkeypatch.setattr(clock, name, lambda work, *others: [work() for _ in range(8)] and 0.0)
     given = operands(PLAIN)
     measurement = Measurement(PLAIN, Logbook(ENVIRONMENT, Store(MEMORY)), given)
-    option = measurement.option((Watching(SimulatedCard()), "eng1"), Dim.BATCH, 4, 1.0)
+    option = measurement.option((Watching(SimulatedCard()), "eng1"), Dim.BATCH, 4, 1.0, 1.0)
     assert option is not None and option.workspace == 4 * 1024
     step = 4 * given.x.stride(0) * given.x.element_size()
     assert read == [given.x.data_ptr() + number * step for number in range(16)]

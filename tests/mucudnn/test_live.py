@@ -16,13 +16,15 @@ import mucudnn
 from mucudnn.convolution.tile import Part
 from mucudnn.devices import Host
 from mucudnn.optimizer import Purse
-from mucudnn.planning import planner
+from mucudnn.planning import planner, tryout
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
+from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import live
-from mucudnn.runtime.live import Explored
+from mucudnn.runtime.explored import Explored
 from mucudnn.runtime.session import Session
+from mucudnn.timing.board import Alone
 from mucudnn.timing.schedule import Schedule
 
 STOCK_SECONDS = 1.0
@@ -41,16 +43,17 @@ class MadeUp:
         self.read = 0
         for name, provider in {"stock": Stock, "fft": Fft, "gemm": Gemm}.items():
             monkeypatch.setattr(provider, "launch", self._launch(name, provider.launch))
-        own = live.stock_result
+        own, of_call = tryout.stock_result, live.stock_call
 
         def stock_result(*arguments: Any) -> torch.Tensor:
             self.now += STOCK_SECONDS
-            return own(*arguments)
+            return of_call(*arguments) if len(arguments) == 1 else own(*arguments)
 
-        monkeypatch.setattr(live, "stock_result", stock_result)
+        monkeypatch.setattr(live, "stock_call", stock_result)
+        monkeypatch.setattr(tryout, "stock_result", stock_result)
         monkeypatch.setattr(Host, "stopwatch", lambda device: Watch(self))
         # The host's own work takes real time, which is none of this clock's.
-        monkeypatch.setattr(live.time, "perf_counter", lambda: 0.0)
+        monkeypatch.setattr(exploring.time, "perf_counter", lambda: 0.0)
 
     def _launch(self, name: str, own: Callable[..., None]) -> Callable[..., None]:
         def launch(provider: Any, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
@@ -80,7 +83,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is granted and nothing is too short, so that small tensors are explored at once."""
     monkeypatch.setattr(Purse, "grants", lambda purse, seconds: True)
     monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(live, "is_too_short", lambda seconds: False)
+    monkeypatch.setattr(exploring, "WORTH", 0)
+    for module in (live, exploring):
+        monkeypatch.setattr(module, "is_too_short", lambda seconds: False)
 
 
 def explored(session: Session) -> list[Explored]:
@@ -202,7 +207,8 @@ def test_what_fails_is_computed_by_torch_and_not_tried_again(monkeypatch: pytest
 def test_a_short_convolution_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     MadeUp(monkeypatch)
     monkeypatch.setattr(planner, "LEAST_SECONDS", 2.0)
-    monkeypatch.setattr(live, "is_too_short", lambda seconds: True)
+    for module in (live, exploring):
+        monkeypatch.setattr(module, "is_too_short", lambda seconds: True)
     with mucudnn.patched(planning="live", database=":memory:") as session:
         for _ in range(5):
             functional.conv2d(X, W)
@@ -235,11 +241,62 @@ def test_layers_of_one_shape_explore_together(monkeypatch: pytest.MonkeyPatch) -
         assert len(explored(session)) == 1 and len(session.records()) == 1
 
 
-@pytest.mark.parametrize("settings", [{"workspace_limit": "peak"}, {"total_workspace_size": "1MiB"}])
-def test_budgets_and_totals_are_measured_ahead(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"workspace_limit": "peak"}, "under budgets by step"),
+        ({"total_workspace_size": "1MiB"}, "within a total"),
+        ({"board": Alone()}, "on several ranks"),
+    ],
+)
+def test_where_live_planning_does_not_reach_is_told(
+    settings: dict[str, Any], where: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with mucudnn.patched(planning="live", database=":memory:", **settings) as session:
         functional.conv2d(X, W)
         assert explored(session) == []
+    (notice,) = session.outcome().notices
+    assert where in notice and "measured ahead" in notice
+    assert notice in caplog.messages
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        assert not session.outcome().notices
+
+
+def test_shapes_that_are_met_a_few_times_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUp(monkeypatch, fft=0.1)
+    monkeypatch.setattr(exploring, "PREPARING_SECONDS", 20 * STOCK_SECONDS / exploring.WORTH)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for rows in range(6, 12):
+            for _ in range(19):
+                functional.conv2d(X[:, :, :rows], W)
+        assert explored(session) == []
+        assert [record.division for record in session.records()] == ["stock(8)"] * 6
+        for _ in range(60):
+            functional.conv2d(X[:, :, :8], W)
+        assert sum("fft" in record.division for record in session.records()) == 1 == len(explored(session))
+
+
+@pytest.mark.usefixtures("eager")
+def test_deterministic_programs_compute_the_same_from_the_second_run_on(
+    monkeypatch: pytest.MonkeyPatch, own_database: Path
+) -> None:
+    MadeUp(monkeypatch, fft=0.1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        divisions = []
+        for calls in (6, 40, 40):
+            with mucudnn.patched(planning="live") as session:
+                for _ in range(calls):
+                    functional.conv2d(X, W)
+                (record,) = session.records()
+                divisions.append((record.division, record.trials > 0))
+        assert divisions == [("stock(8)", True), ("stock(8)", False), ("stock(8)", False)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with mucudnn.patched(planning="live") as session:
+        for _ in range(60):
+            functional.conv2d(X, W)
+        assert "fft" in session.records()[0].division, "it may be found where nobody asked for the same"
 
 
 def test_what_was_slow_for_a_similar_convolution_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,17 +72,17 @@ class Machine:
         self.now += sum(self.seconds[algorithm](extent) for extent in extents)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def elapsed(work: clock.Work, clock: object = None) -> float:
+        def elapsed(work: clock.Work, *others: object, **named: object) -> float:
             start = self.now
             work()
             return (self.now - start) or STOCK_SECONDS  # only torch's own kernel does not move this clock
 
-        def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
+        def ratio(work: clock.Work, baseline: clock.Work, clock: object, wanted: float) -> float:
             work()
             return self.ratio
 
-        monkeypatch.setattr(clock, "first_seconds", elapsed)
-        monkeypatch.setattr(clock, "seconds", elapsed)
+        for name in ("first_seconds", "again_seconds", "seconds"):
+            monkeypatch.setattr(clock, name, elapsed)
         monkeypatch.setattr(clock, "ratio", ratio)
 
 
@@ -142,7 +142,7 @@ def test_only_what_is_measurably_faster_is_taken(machine: Machine, ratio: float,
 def test_a_division_that_disappoints_gives_way_to_the_next(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine.seconds = {"lucky": lambda extent: 0.003 * extent, "fast": lambda extent: 0.01 * extent}
 
-    def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
+    def ratio(work: clock.Work, *others: object) -> float:
         work()
         return 1.5 if machine.launches[-1][0] == "lucky" else 0.3
 
@@ -151,15 +151,43 @@ def test_a_division_that_disappoints_gives_way_to_the_next(machine: Machine, mon
 
 
 def test_short_convolutions_are_left_to_torch(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock, "seconds", lambda work, clock=None: LEAST_SECONDS / 2)
+    monkeypatch.setattr(clock, "seconds", lambda work, clock: LEAST_SECONDS / 2)
     assert plan(machine, 16, math.inf).is_stock
     assert machine.launches == []
 
 
-def test_a_hopeless_algorithm_is_not_measured_at_every_size(machine: Machine) -> None:
+def test_a_hopeless_algorithm_is_measured_once(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 10.0 * extent
     assert plan(machine, 16, math.inf, "all").is_stock
-    assert sorted(machine.launches) == [("fast", (1,)), ("fast", (4,))]
+    assert machine.launches == [("fast", (4,))]
+
+
+def test_what_was_slow_elsewhere_is_not_measured_again(machine: Machine) -> None:
+    machine.seconds["fast"] = lambda extent: 1.0 * extent
+    store = Store(":memory:")
+    settings = Settings.from_environment({}, workspace_limit="unlimited", database=":memory:")
+    planner = Planner(settings, store, (machine,))
+    assert planner.plan(planner.measurement(problem(16))).is_stock
+    assert machine.launches
+    machine.launches.clear()
+    for extent in (32, 48):
+        assert planner.plan(planner.measurement(problem(extent))).is_stock
+    again = Planner(settings, store, (machine,))
+    assert again.plan(again.measurement(problem(64))).is_stock, "the database tells as much"
+    assert machine.launches == []
+
+
+def test_what_was_measured_once_is_taken_again(machine: Machine) -> None:
+    machine.seconds = {"fast": lambda extent: 0.055 * extent, "lucky": lambda extent: 0.05 * extent}
+    store = Store(":memory:")
+    first = plan(machine, 16, math.inf, "all", store)
+    measured = len(machine.launches)
+    for extent in (3, 5, 24):
+        plan(machine, extent, math.inf, "all", store)  # what is learnt of others changes nothing
+    machine.launches.clear()
+    again = plan(machine, 16, math.inf, "all", store)
+    assert (again.division, again.options) == (first.division, first.options)
+    assert measured and machine.launches == []
 
 
 def test_the_database_answers_other_limits_and_batches(machine: Machine) -> None:

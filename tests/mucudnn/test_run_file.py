@@ -14,7 +14,7 @@ from mucudnn.reporting.run_file import Moment, Outcome
 
 def test_json_keeps_everything() -> None:
     timeline = (Moment("a", 100, 20, 30.0), Moment("b", 120, 0, math.inf))
-    for outcome in (Outcome([DIVIDED, STOCK], [*timeline]), Outcome([], [])):
+    for outcome in (Outcome([DIVIDED, STOCK], [*timeline]), Outcome([], [], ("a sentence",))):
         assert Outcome.from_json(json.loads(json.dumps(outcome.to_json(), allow_nan=False))) == outcome
 
 

@@ -64,7 +64,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_stock(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own kernel looks slow, so that workspace is always worth having."""
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(clock, "ratio", lambda work, baseline, timer=None: (work(), 0.1)[1])
+    monkeypatch.setattr(clock, "ratio", lambda work, *others: (work(), 0.1)[1])
 
 
 def network() -> nn.Sequential:
@@ -140,7 +140,7 @@ def test_identical_layers_are_measured_once(slow_stock: None, monkeypatch: pytes
 def test_divisions_that_disappoint_give_their_workspace_back(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
 
-    def ratio(work: clock.Work, baseline: clock.Work, clock: object = None) -> float:
+    def ratio(work: clock.Work, *others: object) -> float:
         return 2.0  # nothing holds against torch's own kernel
 
     monkeypatch.setattr(clock, "ratio", ratio)
@@ -170,9 +170,7 @@ def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
 def test_records_tell_of_what_came_on_the_menu_later(slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first division that is confirmed disappoints, so that another one, at corrected times, takes its place."""
     counts = iter(range(10**6))
-    monkeypatch.setattr(
-        clock, "ratio", lambda work, baseline, timer=None: (work(), 2.0 if next(counts) % 2 == 0 else 0.5)[1]
-    )
+    monkeypatch.setattr(clock, "ratio", lambda work, *others: (work(), 2.0 if next(counts) % 2 == 0 else 0.5)[1])
     module = network()
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
         for _ in range(6):

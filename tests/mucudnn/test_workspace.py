@@ -76,7 +76,7 @@ def test_a_patched_call_stays_within_the_limit(
         return 1e3
 
     monkeypatch.setattr(Measurement, "stock_seconds", slow_stock)
-    monkeypatch.setattr(clock, "ratio", lambda work, baseline, clock=None: 0.1)
+    monkeypatch.setattr(clock, "ratio", lambda work, *others: 0.1)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     torch.manual_seed(0)
     x, w = torch.randn(16, 4, 24, 24), torch.randn(8, 4, 9, 9)

@@ -1,0 +1,214 @@
+"""Search: which launches of a problem are timed, in which order, and which cannot win."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+
+from mucudnn.convolution.problem import ConvProblem, Dim
+from mucudnn.convolution.tile import extent
+from mucudnn.optimizer import Costs, Forecast, Option, micro_batch_sizes
+from mucudnn.planning.plan import MARGIN
+from mucudnn.providers import STOCK
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.measurement import Candidate, Measurement, middle
+from mucudnn.timing.store import Store
+
+PARTS_MARGIN = 0.15
+"""As `MARGIN`, for a division whose parts are all computed by torch's own kernel. The parts compute in the same way as
+the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
+
+HOPELESS = 3.0
+"""A first call that takes more than so many times torch's time per sample is not repeated. If the smallest part and one
+that takes torch about `PROBE_SECONDS` are as slow as that, no other is timed."""
+
+PROBE_SECONDS = 0.25
+
+SHARE = 4
+"""The first part that is timed is no larger than the smallest size of at least 1/SHARE of the whole."""
+
+
+class Search:
+    """The launches of one problem that are worth timing.
+
+    Torch's own kernel on the whole always is. Of the others, those of which more is to be hoped come first, and one is
+    left out where it is nearly sure, by what similar launches took, that no division of it is faster than torch's own
+    kernel by the margin. As that kernel needs no workspace, this holds within any limit.
+    """
+
+    def __init__(self, measurement: Measurement, costs: Costs, allowed: float, policy: str) -> None:
+        """
+        Args:
+            costs: of the launches so far; those that are timed are added.
+            allowed: bytes of workspace.
+            policy: the sizes of parts.
+        """
+        self._measurement, self._costs = measurement, costs
+        self._problem, self._allowed, self._policy = measurement.problem, allowed, policy
+        self._group = measurement.problem.with_extent(1)
+        self._stock_seconds = measurement.stock_seconds()
+        self._add(STOCK, middle(self._problem, Dim.BATCH, self._problem.extent).problem, self._stock_seconds)
+
+    def hope(self, candidate: Candidate, dim: Dim) -> float:
+        """The least seconds that the whole may take by a candidate; 0 where nothing is known of it."""
+        part = middle(self._problem, dim, max(1, extent(self._problem, dim) // 2))
+        forecast = self._forecast(candidate[1], part.problem)
+        return 0.0 if forecast is None else forecast.least * extent(self._problem, dim) / part.extent
+
+    def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
+        """The candidate's launches along a dim that are worth timing, or known.
+
+        The workspace of a launch is asked for just before it would be timed: of cuDNN that takes milliseconds.
+        """
+        sizes = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
+        if sizes.smallest is None:
+            return
+        known = [size for size in sizes.all if self._measurement.is_known(candidate, dim, size)]
+        left = [size for size in sizes.all if size not in known]
+        probes = list(self._probes(sizes, dim))
+        promising = False
+        for size in filter(sizes.fits, known):
+            for option in self._timed(candidate, dim, size):
+                promising |= self._is_promising(option, dim)
+                yield option
+        while left:
+            hoped = {size: self._hoped(candidate, dim, size) for size in left}
+            left = [size for size in left if hoped[size] < math.inf]
+            wanted = [probe for probe in probes if probe in left]
+            if not wanted and promising:
+                wanted = sorted(left, key=lambda size: (hoped[size], -size))
+            if not wanted:
+                return
+            size = wanted[0]
+            left.remove(size)
+            if sizes.fits(size):
+                for option in self._timed(candidate, dim, size):
+                    promising |= self._is_promising(option, dim)
+                    yield option
+
+    def chosen(self, candidate: Candidate, dim: Dim, sizes: Iterable[int]) -> Iterator[Option]:
+        """The candidate's launches of sizes that an earlier search came to."""
+        fitting = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
+        for size in sizes:
+            if fitting.fits(size):
+                yield from self._timed(candidate, dim, size)
+
+    def _probes(self, sizes: Sizes, dim: Dim) -> Iterator[int]:
+        """What is timed first: a part of about 1/SHARE, or less where that takes long, and the smallest."""
+        whole = extent(self._problem, dim)
+        enough = next((size for size in sizes.few if size * SHARE >= whole), whole)
+        yield (
+            sizes.largest(lambda size: size <= enough and self._share(dim, size) <= PROBE_SECONDS)
+            or sizes.smallest
+            or whole
+        )
+        if dim is Dim.BATCH and sizes.smallest is not None:
+            yield sizes.smallest
+
+    def _timed(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
+        share, is_new = self._share(dim, size), not self._measurement.is_known(candidate, dim, size)
+        option = self._measurement.option(candidate, dim, size, HOPELESS * share, self._bar(candidate[1]) * share)
+        if option is not None:
+            if is_new:
+                self._add(candidate[1], middle(self._problem, dim, size).problem, option.seconds)
+            yield option
+
+    def _hoped(self, candidate: Candidate, dim: Dim, size: int) -> float:
+        """The least seconds that the whole may take in parts of a size; infinite where those cannot win."""
+        forecast = self._forecast(candidate[1], middle(self._problem, dim, size).problem)
+        if forecast is None:
+            return 0.0
+        least = forecast.least * extent(self._problem, dim) / size
+        return least if least < self._bar(candidate[1]) * self._stock_seconds else math.inf
+
+    def _is_promising(self, option: Option, dim: Dim) -> bool:
+        return option.seconds <= HOPELESS * self._share(dim, option.extent)
+
+    def _share(self, dim: Dim, size: int) -> float:
+        """Seconds that torch's own kernel takes for so much of the whole."""
+        return self._stock_seconds * size / extent(self._problem, dim)
+
+    @staticmethod
+    def _bar(algorithm: str) -> float:
+        """What parts must take less than, in units of torch's own kernel, if they are to make a division that wins."""
+        return 1 - (PARTS_MARGIN if algorithm == STOCK else MARGIN)
+
+    def _forecast(self, algorithm: str, part: ConvProblem) -> Forecast | None:
+        environment = self._measurement.logbook.environment
+        return self._costs.forecast(kind_of(algorithm, part, environment), self._group, sizes_of(part))
+
+    def _add(self, algorithm: str, part: ConvProblem, seconds: float) -> None:
+        kind = kind_of(algorithm, part, self._measurement.logbook.environment)
+        self._costs.add(kind, self._group, sizes_of(part), seconds)
+
+
+class Sizes:
+    """The sizes of parts that a policy tries.
+
+    Attributes:
+        all: ascending, whether they fit or not.
+        few: among these the powers of two, the whole and, along space, the even tiles; ascending.
+        smallest: of those that fit, among the powers of two and the whole; `None` where none does.
+    """
+
+    def __init__(self, measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str) -> None:
+        self._measurement, self._candidate, self._dim, self._allowed = measurement, candidate, dim, allowed
+        whole = extent(measurement.problem, dim)
+        sizes = set(micro_batch_sizes(policy, whole))
+        if candidate[1] == STOCK or dim is not Dim.BATCH:
+            sizes.discard(whole)
+        self.few: Sequence[int] = sorted(sizes.intersection(micro_batch_sizes("powerOfTwo", whole)))
+        self.smallest = next(filter(self.fits, self.few), None)
+        if dim is not Dim.BATCH and self.smallest is not None:
+            # Tiles overlap, so what fits is used to the full: in as few tiles as possible, of equal size.
+            most = self.largest(lambda size: True) or self.smallest
+            largest = bisect_left(range(whole), True, lo=most + 1, key=lambda size: not self.fits(size)) - 1
+            even = -(-whole // -(-whole // largest))
+            if self.fits(even):
+                sizes.add(even)
+                self.few = sorted({*self.few, even})
+        self.all = sorted(sizes)
+
+    def fitting(self, sizes: Iterable[int]) -> dict[int, int]:
+        """The bytes that parts need of those sizes that are served within what is allowed."""
+        needs = {size: self._measurement.workspace(self._candidate, self._dim, size) for size in sizes}
+        return {size: need for size, need in needs.items() if need is not None and need <= self._allowed}
+
+    def fits(self, size: int) -> bool:
+        """Whether parts of a size are served within what is allowed."""
+        workspace = self._measurement.workspace(self._candidate, self._dim, size)
+        return workspace is not None and workspace <= self._allowed
+
+    def largest(self, is_wanted: Callable[[int], bool]) -> int | None:
+        """The largest that is wanted and fits, among the few."""
+        return next((size for size in reversed(self.few) if is_wanted(size) and self.fits(size)), None)
+
+
+def costs_on_record(store: Store, environment: Environment) -> Costs:
+    """What a database knows of launches under an environment."""
+    costs, here = Costs(), environment.launch_key()
+    for key, options in store.contents():
+        if all(key[name] == value for name, value in here.items()):
+            for option in options:
+                if not option.algorithm.startswith("division "):
+                    part = ConvProblem.from_launch_key(key, option.extent)
+                    kind = kind_of(option.algorithm, part, environment)
+                    costs.add(kind, part.with_extent(1), sizes_of(part), option.seconds)
+    return costs
+
+
+def kind_of(algorithm: str, part: ConvProblem, environment: Environment) -> Hashable:
+    """What of a launch its time cannot be expected to follow smoothly."""
+    dense = tuple(name == "channels_last" for name in part.formats)
+    return algorithm, part.direction, part.dims, part.transposed, part.dtype, dense, environment
+
+
+def sizes_of(part: ConvProblem) -> tuple[float, ...]:
+    """What of a launch its time is expected to follow: the operations, the bytes, and what these are made of."""
+    places, taps = math.prod(part.y_shape[2:]), math.prod(part.w_shape[2:])
+    elements = sum(map(math.prod, (part.x_shape, part.w_shape, part.y_shape)))
+    rows = math.e if "strided" in part.formats else 1.0
+    channels, filters = part.x_shape[1] / part.groups, part.y_shape[1] / part.groups
+    sizes = (elements, part.extent, channels, filters, places, taps, math.prod(part.stride), part.groups, rows)
+    return part.flops, *(float(size) for size in sizes)

@@ -1,0 +1,109 @@
+"""Tryout: trials of one problem, run and timed on any operands."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Hashable
+from dataclasses import replace
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import Shape
+from mucudnn.devices import Stopwatch, device_of
+from mucudnn.optimizer import Lessons, Purse, Trial
+from mucudnn.planning.plan import Plan
+from mucudnn.planning.prospects import Prospects, is_too_short
+from mucudnn.providers import stock_result
+from mucudnn.timing.schedule import LaunchError, Schedule
+
+STOCK_CALLS = 3
+"""Calls of torch's own kernel before anything else is rehearsed; the first does more than the others."""
+
+
+class Tryout:
+    """What computes the trials of a problem."""
+
+    def __init__(self, prospects: Prospects, strides: Shape) -> None:
+        """
+        Args:
+            strides: of what torch's own kernel returns.
+        """
+        self._prospects, self._strides = prospects, strides
+        self._device = device_of(prospects.planner.device)
+        self._schedules: dict[Hashable, Schedule] = {}
+
+    def run(self, trial: Trial, given: Operands) -> tuple[torch.Tensor, Stopwatch]:
+        """The problem's result by a trial, and the stopwatch that tells what it took.
+
+        Args:
+            given: what is read; nothing of it is written.
+
+        Raises:
+            LaunchError: where an algorithm fails, or would exceed the limit.
+        """
+        problem, watch = self._prospects.problem, self._device.stopwatch()
+        if trial.division is None:
+            result = stock_result(problem, given)
+            watch.lap()
+            return result, watch
+        result = given.w.new_empty_strided(problem.target_shape, self._strides)
+        operands = replace(given, **{str(problem.target): result})
+        self._schedule(trial).run(operands, watch.lap if trial.by_launch else None)
+        if not trial.by_launch:
+            watch.lap()
+        return result, watch
+
+    def laps(self, trial: Trial, given: Operands) -> list[float]:
+        """Seconds of what a trial is to be timed by, waited for.
+
+        Raises:
+            LaunchError: as `run`.
+        """
+        _, watch = self.run(trial, given)
+        while (laps := watch.laps()) is None:
+            time.sleep(1e-4)
+        return laps
+
+    def _schedule(self, trial: Trial) -> Schedule:
+        """What computes a trial, once it has been seen to keep the limit.
+
+        Raises:
+            LaunchError: where it does not.
+        """
+        assert trial.division is not None
+        key = trial.dim, trial.division.runs()
+        if key not in self._schedules:
+            schedule = self._prospects.schedule(trial)
+            # Parts at an edge, or at an odd address, may need more than others of their size.
+            for option, workspace in zip(trial.division.options, schedule.workspaces, strict=True):
+                if workspace > self._prospects.limit:
+                    raise LaunchError(option.algorithm, option.extent, MemoryError("it needs more than the limit"))
+            self._schedules[key] = schedule
+        return self._schedules[key]
+
+
+def rehearsed(prospects: Prospects, lessons: Lessons) -> Plan:
+    """The plan that live planning would come to, by calls that nothing but this makes."""
+    plan = prospects.kept()
+    if plan is not None:
+        return plan
+    measurement = prospects.measurement
+    tryout = Tryout(prospects, measurement.strides)
+    stock = [sum(tryout.laps(Trial(), measurement.turn())) for _ in range(STOCK_CALLS)]
+    if is_too_short(min(stock)):
+        return prospects.stock(min(stock))
+    exploration = prospects.exploration(stock, Purse(rate=math.inf), lessons)
+    while (trial := exploration.trial()) is not None:
+        try:
+            laps = tryout.laps(trial, measurement.turn())
+        except LaunchError as error:
+            exploration.fail(trial, error.algorithm, error.extent)
+        else:
+            exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
+    assert exploration.settled is not None, "everything is granted"
+    plan = prospects.found(exploration, exploration.settled)
+    prospects.teach(lessons, exploration)
+    prospects.keep(plan, exploration)
+    return plan

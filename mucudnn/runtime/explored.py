@@ -1,0 +1,200 @@
+"""Explored: a problem whose calls are computed by what is tried, until the best is found."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import Shape
+from mucudnn.devices import Stopwatch, device_of
+from mucudnn.optimizer import Exploration, Lessons, Purse, Trial
+from mucudnn.planning.prospects import Prospects, is_too_short
+from mucudnn.planning.tryout import Tryout
+from mucudnn.reporting.record import Record
+from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.timing.schedule import LaunchError
+
+WATCHED = 2
+"""Calls of a convolution by torch's own kernel that are timed before anything is tried."""
+
+WORTH = 20
+"""What there is to try for a convolution is found out once its calls have taken so many times what that takes."""
+
+MOST_PREPARINGS = 101
+"""Of so many convolutions it counts how long that took."""
+
+PREPARING_SECONDS = 5e-3
+"""What it takes to find out what there is to try, before that has been timed."""
+
+
+class Budget:
+    """What all live planning of a session may cost.
+
+    Attributes:
+        purse: seconds on the device.
+        lock: of everything that planning decides; no convolution runs under it.
+        lessons: what algorithms took for convolutions that are settled.
+        preparing: seconds that it takes to find out what there is to try for a convolution.
+    """
+
+    def __init__(self, lessons: Lessons) -> None:
+        self.purse = Purse()
+        self.lock = threading.RLock()
+        self.lessons = lessons
+        self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
+
+    @property
+    def preparing(self) -> float:
+        return statistics.median(self._preparing)
+
+    def prepared(self, seconds: float) -> None:
+        """Notes, and pays, what it took to find out what there is to try."""
+        self._preparing.append(seconds)
+        self.purse.count(0, seconds)
+
+
+class Explored:
+    """One problem, whatever layers call it.
+
+    Attributes:
+        fixed: what computes it from now on; `None` while that is being found out.
+    """
+
+    def __init__(self, budget: Budget, prospects: Prospects, strides: Shape) -> None:
+        """
+        Args:
+            strides: of what torch's own kernel returns.
+        """
+        self.problem = prospects.problem
+        self._budget, self._prospects, self._strides = budget, prospects, strides
+        self._device = device_of(prospects.planner.device)
+        self._calls, self._uncounted = 0, 0
+        self._stock: list[float] = []
+        self._exploration: Exploration | None = None
+        self._pending: list[tuple[Trial, Stopwatch]] = []
+        self._tryout = Tryout(prospects, strides)
+        self.fixed: FixedLimit | None = None
+        kept = prospects.kept()
+        if kept is not None:
+            self.fixed = FixedLimit(kept, strides, self._device.is_asynchronous)
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel is to compute it."""
+        if self.fixed is None:
+            with self._budget.lock:
+                trial = self._next()
+            if trial is not None:
+                return self._try(trial, call)
+        return None if self.fixed is None else self.fixed.run(call)
+
+    def began(self, calls: int, watches: Sequence[Stopwatch]) -> None:
+        """Notes the calls so far, which torch's own kernel has computed, and the stopwatches of some of them."""
+        with self._budget.lock:
+            if self.fixed is None:
+                self._calls = self._uncounted = calls - len(watches)
+                self._pending += [(Trial(), watch) for watch in watches]
+
+    def records(self) -> list[Record]:
+        """What is found, or torch's own kernel while it is being looked for."""
+        if self.fixed is not None:
+            return self.fixed.records()
+        with self._budget.lock:
+            exploration, stock = self._exploration, self._stock
+            if exploration is None:
+                return [self._prospects.stock(min(stock)).record] if stock else []
+            return [self._prospects.so_far(exploration).record]
+
+    def _next(self) -> Trial | None:
+        """What is to be tried; `None` for what computes it now."""
+        self._read()
+        if self.fixed is not None or self._pending:
+            return None
+        if self._exploration is None:
+            if len(self._stock) < WATCHED:
+                return Trial()
+            self._consider(min(self._stock))
+        exploration = self._exploration
+        if exploration is None:
+            return None
+        trial = exploration.trial()
+        if trial is None and exploration.settled is None:
+            self._budget.purse.count(exploration.baseline_seconds)
+        self._settle(exploration)
+        return trial
+
+    def _consider(self, stock_seconds: float) -> None:
+        """Begins to explore, if that is worth what it takes."""
+        purse, preparing = self._budget.purse, self._budget.preparing
+        purse.count(self._uncounted * stock_seconds)
+        self._uncounted = 0
+        if is_too_short(stock_seconds):
+            self.fixed = FixedLimit(self._prospects.stock(stock_seconds), self._strides)
+        elif is_worth(self._calls, stock_seconds, preparing) and purse.grants(preparing):
+            self._prepare()
+        else:
+            self._calls += 1
+            purse.count(stock_seconds)
+
+    def _prepare(self) -> None:
+        start = time.perf_counter()
+        self._exploration = self._prospects.exploration(self._stock, self._budget.purse, self._budget.lessons)
+        self._budget.prepared(time.perf_counter() - start)
+
+    def _settle(self, exploration: Exploration) -> None:
+        if exploration.settled is not None and self.fixed is None:
+            start = time.perf_counter()
+            plan = self._prospects.found(exploration, exploration.settled)
+            self.fixed = FixedLimit(plan, self._strides, self._device.is_asynchronous)
+            self._prospects.teach(self._budget.lessons, exploration)
+            self._prospects.keep(plan, exploration)
+            self._budget.purse.count(0, time.perf_counter() - start)
+
+    def _read(self) -> None:
+        """Learns from the calls that are done."""
+        while self._pending:
+            trial, watch = self._pending[0]
+            laps = watch.laps()
+            if laps is None:
+                return
+            del self._pending[0]
+            if self._exploration is None:
+                if not self._stock and self._prospects.is_deterministic:
+                    # The next run is to compute the same, however far this one comes.
+                    self._prospects.keep_stock(sum(laps))
+                self._calls += 1
+                self._stock.append(sum(laps))
+                self._budget.purse.count(sum(laps))
+            else:
+                self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
+                if trial.by_launch:
+                    # Others learn at once: where shapes change, none may be explored to the end for long.
+                    self._prospects.teach(self._budget.lessons, self._exploration)
+
+    def _try(self, trial: Trial, call: Call) -> torch.Tensor | None:
+        try:
+            result, watch = self._tryout.run(trial, call.operands())
+        except LaunchError as error:
+            with self._budget.lock:
+                if self._exploration is not None:
+                    self._exploration.fail(trial, error.algorithm, error.extent)
+            return None
+        with self._budget.lock:
+            self._pending.append((trial, watch))
+            if not self._device.is_asynchronous:
+                self._read()
+        return result
+
+
+def is_worth(calls: int, stock_seconds: float, preparing: float) -> bool:
+    """Whether so many calls have taken enough for it to be found out what there is to try.
+
+    As the calls to come may be expected to be about as many as those so far, a shape that is met a few times only costs
+    a program next to nothing.
+    """
+    return calls * stock_seconds >= WORTH * preparing
