@@ -38,8 +38,14 @@ from mucudnn.optimizer import DoesNotFit
 
 MACHINES = ("lassen", "h100")
 RANKS = (4, 16, 64, 256, 1024, 2048)
+BATCH_NORM = "local"
+"""Statistics over each rank's part of the batch: over all of it, every norm would wait for all ranks, twice a step."""
+
 CANDIDATES = 6
 """Partitions that each layer may have, beside the one of samples alone."""
+
+PROMISING = 4
+"""Single partitions of which whole steps are recorded, beside the one of samples."""
 
 Row = dict[str, Any]
 
@@ -83,7 +89,7 @@ def simulate(name: str, ranks: int) -> list[Row]:
     if ranks <= case.batch and samples not in found:
         found = [samples, *found]
     with imagined_job(ranks):
-        recordings = Recordings(model, graph)
+        recordings = Recordings(model, graph, BATCH_NORM)
         return [
             {"network": name, "ranks": ranks, "batch": case.batch, **_planned(found, read(machine), recordings)}
             | {"machine": machine}
@@ -94,7 +100,7 @@ def simulate(name: str, ranks: int) -> list[Row]:
 def _planned(found: Sequence[Partition], machine: Machine, recordings: Recordings) -> Row:
     planner = Planner(recordings.model, recordings.graph, found, machine, recordings=recordings)
     limit = machine.device.memory
-    single = planner.uniform(len(found))
+    single = planner.uniform(PROMISING)
     alone = f"sample={found[0].ranks}"
     samples = next((plan for plan in single if set(map(str, plan.layers.values())) == {alone}), None)
     fitting = [plan for plan in single if plan.memory(planner.states) <= limit]

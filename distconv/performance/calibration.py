@@ -18,8 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from distconv import settings
 from distconv.interface import parallelize, shard
 from distconv.mesh import make_mesh
+from distconv.model.gradients import BUCKET_BYTES
 from distconv.partition import Partition
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
@@ -33,6 +35,13 @@ SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)
 
 SQUARE = 1024
 COPIED = 2**26
+
+SMALL_SQUARE, MANY = 256, 20
+"""Of products that ranks compute while a message is under way, each well under a millisecond, and how many tell one's
+time."""
+
+LEAST_SUMS, MOST_LOST = 0.1, 0.95
+"""Bounds of what is measured, so that noise makes no message take no time, and no kernel all of it."""
 
 CONVOLUTIONS = (
     ((4, 64, 56, 56), (64, 64, 3, 3)),
@@ -61,12 +70,14 @@ def calibrate() -> Machine:
     near = dist.new_group(list(range(local_ranks)))  # on the other nodes as on this one
     node = _links(near, bandwidth) if dist.get_rank() < local_ranks else (0.0, bandwidth)
     network = node if ranks == local_ranks else _links(dist.group.WORLD, bandwidth)
+    near_sums = _sums(near, *node) if dist.get_rank() < local_ranks else 1.0
+    carries, slows = _beside_kernels()
     machine = Machine(
         name=f"{platform.node()}, {ranks} ranks",
         device=device,
-        host=Host(operator=0.0, asynchronous=False, carries=_carried(local_ranks)),
-        node=Node(local_ranks, *node),
-        network=Network(*network),
+        host=Host(operator=0.0, asynchronous=False, carries=carries, slows=slows),
+        node=Node(local_ranks, *node, sums=near_sums),
+        network=Network(*network, sums=near_sums if ranks == local_ranks else _sums(None, *network)),
     )
     return replace(machine, host=replace(machine.host, operator=_operator(machine)))
 
@@ -87,8 +98,8 @@ def _median(call: Callable[[], object], group: dist.ProcessGroup | None = None) 
     return statistics.median(times)
 
 
-def _product() -> Callable[[], object]:
-    a, b = torch.randn(SQUARE, SQUARE), torch.randn(SQUARE, SQUARE)
+def _product(square: int = SQUARE) -> Callable[[], object]:
+    a, b = torch.randn(square, square), torch.randn(square, square)
     return lambda: a @ b
 
 
@@ -131,26 +142,44 @@ def _line(sizes: Sequence[int], seconds: Sequence[float], messages: int) -> tupl
     return max(0.0, float(latency)), float(1 / per_byte) if per_byte > 0 else fastest
 
 
-def _carried(local_ranks: int) -> float:
-    """The share of a message's time for which this process computes, where its ranks share the cores."""
-    ranks = dist.get_world_size()
+def _sums(group: dist.ProcessGroup | None, latency: float, bandwidth: float) -> float:
+    """How many times as long the bytes of a sum of gradients take as those of other messages, in a ring."""
+    ranks = dist.get_world_size(group)
     if ranks == 1:
-        return 0.0
-    sent = torch.zeros(ranks * SIZES[-1], dtype=torch.uint8)
-    received = torch.empty_like(sent)
-    dist.barrier()
-    wall, processor = time.perf_counter(), time.process_time()
+        return 1.0
+    gradients = torch.zeros(BUCKET_BYTES // 4)
+    took = _median(lambda: dist.all_reduce(gradients, group=group), group) - 2 * (ranks - 1) * latency
+    return max(LEAST_SUMS, took / (2 * (ranks - 1) / ranks * BUCKET_BYTES / bandwidth))
+
+
+def _beside_kernels() -> tuple[float, float]:
+    """Of a sum while all ranks compute: the share of its time that they lose, and how many times as long it takes."""
+    if dist.get_world_size() == 1:
+        return 0.0, 1.0
+    gradients, kernel = torch.zeros(BUCKET_BYTES // 4), _product(SMALL_SQUARE)
+    alone = _median(lambda: dist.all_reduce(gradients))
+    one = _median(lambda: [kernel() for _ in range(MANY)]) / MANY
+    lost, times = [], []
     for _ in range(RUNS):
-        dist.all_to_all_single(received, sent)
-    wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    return min(1.0, processor * max(1.0, local_ranks / (os.cpu_count() or 1)) / wall)
+        dist.barrier()
+        start, count = time.perf_counter(), 0
+        work = dist.all_reduce(gradients, async_op=True)
+        while not work.is_completed():
+            kernel()
+            count += 1
+        took = time.perf_counter() - start
+        work.wait()
+        lost.append(1 - count * one / took)
+        times.append(took / alone)
+    return min(MOST_LOST, max(0.0, statistics.median(lost))), max(1.0, statistics.median(times))
 
 
 def _operator(machine: Machine) -> float:
     """Seconds of the host for each operator, from a step of a network too small for its kernels to take any."""
     mesh = make_mesh(Partition((("sample", dist.get_world_size()),)), device_type="cpu")
     shape = (dist.get_world_size(), 3, 16, 16)
-    recorded = record_step(on_meta(_tiny), mesh, shape)
+    with settings.options({"check": "off"}):  # tensors without data have nothing to compare
+        recorded = record_step(on_meta(_tiny), mesh, shape)
     # Every rank measures its kernels here, beside the others.
     measured = Measured(torch.get_num_threads(), Kept(), machine.node.ranks, beside=False)
     predicted = replay(recorded, replace(machine, measured=measured)).total

@@ -51,13 +51,16 @@ class Host:
         operator: seconds that it takes to run an operator on distributed tensors, or to launch a kernel or a
             collective, what the kernel itself takes apart.
         asynchronous: whether kernels run while the host goes on, as on a GPU.
-        carries: the share of a message's time for which a rank's own processor is busy with it, at most 1. While a
+        carries: the share of a message's time for which a rank's own processor is busy with it, less than 1. While a
             message hides behind kernels, these take so much longer. 0 where adapters carry messages.
+        slows: how many times as long a message takes while the rank computes, at least 1, where kernels are not
+            asynchronous: those who carry messages wait for a core then. 1 where adapters carry them.
     """
 
     operator: float
     asynchronous: bool
     carries: float = 0.0
+    slows: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,13 @@ class Node:
         ranks: how many.
         latency: seconds until a message from one to another begins to arrive.
         bandwidth: bytes per second that one of them sends, and receives.
+        sums: how many times as long the bytes of a sum take as they do in other messages.
     """
 
     ranks: int
     latency: float
     bandwidth: float
+    sums: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -83,11 +88,13 @@ class Network:
         latency: seconds until a message begins to arrive.
         bandwidth: bytes per second that a whole node sends, and receives.
         trees: whether sums go along trees where that is faster, as in NCCL from 2.4 on; else along rings alone.
+        sums: as of a node.
     """
 
     latency: float
     bandwidth: float
     trees: bool = True
+    sums: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -209,11 +216,12 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
             return value
         accepted = "true or false"
     elif not isinstance(value, bool) and isinstance(value, int if kind is int else int | float):
-        low_enough = name not in ("efficiency", "carries") or value <= 1
+        fits = (name not in ("efficiency", "carries") or value <= 1) and (name != "slows" or value >= 1)
         may_be_none = name in ("latency", "operator", "kernel", "carries")
-        if low_enough and (value > 0 or (value == 0 and may_be_none)):
+        if fits and (value > 0 or (value == 0 and may_be_none)):
             return kind(value)
-        accepted = {"efficiency": "a number above 0, at most 1", "carries": "a number from 0 to 1"}.get(name, accepted)
+        bounds = {"efficiency": "a number above 0, at most 1", "carries": "a number from 0 to 1"}
+        accepted = {**bounds, "slows": "a number from 1 on"}.get(name, accepted)
     elif kind is int:
         accepted = "a whole number above 0"
     raise MachineError(f"{where}: {table}.{name} = {value!r}; accepted: {accepted}")

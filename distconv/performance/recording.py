@@ -146,6 +146,8 @@ class _Messages:
     def all_gather_into_tensor(self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
         return self.start("all_gather", group, _bytes(output), (), async_op)
 
+    all_gather_single = all_gather_into_tensor
+
     def all_gather(self, parts: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
         return self.start("all_gather", group, sum(map(_bytes, parts)), (), async_op)
 
@@ -184,6 +186,7 @@ _COLLECTIVES = (
     "all_reduce",
     "broadcast",
     "all_gather_into_tensor",
+    "all_gather_single",  # the same, by the name that it has since torch 2.13
     "all_gather",
     "reduce_scatter_tensor",
 )
@@ -192,7 +195,7 @@ _COLLECTIVES = (
 @contextlib.contextmanager
 def _messages() -> Iterator[_Messages]:
     messages = _Messages()
-    real = {name: getattr(dist, name) for name in _COLLECTIVES}
+    real = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
     start = Bucket.start
 
     def noted(bucket: Bucket) -> None:
@@ -202,7 +205,7 @@ def _messages() -> Iterator[_Messages]:
         finally:
             messages.of_gradients = False
 
-    for name in _COLLECTIVES:
+    for name in real:
         setattr(dist, name, getattr(messages, name))
     Bucket.start = noted  # type: ignore[method-assign, assignment]
     try:

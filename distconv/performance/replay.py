@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from distconv.performance.events import Kernel, Start, Step, Wait
@@ -60,14 +61,17 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
     ranks = len(start.ranks)
     together = sum(1 for peer in start.ranks if peer // node.ranks == mine)
     if together == ranks:
-        latency, bandwidth = node.latency, node.bandwidth
+        latency, bandwidth, sums = node.latency, node.bandwidth, node.sums
     else:
         # Groups that have fewer ranks on a node than it holds share its adapter with their like.
         latency, bandwidth = network.latency, min(node.bandwidth, network.bandwidth * together / node.ranks)
+        sums = network.sums
     steps = {"all_reduce": 2, "gradients": 2, "all_gather": 1, "reduce_scatter": 1}.get(start.kind)
     depth = math.ceil(math.log2(ranks))
     if steps is None:
         return depth * latency + start.bytes / bandwidth
+    if steps == 2:
+        bandwidth /= sums
     ring = steps * (ranks - 1) * (latency + start.bytes / ranks / bandwidth)
     tree = steps * (depth * latency + start.bytes / bandwidth)
     return min(ring, tree) if steps == 2 and network.trees else ring
@@ -75,11 +79,77 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
 
 def replay(step: Step, machine: Machine) -> Times:
     """A step's times, one network lane taking one collective after the other."""
+    return _ahead(step, machine) if machine.host.asynchronous else _in_turn(step, machine)
+
+
+def _in_turn(step: Step, machine: Machine) -> Times:
+    """Where the host runs the kernels itself: while it does, messages are slower, and kernels are slower for them."""
+    host = machine.host
+    lane = _Lane(host.carries, host.slows)
+    compute = exposed = operators = 0.0
+    messages: dict[str, float] = {}
+    for event in step.events:
+        if isinstance(event, Wait):
+            exposed += lane.wait(event.number)
+            continue
+        lane.work(host.operator)
+        operators += host.operator
+        if isinstance(event, Kernel):
+            seconds = machine.kernel_seconds(event)
+            lane.work(seconds)
+            compute += seconds
+        elif isinstance(event, Start):
+            seconds = message_seconds(machine, event, step.rank)
+            lane.under_way.append((event.number, seconds))
+            messages[event.kind] = messages.get(event.kind, 0.0) + seconds
+    for number, _ in list(lane.under_way):
+        exposed += lane.wait(number)
+    return Times(lane.now, compute, operators + lane.carried, exposed, messages)
+
+
+class _Lane:
+    """Messages under way, the first of which goes on while the rank computes or waits.
+
+    Attributes:
+        now: seconds since the step began.
+        under_way: numbers of messages and the seconds that they still take where nobody computes, in their order.
+        carried: seconds by which kernels took longer for messages.
+    """
+
+    def __init__(self, carries: float, slows: float) -> None:
+        self.share, self.slows = 1 - carries, slows
+        self.now = self.carried = 0.0
+        self.under_way: deque[tuple[int, float]] = deque()
+
+    def work(self, seconds: float) -> None:
+        """The rank computes for so long, and longer while messages are under way."""
+        start, alone = self.now, seconds
+        while self.under_way and seconds > 0:
+            number, left = self.under_way.popleft()
+            took = min(left * self.slows, seconds / self.share if self.share else math.inf)
+            self.now += took
+            seconds -= took * self.share
+            if took < left * self.slows:
+                self.under_way.appendleft((number, left - took / self.slows))
+                seconds = 0.0
+        self.now += seconds
+        self.carried += self.now - start - alone
+
+    def wait(self, number: int) -> float:
+        """Seconds until a message has come; those before it come first."""
+        waited = 0.0
+        while any(number == other for other, _ in self.under_way):
+            waited += self.under_way.popleft()[1]
+        self.now += waited
+        return waited
+
+
+def _ahead(step: Step, machine: Machine) -> Times:
+    """Where kernels run while the host goes on."""
     host = kernels = network = 0.0
     compute = worked = exposed = 0.0
     ends: dict[int, tuple[float, float]] = {}  # of a message: its end, and how long it takes
     messages: dict[str, float] = {}
-    alone = not machine.host.asynchronous
     for event in step.events:
         if not isinstance(event, Wait):
             host += machine.host.operator
@@ -100,6 +170,4 @@ def replay(step: Step, machine: Machine) -> Times:
             carried = machine.host.carries * max(0.0, seconds - waited)
             worked += carried
             kernels = now + waited + carried
-        if alone:
-            host = kernels = max(host, kernels)
     return Times(max(host, kernels, network), compute, worked, exposed, messages)

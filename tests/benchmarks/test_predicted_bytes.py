@@ -40,6 +40,10 @@ def test_messages_of_a_case(row: dict[str, Any]) -> None:
     counted = row["of_ranks"][rank]
     assert [len(halos), sum(halos)] == counted["all_to_all"]
     assert [len(gradients), sum(gradients)] == counted["all_reduce"]
+    # A real step also compares checksums, 20 bytes; what is predicted is the table of all ranks.
+    gathered, (calls, moved) = bytes_of(step, "all_gather"), counted["all_gather"]
+    assert [1 + len(gathered), 20 + sum(gathered) // row["ranks"]] == [calls, moved]
+    assert set(counted) == {"all_to_all", "all_reduce", "all_gather"}
 
 
 @pytest.mark.parametrize("row", COUNTED["wide"], ids=lambda row: row["partition"])

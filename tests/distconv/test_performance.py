@@ -25,7 +25,7 @@ from distconv.performance.machine import Machine, MachineError, parse, read
 from distconv.performance.patterns import patterns
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
-from distconv.performance.replay import message_seconds, replay
+from distconv.performance.replay import Times, message_seconds, replay
 from mucudnn.optimizer import DoesNotFit
 
 TEXT = """
@@ -65,6 +65,7 @@ def test_machines_that_ship_can_be_read(name: str) -> None:
         ("flops = 1e12", "", "device.flops is missing"),
         ("efficiency = 0.5", "efficiency = 1.5", "device.efficiency = 1.5"),
         ("asynchronous = true", "asynchronous = true\ncarries = 1.5", "accepted: a number from 0 to 1"),
+        ("asynchronous = true", "asynchronous = false\nslows = 0.5", "host.slows = 0.5; accepted: a number from 1 on"),
         ("ranks = 2", "ranks = 2.5", "node.ranks = 2.5; accepted: a whole number"),
         ("asynchronous = true", "asynchronous = 1", "accepted: true or false"),
         ("bandwidth = 1e9", 'bandwidth = 1e9\ntrees = "yes"', "network.trees = 'yes'; accepted: true or false"),
@@ -127,6 +128,30 @@ def test_a_message_that_the_processor_carries_hides_at_a_price(machine: Machine)
     assert half.total == pytest.approx(free.total + 0.5 * message_seconds(machine, start, 0))
     waits = Step((start, Wait(0), kernel), 0, 0, 0)  # nothing hides
     assert replay(waits, carrying).total == pytest.approx(replay(waits, machine).total)
+
+
+def test_a_processor_carries_messages_more_slowly_while_it_computes() -> None:
+    """A sum of 10 ms: 30 ms while the rank computes, which loses half of that time; then the rest at its own speed."""
+    text = TEXT.replace("operator = 1e-4", "operator = 0").replace("kernel = 1e-6", "kernel = 0")
+    machine = parse(text.replace("asynchronous = true", "asynchronous = false\ncarries = 0.5\nslows = 3"))
+    start = Start(0, "gradients", (0, 1), 10**8)
+    taken = message_seconds(machine, start, 0)
+    assert taken == pytest.approx(0.01, rel=1e-3)
+
+    def after(kernel_seconds: float) -> Times:
+        kernel = Kernel("k", round(kernel_seconds * 5e11), 0)
+        return replay(Step((start, kernel, Wait(0), kernel), 0, 0, 0), machine)
+
+    long, short = after(0.02), after(0.006)
+    # Long enough: the message is done after 30 ms, in which 15 ms of the kernel's were.
+    assert long.total == pytest.approx(3 * taken + (0.02 - 1.5 * taken) + 0.02) and long.exposed == 0
+    # Too short: 12 ms for 6, in which a third of that went on; the rest is waited for.
+    assert short.exposed == pytest.approx(taken - 0.012 / 3)
+    assert short.total == pytest.approx(0.012 + short.exposed + 0.006)
+    slower = parse(text.replace("bandwidth = 1e10", "bandwidth = 1e10\nsums = 2"))
+    assert message_seconds(slower, start, 0) == pytest.approx(2 * taken, rel=1e-3)
+    halo = Start(0, "all_to_all", (0, 1), 1000)
+    assert message_seconds(slower, halo, 0) == message_seconds(machine, halo, 0)
 
 
 def test_a_host_that_does_not_wait_hides_behind_kernels(machine: Machine) -> None:
