@@ -6,9 +6,9 @@
     python benchmarks/rank_faults.py --save                 # keeps table and figures in benchmarks/results
 
 A way is a launcher (`distconv run` itself, torchrun, mpiexec) and what carries the messages (Gloo, MPI). A small
-network trains on two ranks, in every fifth job on four, and keeps a checkpoint of each step. At a moment between the
-start of the ranks' processes and the end of the training, which is drawn by number and --seed, one rank gets signal 9.
-Then
+network trains on two ranks, in every fifth job on four, and keeps a checkpoint of each step. At a moment that is drawn
+by number and --seed one rank gets signal 9: in three of ten jobs between the start of the ranks' processes and the
+first step, in the others within some step of the training. Then
 
     all other processes of the job must have ended within 10 s, wherever they went,
     the launcher's exit code must not be 0,
@@ -43,8 +43,11 @@ from benchmarks.table import RESULTS, Table, conditions, save, show
 from benchmarks.watched_job import WAYS, WatchedJob, alone, command
 
 STEPS, PAUSE = 40, "0.02"
-END_SECONDS, MOST_SECONDS = 10.0, 60.0
+END_SECONDS, MOST_SECONDS, AGAIN_SECONDS = 10.0, 60.0, 300.0
 TOLERANCE = 1e-9
+STARTING, STEP_SECONDS = 0.3, 0.03
+"""The share of jobs of which a rank is killed before the first step; about what a step takes."""
+
 ANEW = (4, 2, 1)
 """On how many ranks the script is started anew, in turn."""
 
@@ -100,12 +103,12 @@ def script(checkpoint: Path) -> list[str]:
 
 
 def seconds_of(way: str, ranks: int) -> float:
-    """From the start of the ranks' processes to the end of a job that is left alone."""
+    """From the start of the ranks' processes to the first step of a job that is left alone."""
     with tempfile.TemporaryDirectory() as folder, WatchedJob(command(way, ranks, script(Path(folder, "state")))) as job:
         if not job.await_ranks(ranks):
             raise RuntimeError(f"{way}: no ranks: {(job.folder / 'errors').read_text()[-2000:]}")
         begin = time.monotonic()
-        while len(job.losses()) < STEPS and job.process.poll() is None:
+        while not job.losses() and job.process.poll() is None:
             time.sleep(0.02)
         seconds = time.monotonic() - begin
         if job.await_end(MOST_SECONDS) == math.inf or job.process.returncode:
@@ -118,7 +121,7 @@ def difference(found: Mapping[int, float], expected: Mapping[int, float]) -> flo
 
 
 def trial(way: str, number: int, seed: int, seconds: float, expected: Mapping[int, float]) -> Trial | None:
-    """Kills a rank within so many seconds from its start; None where the job had ended before."""
+    """Kills a rank, in the start, which takes so many seconds, or in a step; None where the job had ended before."""
     random = Random(f"{seed} {way} {number}")
     ranks, anew = 4 if number % 5 == 4 else 2, ANEW[number % len(ANEW)]
     with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +129,10 @@ def trial(way: str, number: int, seed: int, seconds: float, expected: Mapping[in
         with WatchedJob(command(way, ranks, script(checkpoint))) as job:
             if not job.await_ranks(ranks):
                 raise RuntimeError(f"{way}: no ranks: {(job.folder / 'errors').read_text()[-2000:]}")
-            time.sleep(random.uniform(0, seconds))
+            step = 0 if random.random() < STARTING else random.randint(1, STEPS - 1)
+            while len(job.losses()) < step and job.process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(random.uniform(0, STEP_SECONDS if step else seconds))
             running = job.ranks()
             if len(running) < ranks:
                 return None
@@ -134,7 +140,7 @@ def trial(way: str, number: int, seed: int, seconds: float, expected: Mapping[in
             ended = job.await_end(MOST_SECONDS)
             found, code, left, told = job.losses(), job.process.poll(), job.left(), job.told()
         with WatchedJob(command(way if anew > 1 else "run, Gloo", anew, script(checkpoint))) as again:
-            again.await_end(MOST_SECONDS)
+            again.await_end(AGAIN_SECONDS)
             after, code_anew = again.losses(), again.process.poll()
     missing = STEPS - len(found | after)
     apart = max(difference(found, expected), difference(after, expected))
@@ -155,8 +161,8 @@ def kept(path: Path, seed: int) -> dict[tuple[str, int], Trial]:
 
 def measure(ways: Sequence[str], options: argparse.Namespace, found: dict[tuple[str, int], Trial]) -> None:
     """Adds trials to what is found, and to the file."""
-    expected = alone(STEPS)
     todo = [(way, n) for n in range(options.moments) for way in ways if (way, n) not in found]
+    expected = alone(STEPS) if todo else {}
     seconds: dict[tuple[str, int], float] = {}
     with options.partial.open("a") as file, tqdm(todo, unit="kill", disable=None) as bar:
         for way, number in bar:
