@@ -19,9 +19,12 @@ PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts are all computed by torch's own kernel. The parts compute in the same way as
 the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
 
+ONCE = 1.6
+"""A first call that takes more than so many times torch's time per sample is not repeated: what it does beside its work
+does not take as long."""
+
 HOPELESS = 3.0
-"""A first call that takes more than so many times torch's time per sample is not repeated. If the smallest part and one
-that takes torch about `PROBE_SECONDS` are as slow as that, no other is timed."""
+"""If the parts that are timed first take more than so many times torch's time per sample, no other is timed."""
 
 PROBE_SECONDS = 0.25
 
@@ -108,7 +111,7 @@ class Search:
 
     def _timed(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
         share, is_new = self._share(dim, size), not self._measurement.is_known(candidate, dim, size)
-        option = self._measurement.option(candidate, dim, size, HOPELESS * share, self._bar(candidate[1]) * share)
+        option = self._measurement.option(candidate, dim, size, ONCE * share, self._bar(candidate[1]) * share)
         if option is not None:
             if is_new:
                 self._add(candidate[1], middle(self._problem, dim, size).problem, option.seconds)

@@ -25,6 +25,12 @@ PAIRS_BUDGET = 0.5
 
 LEAST_PAIRS = 3
 
+ENOUGH_PAIRS = 5
+"""Pairs that, all below what is wanted, are evidence enough."""
+
+CLEARLY = 0.9
+"""Fewer pairs are enough if all are below this share of what is wanted."""
+
 DECISIVE = 0.5
 """Where a call of the baseline takes longer than the budget, and the work less than this share of it, the baseline is
 not called again."""
@@ -60,13 +66,13 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
     a call of the same kind, in the others one of the other kind. The baseline must have been called before.
 
     Args:
-        wanted: what the result must be below to be of interest: where most pairs lie above it, there are no more.
+        wanted: what the result must be below to be of interest: there are no more pairs once it is clear whether it is.
     """
     work()
     ratios: list[float] = []
     spent, slow = 0.0, 0.0
     while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and spent < PAIRS_BUDGET):
-        if len(ratios) >= LEAST_PAIRS and _quartiles(ratios)[0] >= wanted:
+        if len(ratios) >= LEAST_PAIRS and _is_settled(ratios, wanted):
             break
         again = len(ratios) % 2 == 1
         if again:
@@ -80,6 +86,14 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
         ratios.append(mine / theirs)
         spent += mine + theirs
     return _quartiles(ratios)[-1]
+
+
+def _is_settled(ratios: list[float], wanted: float) -> bool:
+    """Whether most pairs lie above what is wanted, or all below it: far below, if they are few."""
+    if wanted == math.inf:
+        return False
+    needed = CLEARLY * wanted if len(ratios) < ENOUGH_PAIRS else wanted
+    return _quartiles(ratios)[0] >= wanted or max(ratios) < needed
 
 
 def _quartiles(values: list[float]) -> list[float]:

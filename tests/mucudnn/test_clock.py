@@ -58,9 +58,22 @@ def test_what_is_not_wanted_is_compared_no_further(now: list[float]) -> None:
         now[0] += 1e-3
 
     assert clock.ratio(work, takes(now, [1e-3]), wanted=0.95) == pytest.approx(1.0)
-    few = len(calls)
-    assert clock.ratio(work, takes(now, [1e-3]), wanted=1.05) == pytest.approx(1.0)
-    assert few < (len(calls) - few) / 2
+    assert len(calls) <= 1 + 2 * clock.LEAST_PAIRS
+    calls.clear()
+    assert clock.ratio(work, takes(now, [1e-3])) == pytest.approx(1.0)
+    assert len(calls) > 2 * (1 + 2 * clock.LEAST_PAIRS)
+
+
+@pytest.mark.parametrize(("seconds", "pairs"), [(0.5e-3, clock.LEAST_PAIRS), (0.9e-3, clock.ENOUGH_PAIRS)])
+def test_what_is_faster_every_time_needs_few_pairs(now: list[float], seconds: float, pairs: int) -> None:
+    baselines: list[float] = []
+
+    def baseline() -> None:
+        baselines.append(1.0)
+        now[0] += 1e-3
+
+    assert clock.ratio(takes(now, [seconds]), baseline, wanted=0.95) == pytest.approx(1e3 * seconds)
+    assert len(baselines) == pairs + pairs // 2  # every second pair has one that is not timed
 
 
 def test_ratio_does_not_trust_a_lucky_half(now: list[float]) -> None:
