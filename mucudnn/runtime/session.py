@@ -37,8 +37,13 @@ MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
 has the decisions that were made first made anew, from the database, where it comes back to their shapes."""
 
-UNMEASURED = (torch.OutOfMemoryError, CudnnError)
-"""Errors that end a measurement and not the program: the convolution is then left to torch."""
+_HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says when the host's memory is used up; it has a type of error for that on a GPU only."""
+
+
+def ends_measurement(error: RuntimeError) -> bool:
+    """Whether an error ends a measurement and not the program: the convolution is then left to torch."""
+    return isinstance(error, torch.OutOfMemoryError | CudnnError) or _HOSTS_MEMORY in str(error)
 
 
 _log = logging.getLogger("mucudnn")
@@ -82,7 +87,9 @@ class Session:
             if key not in self.decisions:
                 try:
                     self.decisions[key] = self._decision(key, call)
-                except UNMEASURED as error:
+                except RuntimeError as error:
+                    if not ends_measurement(error):
+                        raise
                     _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
                     self.decisions[key] = None
             return self.decisions[key]
@@ -192,7 +199,9 @@ class Session:
             planner, measurement = met
             try:
                 return _working(planner, planner.plan(measurement, limit), measurement)
-            except UNMEASURED as error:
+            except RuntimeError as error:
+                if not ends_measurement(error):
+                    raise
                 what = f"{call.direction} of {measurement.problem}"
                 _warn(f"{what} is left to torch, as it could not be measured: {error}")
                 return None

@@ -151,17 +151,24 @@ def test_divisions_that_disappoint_give_their_workspace_back(quick: None, monkey
     assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."),
+    ],
+)
 def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
-    slow_stock: None, monkeypatch: pytest.MonkeyPatch
+    error: RuntimeError, slow_stock: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(network(), 30)
 
     def exhausted(self: Measurement, *_: object) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(Measurement, "division_seconds", exhausted)
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
-        with pytest.warns(RuntimeWarning, match="left to torch, as it could not be measured: CUDA out of memory"):
+        with pytest.warns(RuntimeWarning, match=f"left to torch, as it could not be measured: {error}"):
             assert train(network(), 30) == pytest.approx(expected, rel=1e-10)
         records = session.records()
     assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
