@@ -128,6 +128,17 @@ def test_settles_on_the_best_within_the_margin_in_99_of_100_draws(noise: float) 
     assert len(missed) <= DRAWS // 100, missed
 
 
+def test_what_is_as_fast_as_stock_is_hardly_ever_taken() -> None:
+    taken = 0
+    for seed in range(100):
+        parts = dict.fromkeys(SIZES[:3], 2.0 / EXTENT)
+        machine = Machine({STOCK: parts, "gemm": dict.fromkeys(SIZES, 1.0 / EXTENT)}, 0.05, seed)
+        exploration, _, _ = explored(machine)
+        assert exploration.settled is not None
+        taken += exploration.settled.division is not None
+    assert taken <= 2, "one round of noisy times would do for a tenth of them"
+
+
 @settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.05, 0.2]))
 def test_what_is_lost_has_its_bound_at_every_call(seed: int, noise: float) -> None:
