@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.table import Table, save, show
 from distconv.partition import Partition
-from distconv.performance.costs import without_gradients
+from distconv.performance.costs import without, without_gradients
 from distconv.performance.events import Step
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.machine import Machine, read
@@ -123,7 +123,9 @@ def recorded(model: nn.Module, curve: str, gpus: int) -> Step:
     groups = gpus // 4 if curve == "spatial4_data" else gpus
     partition = Partition((("sample", groups), ("height", gpus // groups)))
     with imagined_job(gpus):
-        return record_step(model, mesh_of(partition), (SAMPLES * groups, 3, 224, 224), batch_norm="local")
+        step = record_step(model, mesh_of(partition), (SAMPLES * groups, 3, 224, 224), batch_norm="local")
+    # Running statistics, which distconv gathers in each norm, stay those of each GPU in their programs.
+    return without(step, "all_gather")[0]
 
 
 def seconds(step: Step, machine: Machine) -> float:

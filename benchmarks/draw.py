@@ -16,6 +16,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 RESULTS = Path(__file__).resolve().parent / "results"
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "measured"
@@ -202,12 +203,52 @@ def engines() -> Figure:
     return figure
 
 
+PLANS = {
+    "samples": ("samples alone", ORANGE, "s"),
+    "single": ("best single partition", GREEN, "^"),
+    "strategy": ("a partition for each layer", BLUE, "o"),
+}
+MACHINES = {"lassen": ("nodes of 4 V100", "-"), "h100": ("nodes of 8 H100", "--")}
+"""What is planned, with its colour and marker, and the machines, with their lines."""
+
+
+def scaling() -> Figure:
+    """Simulated milliseconds of a step over the GPUs, for each network: plans that fit a GPU's memory."""
+    found = results("scaling")["rows"]
+    networks = list(dict.fromkeys(row["network"] for row in found))
+    figure = Figure(figsize=(WIDTH, 2.1 * math.ceil(len(networks) / 3)), layout="constrained")
+    grid = iter(figure.subplots(math.ceil(len(networks) / 3), 3, squeeze=False).flat)
+    counts = sorted({row["ranks"] for row in found})
+    for network, axes in zip(networks, grid, strict=False):
+        for machine, (_, line) in MACHINES.items():
+            mine = [row for row in found if (row["network"], row["machine"]) == (network, machine)]
+            for plan, (_, colour, marker) in PLANS.items():
+                drawn = [row for row in mine if row[plan] is not None and row[plan]["fits"]]
+                times = [1e3 * row[plan]["seconds"] for row in drawn]
+                axes.plot([row["ranks"] for row in drawn], times, line, color=colour, marker=marker, markersize=3)
+        axes.set_title(f"{network}, {next(row['batch'] for row in found if row['network'] == network)} samples")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(counts, [str(count) for count in counts], rotation=45)
+        axes.minorticks_off()
+        axes.grid(linewidth=0.4, color="#e0e0e0")
+    for axes in grid:
+        axes.set_axis_off()
+    figure.supxlabel("GPUs")
+    figure.supylabel("ms a step, simulated")
+    named = [Line2D([], [], color=of, marker=marker, markersize=3, label=name) for name, of, marker in PLANS.values()]
+    named += [Line2D([], [], linestyle=line, color="#303030", label=name) for name, line in MACHINES.values()]
+    figure.legend(handles=named, loc="outside upper center", ncols=5)
+    return figure
+
+
 DRAWN = {
     "layers-cpu": layers,
     "distributed-cpu": distributed,
     "channels-cpu": channels,
     "sharing-cpu": sharing,
     "engines-h200": engines,
+    "scaling": scaling,
 }
 
 

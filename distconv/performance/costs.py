@@ -109,10 +109,15 @@ def _divided(step: Step, machine: Machine, met: float, undivided: float) -> Iter
 
 def without_gradients(step: Step) -> tuple[Step, list[Start]]:
     """A step without the allreduces of gradients, and those."""
-    gradients = [event for event in step.events if isinstance(event, Start) and event.kind == "gradients"]
-    numbers = {start.number for start in gradients}
+    return without(step, "gradients")
+
+
+def without(step: Step, kind: str) -> tuple[Step, list[Start]]:
+    """A step without the collectives of a kind, and those."""
+    found = [event for event in step.events if isinstance(event, Start) and event.kind == kind]
+    numbers = {start.number for start in found}
     left = [e for e in step.events if not (isinstance(e, Start | Wait) and e.number in numbers)]
-    return replace(step, events=tuple(left)), gradients
+    return replace(step, events=tuple(left)), found
 
 
 def _meeting(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
