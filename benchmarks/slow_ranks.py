@@ -9,7 +9,7 @@ Gloo or MPI up to 20 ms late each, in their order, while the rank itself goes on
 *Stopped ranks*: the processes of a job's ranks are stopped and let go on at random (SIGSTOP, SIGCONT), up to half a
 second each time, under every launcher. Losses, gradients and parameters must have the bits that they have without.
 
-*Told*: a rank is stopped for some seconds with `--slow-after 1`. Exactly one line must name the rank that the others
+*Told*: a rank is stopped for ten seconds with `--slow-after 3`. Exactly one line must name the rank that the others
 wait for, and the job must end as if nothing had happened.
 
 Linux. The exit code is 1 where a bit differs, a job fails or does not end, or the line is not told.
@@ -44,7 +44,7 @@ from distconv.job.launcher import mpiexec
 PARTITIONS = ("height=2", "sample=2,height=2", "height=2,width=2", "sample=2,channel=2")
 MILLISECONDS = "20"
 STEPS, STOPPED_SECONDS = 60, 0.5
-TOLD_SECONDS = 6.0
+SLOW_AFTER, TOLD_SECONDS = "3", 10.0
 MOST_SECONDS = 300.0
 
 Figures = dict[str, Any]
@@ -114,7 +114,7 @@ def stopped(way: str, number: int, seed: int, expected: Mapping[int, float]) -> 
 def told(way: str, expected: Mapping[int, float]) -> Figures:
     """A job of which the last rank is stopped for so long that a line tells of it."""
     lines: list[str] = []
-    with WatchedJob(command(way, 2, script(), ["--slow-after", "1"])) as job:
+    with WatchedJob(command(way, 2, script(), ["--slow-after", SLOW_AFTER])) as job:
         ranks = job.await_ranks(2)
         while job.process.poll() is None and len(job.losses()) < 10:
             time.sleep(0.02)
