@@ -1,4 +1,4 @@
-"""The pure parts of the performance model: machines, messages, lanes, candidates, the graph of layers, strategies."""
+"""The pure parts of the performance model: messages, lanes, candidates, the graph of layers, strategies."""
 
 from __future__ import annotations
 
@@ -11,80 +11,27 @@ import small_network
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_machine import TEXT
 from torch import nn
 
 from distconv.model.strategy import Strategy
 from distconv.partition import Partition
-from distconv.performance import machine as machines
 from distconv.performance.candidates import allowed, fits, fixed_layers, partitions, worthwhile
 from distconv.performance.choice import Planner
 from distconv.performance.events import Event, Kernel, Operator, Shape, Start, Step, Wait
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import Layer, NoGraph, trace
-from distconv.performance.machine import Machine, MachineError, parse, read
+from distconv.performance.machine import Machine, parse, read
 from distconv.performance.patterns import patterns
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, message_seconds, replay
 from mucudnn.optimizer import DoesNotFit
 
-TEXT = """
-name = "two nodes of two"
-[device]
-flops = 1e12
-efficiency = 0.5
-bandwidth = 1e11
-kernel = 1e-6
-memory = "16GiB"
-[host]
-operator = 1e-4
-asynchronous = true
-[node]
-ranks = 2
-latency = 1e-6
-bandwidth = 1e10
-[network]
-latency = 1e-5
-bandwidth = 1e9
-"""
-
 
 @pytest.fixture
 def machine() -> Machine:
     return parse(TEXT)
-
-
-@pytest.mark.parametrize("name", machines.built_in())
-def test_machines_that_ship_can_be_read(name: str) -> None:
-    assert read(name).device.memory >= 2**30
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "complaint"),
-    [
-        ("flops = 1e12", "", "device.flops is missing"),
-        ("efficiency = 0.5", "efficiency = 1.5", "device.efficiency = 1.5"),
-        ("asynchronous = true", "asynchronous = true\ncarries = 1.5", "accepted: a number from 0 to 1"),
-        ("asynchronous = true", "asynchronous = false\nslows = 0.5", "host.slows = 0.5; accepted: a number from 1 on"),
-        ("ranks = 2", "ranks = 2.5", "node.ranks = 2.5; accepted: a whole number"),
-        ("asynchronous = true", "asynchronous = 1", "accepted: true or false"),
-        ("bandwidth = 1e9", 'bandwidth = 1e9\ntrees = "yes"', "network.trees = 'yes'; accepted: true or false"),
-        ('"16GiB"', '"much"', "device.memory"),
-        ("[host]", "[hosts]", "unknown field hosts"),
-        ("bandwidth = 1e9", "bandwidth = 1e9\nspeed = 3", "unknown field network.speed"),
-        ("flops = 1e12", "flops = ", "Invalid value"),
-        ('name = "two nodes of two"', "", "name is missing"),
-    ],
-)
-def test_a_machine_file_with_a_mistake_is_one_line(old: str, new: str, complaint: str) -> None:
-    with pytest.raises(MachineError) as refused:
-        parse(TEXT.replace(old, new, 1))
-    assert complaint in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_a_machine_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(MachineError, match="no such file; accepted: a TOML file, here, or h100, lassen"):
-        read("nowhere.toml")
 
 
 def test_messages_take_latencies_and_bandwidths(machine: Machine) -> None:
