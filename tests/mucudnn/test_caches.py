@@ -26,6 +26,7 @@ BY_FEW = {
     "wheel_library": "folders of packages",
     "_open_mpi_options": "programs named mpiexec",
     "_is_new": "torch's operators",
+    "open_checkpoints": "one function of the package",
     "joint_group": "groups of ranks, each of which torch keeps for good",
 }
 """Functions whose results are all kept, and what there are few of, by which they are kept."""
