@@ -14,6 +14,7 @@ next. The first call of a model waits for its verdict before anything else is se
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -164,11 +165,12 @@ def finish(mesh: DeviceMesh) -> None:
         each.settle(now=True)
 
 
-def _ranks(mesh: DeviceMesh) -> set[int]:
-    return set(mesh.mesh.flatten().tolist())
+@functools.lru_cache(maxsize=64)
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
-def _among(ranks: set[int]) -> list[Ledger]:
+def _among(ranks: set[int] | frozenset[int]) -> list[Ledger]:
     """Those whose ranks are all among some. One that other ranks share too is left alone: they do not come here."""
     return [each for members, each in _ledgers.items() if ranks.issuperset(members)]
 

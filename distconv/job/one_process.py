@@ -34,6 +34,7 @@ _NEED_A_GROUP = (
     *("destroy_process_group", "broadcast", "broadcast_object_list", "all_reduce", "reduce", "send", "recv"),
     *("isend", "irecv", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"),
     *("scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *("all_gather_single", "reduce_scatter_single"),  # names since torch 2.13
 )
 """Functions of torch.distributed that fail in one process without a process group."""
 

@@ -55,7 +55,9 @@ def sent(partitions: tuple[str, ...]) -> dict[str, list[list[Any]]]:
         "all_to_all_single": "all_to_all",
         "all_reduce": "all_reduce",
         "all_gather_into_tensor": "all_gather",
+        "all_gather_single": "all_gather",  # its name since torch 2.13
     }
+    names = {name: kind for name, kind in names.items() if hasattr(dist, name)}
     real = {name: getattr(dist, name) for name in names}
     result = {}
     with settings.options({"check": "off"}):
