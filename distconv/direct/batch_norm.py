@@ -17,13 +17,17 @@ from distconv.direct.where import Where, where
 from distconv.layouts import dim_axes
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.normalization.batch import batch_share
+from distconv.rules.normalization.combining import (
+    Share,
+    of_all,
+)
+from distconv.rules.normalization.moments import (
+    moments,
+)
 from distconv.rules.normalization.running import is_a_modules, move_later
 from distconv.rules.normalization.statistics import (
-    Share,
-    moments,
     normalize,
     normalize_backward,
-    of_all,
     vector_layout,
 )
 

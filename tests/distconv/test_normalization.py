@@ -14,7 +14,8 @@ from reference import Case, wrong
 from torch import Tensor, nn
 
 import distconv
-from distconv.rules.normalization.statistics import count, normalize_backward
+from distconv.rules.normalization.moments import count
+from distconv.rules.normalization.statistics import normalize_backward
 
 pytestmark = pytest.mark.gloo
 

@@ -15,18 +15,22 @@ from distconv.layouts import dim_axes, layout, replicated
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.as_gradient import as_gradient
 from distconv.rules.channel_split import norm_input
+from distconv.rules.normalization.combining import (
+    Share,
+    of_all,
+)
+from distconv.rules.normalization.moments import (
+    count,
+    moments,
+    precise,
+)
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.statistics import (
-    Share,
     alike,
     check_vector,
-    count,
     gradients,
-    moments,
     normalize,
     normalize_backward,
-    of_all,
-    precise,
     share,
     vector_layout,
 )

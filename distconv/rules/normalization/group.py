@@ -19,25 +19,29 @@ from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, layout, local_box, owners
 from distconv.rules.as_gradient import as_gradient
 from distconv.rules.channel_split import norm_input
+from distconv.rules.normalization.combining import (
+    Share,
+    combined,
+)
+from distconv.rules.normalization.moments import (
+    moments,
+    precise,
+)
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.statistics import (
     Pool,
-    Share,
     boxes_along,
     check_vector,
-    combined,
     gradients,
-    moments,
     normalize,
     normalize_backward,
-    precise,
     share,
     split_axes,
     vector_layout,
 )
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.all_reduce import all_reduced
-from distconv.transfer.group import joint_group
+from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.local_part import local_as
 from distconv.transfer.tracing import planned
 
@@ -82,7 +86,8 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
         for channel in range(*box[1]):
             has[channel // size - before] += positions
         counts.append(tuple(has))
-    return Groups(columns, index, Share(joint_group(mesh, axes), tuple(counts), total), total, kept)
+    among = Share(joint_group(mesh, axes), joint_order(mesh, axes)[1], tuple(counts), total)
+    return Groups(columns, index, among, total, kept)
 
 
 def _positions(local: Tensor) -> int:

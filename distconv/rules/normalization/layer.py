@@ -13,14 +13,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from distconv.dtensors import wrap
 from distconv.layouts import input_layout
-from distconv.rules.normalization.statistics import (
+from distconv.rules.normalization.combining import (
     Share,
+    of_all,
+)
+from distconv.rules.normalization.moments import (
     count,
     moments,
+    precise,
+)
+from distconv.rules.normalization.statistics import (
     normalize,
     normalize_backward,
-    of_all,
-    precise,
     share,
 )
 from distconv.rules.registry import rule

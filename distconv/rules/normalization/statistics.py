@@ -1,12 +1,7 @@
-"""Mean and variance of rows whose elements lie on several ranks, and what follows from them, forward and backward.
-
-Those of all ranks are combined as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-sample variances", 1979, equation 2.1.
-"""
+"""Mean and variance of rows on a rank, over which ranks they go, and what follows from them, forward and backward."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -22,28 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from distconv.dtensors import wrap
 from distconv.layouts import box_at
 from distconv.mesh import sharded_dims
+from distconv.rules.normalization.combining import Share
 from distconv.transfer.all_reduce import all_reduced
-from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.tracing import constant, is_traced, planned
+from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
-
-    group: dist.ProcessGroup | None
-    counts: tuple[tuple[int, ...], ...]
-    """By rank of the group, then by column: one column where all are alike."""
-    total: int
-    """Elements of a column, the same for all."""
-
-    @functools.cached_property
-    def is_even(self) -> bool:
-        """Whether every rank has as many elements of each column."""
-        return len(set(self.counts)) == 1 and len(self.counts[0]) == 1
 
 
 def split_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence[int]) -> tuple[int, ...]:
@@ -78,79 +56,8 @@ def share(
         return None
     boxes = boxes_along(mesh, placements, shape, axes)
     counts = [math.prod(box[dim][1] - box[dim][0] for dim in dims) for box in boxes]
-    return Share(joint_group(mesh, axes), tuple((count,) for count in counts), sum(counts))
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """In a dtype in which sums are kept."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def count(rows: Tensor) -> int:
-    """Elements of a row that this rank has."""
-    return rows.shape[0] * math.prod(rows.shape[2:])
-
-
-def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
-    if rows.numel():
-        return _moments(precise(rows), [0, *range(2, rows.dim())])
-    zeros = precise(rows.new_zeros(rows.shape[1]))
-    return zeros, zeros
-
-
-def _moments(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all dims but dim 1."""
-    if is_traced(x):  # a compiler takes these into its loops, and calls the other one as it is
-        variance, mean = torch.var_mean(x, dims, correction=0)
-    else:
-        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
-    return mean, variance
-
-
-def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance over all ranks of the share, whose columns are all alike, from those of this rank.
-
-    All are flat; bit by bit alike on all ranks.
-    """
-    rows = mean.numel()
-    if not rows:
-        return mean, variance
-    ranks = len(share.counts)
-    table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
-    if share.is_even:
-        # The mean of the means and variances, and the variance of the means: one operator has all three.
-        means, spread = _moments(table, [0])
-        mean, within = means.chunk(2)
-        return mean, within + spread[:rows]
-    weights, largest = _weights(share, mean.dtype, mean.device)
-    weights = constant(weights, mean)
-    means = table[:, :rows]
-    pivot = means[largest]
-    means = means - pivot
-    shift = torch.mv(means.t(), weights)
-    within = (means - shift).square_().add_(table[:, rows:])
-    return pivot + shift, torch.mv(within.t(), weights)
-
-
-@planned(1024)
-def _weights(share: Share, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
-    """The part of all elements that each rank has, and the rank with most, where all columns are alike."""
-    counts = [count for (count,) in share.counts]
-    return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
-
-
-def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Tensor]:
-    """The same from means and sums of squared deviations, (..., columns), which may lie on ranks differently."""
-    if not mean.numel():
-        return mean, deviations
-    own, ranks = torch.stack([mean, deviations]), len(share.counts)
-    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
-    weights = torch.tensor(share.counts, dtype=means.dtype, device=means.device) / share.total
-    weights = weights.view(ranks, *[1] * (mean.dim() - 1), -1).expand_as(means)
-    pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
-    mean = pivot + (weights * (means - pivot)).sum(0)
-    return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
+    here = joint_order(mesh, axes)[1]
+    return Share(joint_group(mesh, axes), here, tuple((count,) for count in counts), sum(counts))
 
 
 def normalize(

@@ -1,6 +1,7 @@
 """A program whose mesh and strategy are chosen for a model of its own; its ranks print the mesh."""
 
 import copy
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -25,4 +26,5 @@ mesh = distconv.init("auto")
 model = distconv.parallelize(model, mesh, strategy="auto", sample_input=x)
 whole = distconv.gather(model(distconv.shard(x, mesh)))
 assert torch.allclose(whole, plain, atol=1e-5)
-print(f"partition {mesh.settled.mesh_dim_names} {tuple(mesh.settled.shape)}", flush=True)
+# One write for each rank: an unbuffered print writes the end of the line apart, and another rank may come between.
+sys.stdout.write(f"partition {mesh.settled.mesh_dim_names} {tuple(mesh.settled.shape)}\n")

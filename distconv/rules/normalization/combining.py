@@ -1,0 +1,115 @@
+"""Mean and variance of rows whose elements lie on several ranks, from those that each rank has found.
+
+Few ranks gather what all have found, and combine it as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
+algorithm for computing sample variances", 1979, equation 2.1. Many ranks sum it instead: libraries gather along a ring,
+which takes a latency for every rank, and sum along trees, which takes one for every doubling of the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distconv.rules.normalization.moments import mean_and_variance
+from distconv.transfer.all_reduce import all_reduced
+from distconv.transfer.gathering import all_gathered
+from distconv.transfer.tracing import constant, planned
+
+FEW = 8
+"""Ranks that gather. A ring takes p - 1 latencies, two trees 2 log2 p (Thakur, Rabenseifner and Gropp 2005): 7 and 6
+for 8 ranks, 15 and 8 for 16."""
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Over which ranks statistics go, and how many elements each of them has of every column of a table of them."""
+
+    group: dist.ProcessGroup | None
+    here: int
+    """This rank's place in the group."""
+    counts: tuple[tuple[int, ...], ...]
+    """By rank of the group, then by column: one column where all are alike."""
+    total: int
+    """Elements of a column, the same for all."""
+
+    @functools.cached_property
+    def is_even(self) -> bool:
+        """Whether every rank has as many elements of each column."""
+        return len(set(self.counts)) == 1 and len(self.counts[0]) == 1
+
+    def is_summed(self, dtype: torch.dtype) -> bool:
+        """Whether statistics of this dtype are summed. Those in float64 are gathered: nothing wider could sum them."""
+        return len(self.counts) > FEW and dtype is not torch.float64
+
+
+def of_all(mean: Tensor, variance: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks of the share, whose columns are all alike, from those of this rank.
+
+    All are flat; bit by bit alike on all ranks. Collective over the share's group.
+    """
+    rows = mean.numel()
+    if not rows:
+        return mean, variance
+    ranks = len(share.counts)
+    if share.is_summed(mean.dtype):
+        weight = share.counts[share.here][0] / share.total
+        return _summed(mean, weight, variance.double() * weight, share)
+    table = all_gathered(torch.cat([mean, variance]), ranks, share.group).view(ranks, 2 * rows)
+    if share.is_even:
+        # The mean of the means and variances, and the variance of the means: one operator has all three.
+        means, spread = mean_and_variance(table, [0])
+        mean, within = means.chunk(2)
+        return mean, within + spread[:rows]
+    weights, largest = _weights(share, mean.dtype, mean.device)
+    weights = constant(weights, mean)
+    means = table[:, :rows]
+    pivot = means[largest]
+    means = means - pivot
+    shift = torch.mv(means.t(), weights)
+    within = (means - shift).square_().add_(table[:, rows:])
+    return pivot + shift, torch.mv(within.t(), weights)
+
+
+@planned(1024)
+def _weights(share: Share, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, int]:
+    """The part of all elements that each rank has, and the rank with most, where all columns are alike."""
+    counts = [count for (count,) in share.counts]
+    return torch.tensor(counts, dtype=dtype, device=device) / share.total, counts.index(max(counts))
+
+
+def combined(mean: Tensor, deviations: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance over all ranks of the share, from means and sums of squared deviations, (..., columns).
+
+    Columns may lie on ranks differently. Collective over the share's group.
+    """
+    if not mean.numel():
+        return mean, deviations
+    if share.is_summed(mean.dtype):
+        weights = torch.tensor(share.counts[share.here], dtype=torch.float64, device=mean.device) / share.total
+        return _summed(mean, weights, deviations.double() / share.total, share)
+    own, ranks = torch.stack([mean, deviations]), len(share.counts)
+    means, squares = all_gathered(own.flatten(), ranks, share.group).view(ranks, *own.shape).unbind(1)
+    weights = torch.tensor(share.counts, dtype=means.dtype, device=means.device) / share.total
+    weights = weights.view(ranks, *[1] * (mean.dim() - 1), -1).expand_as(means)
+    pivot = means.gather(0, weights.argmax(0, keepdim=True))[0]
+    mean = pivot + (weights * (means - pivot)).sum(0)
+    return mean, squares.sum(0) / share.total + (weights * (means - mean).square()).sum(0)
+
+
+def _summed(mean: Tensor, weight: float | Tensor, within: Tensor, share: Share) -> tuple[Tensor, Tensor]:
+    """The same by one allreduce of first and second moments, in float64.
+
+    There, what the subtraction of the mean's square loses is less than float32's rounding of the elements themselves.
+
+    Args:
+        weight: this rank's part of all elements.
+        within: ``weight`` times its variance, in float64.
+    """
+    first, dtype = mean.double(), mean.dtype
+    weighted = first * weight
+    mean, second = all_reduced(torch.stack([weighted, within + first * weighted]), share.group).unbind()
+    return mean.to(dtype), (second - mean.square()).clamp_(min=0).to(dtype)

@@ -1,0 +1,59 @@
+"""Statistics of many ranks, which are summed rather than gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from collectives import Collectives
+from ranks import Ranks
+from reference import wrong
+from test_normalization import CASES, shifted
+
+import distconv
+from distconv.rules.normalization import combining
+from distconv.rules.normalization.combining import Share
+
+
+def wrong_by_sums(tables: Any, tolerance: float) -> Any:
+    with mock.patch.object(Share, "is_summed", lambda *_: True):
+        return wrong(tables, tolerance)
+
+
+@pytest.mark.gloo
+def test_norms_by_sums_equal_one_process(ranks: Callable[[int], Ranks]) -> None:
+    names = "batch, uneven", "batch, not affine", "group", "one group", "layer over space"
+    cases = shifted({name: CASES[name] for name in names})
+    for rank, found in enumerate(ranks(3).run(wrong_by_sums, [("width=3", cases), ("channel=3", cases)], 1e-10)):
+        assert not found, f"rank {rank}"
+
+
+def statistics_far_from_zero() -> tuple[float, float, list[str]]:
+    """Relative errors of mean and variance of float32 elements whose mean is 3,000 times their deviation."""
+    mesh = distconv.init(f"height={dist.get_world_size()}", device_type="cpu")
+    torch.manual_seed(3)
+    x = torch.randn(4, 2, 29, 31) + 3000
+    norm = torch.nn.BatchNorm2d(2, momentum=1.0)
+    model = distconv.parallelize(norm, mesh)
+    with mock.patch.object(combining, "FEW", 1), Collectives() as sent:
+        model(distconv.shard(x, mesh))
+    variance, mean = torch.var_mean(x.double(), (0, 2, 3))
+    errors = (model.running_mean - mean) / mean, (model.running_var - variance) / variance
+    return *(float(error.abs().max()) for error in errors), [name for name in sent.called if "to_all" not in name]
+
+
+@pytest.mark.gloo
+def test_sums_keep_the_digits_of_float32(ranks: Callable[[int], Ranks]) -> None:
+    for mean, variance, sent in ranks(3).run(statistics_far_from_zero):
+        assert mean < 1e-7 and variance < 1e-5, (mean, variance)  # ranks' means are rounded to 1e-4
+        assert len(sent) == 1 and "reduce" in sent[0]
+
+
+def test_more_than_eight_ranks_sum() -> None:
+    few, many = (Share(None, 0, ((1,),) * ranks, ranks) for ranks in (8, 9))
+    assert not few.is_summed(torch.float32)
+    assert many.is_summed(torch.float32) and not many.is_summed(torch.float64)
