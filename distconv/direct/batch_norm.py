@@ -24,7 +24,7 @@ from distconv.rules.normalization.combining import (
 from distconv.rules.normalization.moments import (
     moments,
 )
-from distconv.rules.normalization.running import is_a_modules, move_later
+from distconv.rules.normalization.running import can_wait, combine_later, move_later
 from distconv.rules.normalization.statistics import (
     normalize,
     normalize_backward,
@@ -38,10 +38,12 @@ class _Call(NamedTuple):
     place: Where
     axes: tuple[int, ...]
     """Those that shard the channels."""
+    whole: Share | None
+    """The ranks among which the elements of a channel lie, whose statistics the running ones follow."""
     share: Share | None
-    """The ranks among which the elements of a channel lie."""
+    """Those by whose elements this rank normalizes: the same, or none but itself."""
     total: int
-    """Elements of a channel."""
+    """Elements of a channel by which it normalizes."""
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -57,10 +59,13 @@ class _BatchNorm(torch.autograd.Function):
         call: _Call,
     ) -> Tensor:
         mean, variance = moments(x)
-        place, axes, share, total = call
+        place, axes, whole, share, total = call
         if share is not None:
             mean, variance = of_all(mean, variance, share)
-        if kept is not None:
+        if kept is not None and share is not whole:
+            assert whole is not None
+            combine_later(kept, mean, variance, whole, place.mesh, axes, momentum)
+        elif kept is not None:
             move_later(kept[0], mean, place.mesh, axes, momentum)
             move_later(kept[1], variance, place.mesh, axes, momentum, total / max(total - 1, 1))
         ctx.save_for_backward(x, weight, mean, variance)
@@ -70,7 +75,7 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        place, _, share, total = ctx.call
+        place, _, _, share, total = ctx.call
         mask, eps = ctx.needs_input_grad, ctx.eps
         if torch.is_grad_enabled():
             vector = where(place.mesh, vector_layout(place.placements), place.shape[1:2])
@@ -109,26 +114,27 @@ def batch_norm(
             return NotImplemented
         kept = None
     else:
-        if running_var is None or not (is_a_modules(running_mean) and is_a_modules(running_var)):
-            return NotImplemented
         kept = running_mean, running_var
+        if not can_wait(kept):
+            return NotImplemented
     place = input.place
-    key = "batch_norm", None if weight is None else weight._place, None if bias is None else bias._place
+    own = batch_norm_statistics.get(place.mesh) == "local"
+    key = "batch_norm", own, None if weight is None else weight._place, None if bias is None else bias._place
     call = place.plans.get(key, False)
     if call is False:
-        call = place.plans[key] = _call(place, weight, bias)
+        call = place.plans[key] = _call(place, own, weight, bias)
     if call is None or not (kept is None or _fit(kept, place.shape[1])):
         return NotImplemented
-    own = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
+    operands = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
     if not training:
         if call.axes or kept is None or not place.is_filled:
             return NotImplemented
-        if 1 in own[0].shape and own[0].requires_grad and own[0].dim() > 2:
+        if 1 in operands[0].shape and operands[0].requires_grad and operands[0].dim() > 2:
             return NotImplemented  # torch's backward may mix elements up, see `alike`
-        return activation(F.batch_norm(own[0], *kept, *own[1:], False, momentum, eps), place)
-    if call.total == 1 or batch_norm_statistics.get(place.mesh) == "local":
+        return activation(F.batch_norm(operands[0], *kept, *operands[1:], False, momentum, eps), place)
+    if call.total <= 1:
         return NotImplemented  # one element a channel is refused there
-    return activation(apply(_BatchNorm, *own, kept, momentum, eps, call), place)
+    return activation(apply(_BatchNorm, *operands, kept, momentum, eps, call), place)
 
 
 def _fit(kept: tuple[Any, Any], channels: int) -> bool:
@@ -137,7 +143,7 @@ def _fit(kept: tuple[Any, Any], channels: int) -> bool:
     return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
 
 
-def _call(place: Where, *vectors: Any) -> _Call | None:
+def _call(place: Where, own: bool, *vectors: Any) -> _Call | None:
     """None unless the parameters have a number for each of this rank's channels, and nobody else counts the same."""
     if not place.is_spread or len(place.shape) < 2:
         return None
@@ -149,8 +155,10 @@ def _call(place: Where, *vectors: Any) -> _Call | None:
         if lies.mesh != place.mesh or lies.shape != place.shape[1:2] or _shards(place, lies.placements) != wanted:
             return None
     share = batch_share(place.mesh, place.placements, place.shape)
-    total = place.shape.numel() // max(place.shape[1], 1)
-    return _Call(place, dim_axes(place.mesh, place.placements, 1), share, total)
+    axes = dim_axes(place.mesh, place.placements, 1)
+    if own and share is not None:
+        return _Call(place, axes, share, None, share.counts[share.here][0])
+    return _Call(place, axes, share, share, place.shape.numel() // max(place.shape[1], 1))
 
 
 def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:

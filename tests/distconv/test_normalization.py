@@ -198,36 +198,6 @@ def test_running_statistics_messages_and_modes(ranks: Callable[[int], Ranks]) ->
     assert answers[0] == answers[1] == answers[2]
 
 
-def local_statistics() -> list[bool]:
-    """Each rank normalizes by its own samples; the running statistics are the whole batch's."""
-    mesh = distconv.init(f"sample={dist.get_world_size()}", device_type="cpu")
-    torch.manual_seed(2)
-    plain = nn.BatchNorm2d(2).double()
-    model = distconv.parallelize(copy.deepcopy(plain), mesh, batch_norm="local")
-    whole = torch.randn(3, 2, 4, 4, dtype=torch.float64)
-    x = distconv.shard(whole, mesh).detach().requires_grad_()
-    y = model(x)
-    own = x.to_local().detach().clone().requires_grad_()
-    expected = nn.functional.batch_norm(own, None, None, plain.weight, plain.bias, training=True)
-    cotangent = torch.randn(3, 2, 4, 4, dtype=torch.float64)
-    part = distconv.shard(cotangent, mesh)
-    (y * part).sum().backward()
-    (expected * part.to_local()).sum().backward()
-    plain(whole)
-    result = [
-        torch.allclose(y.to_local(), expected, rtol=1e-10),
-        torch.allclose(x.grad.to_local(), own.grad, rtol=1e-9, atol=1e-12),
-        torch.allclose(model.running_mean, plain.running_mean, rtol=1e-10),
-        torch.allclose(model.running_var, plain.running_var, rtol=1e-10),
-    ]
-    distconv.parallelize(model, mesh, batch_norm="global")
-    return result
-
-
-def test_local_statistics(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(2).run(local_statistics) == [[True] * 4] * 2
-
-
 class Assigning(nn.Module):
     """Batch norms of split channels, and a buffer that forward replaces."""
 

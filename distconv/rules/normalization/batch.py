@@ -24,7 +24,7 @@ from distconv.rules.normalization.moments import (
     moments,
     precise,
 )
-from distconv.rules.normalization.running import move
+from distconv.rules.normalization.running import can_wait, combine_later, move
 from distconv.rules.normalization.statistics import (
     alike,
     check_vector,
@@ -36,6 +36,7 @@ from distconv.rules.normalization.statistics import (
 )
 from distconv.rules.registry import rule
 from distconv.transfer.local_part import local_as
+from distconv.transfer.tracing import is_traced
 
 aten = torch.ops.aten
 
@@ -63,19 +64,7 @@ def batch_norm(
         check_vector(func, vector, name, channels)
     w, b = (None if vector is None else local_as(vector, mesh, of) for vector in (weight, bias))
     if training:
-        over = batch_share(mesh, placements, x.shape)
-        mean, variance = moments(local)
-        own = batch_norm_statistics.get(mesh) == "local"
-        if running_mean is not None or running_var is not None or not own:
-            whole = mean, variance
-            if over is not None:
-                whole = of_all(mean, variance, over)
-            total = count(local) if over is None else over.total
-            axes, unbiased = dim_axes(mesh, placements, 1), total / max(total - 1, 1)
-            for buffer, value, factor in ((running_mean, whole[0], 1.0), (running_var, whole[1], unbiased)):
-                if buffer is not None:
-                    move(buffer, value, mesh, axes, momentum, factor)
-            mean, variance = (mean, variance) if own else whole
+        mean, variance = _statistics(local, mesh, placements, x.shape, (running_mean, running_var), momentum)
         square = variance + eps
         saved, shape = (mean, torch.rsqrt(square)), (channels,)
     else:
@@ -85,6 +74,31 @@ def batch_norm(
         saved, shape, of = (mean.new_empty(0), mean.new_empty(0)), (0,), replicated(mesh)
     y = normalize(local, mean, square, w, b)
     return wrap(y, mesh, placements, x.shape), wrap(saved[0], mesh, of, shape), wrap(saved[1], mesh, of, shape)
+
+
+def _statistics(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    running: tuple[Tensor | None, Tensor | None],
+    momentum: float,
+) -> tuple[Tensor, Tensor]:
+    """The mean and variance by which this rank normalizes; moves the running ones by those of the whole batch."""
+    over, own = batch_share(mesh, placements, shape), batch_norm_statistics.get(mesh) == "local"
+    mean, variance = moments(local)
+    if own and running == (None, None):
+        return mean, variance
+    axes = dim_axes(mesh, placements, 1)
+    if own and over is not None and can_wait(running) and not is_traced(local):
+        combine_later(running, mean, variance, over, mesh, axes, momentum)
+        return mean, variance
+    whole = (mean, variance) if over is None else of_all(mean, variance, over)
+    total = count(local) if over is None else over.total
+    for buffer, value, factor in zip(running, whole, (1.0, total / max(total - 1, 1)), strict=True):
+        if buffer is not None:
+            move(buffer, value, mesh, axes, momentum, factor)
+    return (mean, variance) if own else whole
 
 
 # torch.compile knows batch norm by three names, for what it changes is told by the operator's schema.

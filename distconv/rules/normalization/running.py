@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import _StopRecomputationError
 
 from distconv.layouts import owners
+from distconv.rules.normalization.combining import Share, of_all
 from distconv.transfer.exchange import exchange
 from distconv.transfer.gathering import all_gathered
 from distconv.transfer.group import joint_group, joint_order
@@ -38,6 +39,19 @@ class _Move(NamedTuple):
     factor: float
 
 
+class _Found(NamedTuple):
+    """What a rank has found of its own elements, where the buffers follow those of all ranks."""
+
+    buffers: tuple[Tensor, Tensor]
+    """Of the mean and of the variance."""
+    mean: Tensor
+    variance: Tensor
+    share: Share
+    momentum: float
+    sharded: Any
+    """The mesh and the axes of the channels; None where nothing shards them."""
+
+
 class _Gathered(NamedTuple):
     """How vectors that lie in shards over some axes come to every rank at once."""
 
@@ -50,7 +64,7 @@ class _Gathered(NamedTuple):
 
 
 class _Thread(threading.local):
-    moves: dict[int, tuple[_Move, Any]] | None = None
+    moves: dict[int, tuple[_Move, Any] | _Found] | None = None
     """Of the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
     buffers: frozenset[int] = frozenset()
     """The ids of the buffers of the modules of that call."""
@@ -100,6 +114,27 @@ def move_later(
         _settle()
     value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
     waits[id(buffer)] = _Move(buffer, value, momentum, factor), (mesh, axes) if axes else None
+
+
+def combine_later(
+    buffers: tuple[Tensor, Tensor],
+    mean: Tensor,
+    variance: Tensor,
+    share: Share,
+    mesh: DeviceMesh,
+    axes: tuple[int, ...],
+    momentum: float,
+) -> None:
+    """The same of the mean and the unbiased variance of all ranks of the share, from those of this rank, biased.
+
+    Norms whose elements lie on the ranks alike are combined by one exchange.
+    """
+    waits = _thread.moves
+    assert waits is not None
+    if any(id(buffer) in waits for buffer in buffers):
+        _settle()
+    found = _Found(buffers, mean, variance, share, momentum, (mesh, axes) if axes else None)
+    waits.update((id(buffer), found) for buffer in buffers)
 
 
 @contextlib.contextmanager
@@ -157,6 +192,11 @@ def is_a_modules(buffer: Tensor) -> bool:
     return id(buffer) in _thread.buffers
 
 
+def can_wait(running: tuple[Tensor | None, Tensor | None]) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """Whether running statistics are plain buffers of modules that run: what moves them may come later."""
+    return all(type(buffer) is Tensor and is_a_modules(buffer) for buffer in running)
+
+
 class _Reading(dict[str, Any]):
     """A module's buffers while a model runs: reading one that is to be written writes all that are."""
 
@@ -180,19 +220,43 @@ def _settle(gather: bool = True) -> None:
     """Write what waits."""
     if not _thread.moves:
         return
-    together: dict[Any, list[_Move]] = {}
-    for each, sharded in _thread.moves.values():
-        together.setdefault((sharded, each.momentum, each.value.dtype, each.value.device), []).append(each)
+    waiting, together = list(_thread.moves.values()), dict[Any, list[_Move]]()
     _thread.moves.clear()
-    for (sharded, momentum, *_), moves in together.items():
+    moves = [each for each in waiting if not isinstance(each, _Found)]
+    if gather:
+        moves += _combine([each for each in waiting if isinstance(each, _Found)])
+    for each, sharded in moves:
+        together.setdefault((sharded, each.momentum, each.value.dtype, each.value.device), []).append(each)
+    for (sharded, momentum, *_), alike in together.items():
         if sharded is not None and not gather:
             continue
-        buffers = [each.buffer for each in moves]
-        values = list(torch._foreach_mul([each.value for each in moves], [each.factor for each in moves]))
+        buffers = [each.buffer for each in alike]
+        values = list(torch._foreach_mul([each.value for each in alike], [each.factor for each in alike]))
         if sharded is not None:
             mesh, axes = sharded
             values = _gather(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
         torch._foreach_lerp_(buffers, values, momentum)
+
+
+def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:
+    """How buffers move, from what each rank has found of its elements. Collective.
+
+    Every norm is in the list twice, for its mean and for its variance.
+    """
+    together: dict[Any, list[_Found]] = {}
+    for each in {id(each): each for each in found}.values():
+        alike = None if each.share.is_even else each.share.counts
+        together.setdefault((each.share.group, alike, each.mean.dtype, each.mean.device), []).append(each)
+    moves: list[tuple[_Move, Any]] = []
+    for same in together.values():
+        channels = [each.mean.numel() for each in same]
+        mean, variance = torch.cat([each.mean for each in same]), torch.cat([each.variance for each in same])
+        whole = (values.split(channels) for values in of_all(mean, variance, same[0].share))
+        for each, mean, variance in zip(same, *whole, strict=True):
+            unbiased = each.share.total / max(each.share.total - 1, 1)
+            for buffer, value, factor in zip(each.buffers, (mean, variance), (1.0, unbiased), strict=True):
+                moves.append((_Move(buffer, value.to(buffer.dtype), each.momentum, factor), each.sharded))
+    return moves
 
 
 def _gather(mesh: DeviceMesh, axes: tuple[int, ...], values: list[Tensor], channels: tuple[int, ...]) -> list[Tensor]:
