@@ -1,6 +1,6 @@
 """Strong scaling to 2,048 GPUs, simulated: samples divided, the best single partition, the best one for each layer.
 
-    python benchmarks/scaling.py --save                        # all, about half an hour on one core
+    python benchmarks/scaling.py --save                        # all, about six minutes on one core
     python benchmarks/scaling.py --only cosmoflow --ranks 4,256,2048
 
 Nothing is measured: a step is recorded from distconv's own rules on tensors without data, and its kernels and messages
