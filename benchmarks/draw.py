@@ -204,12 +204,12 @@ def engines() -> Figure:
 
 
 PLANS = {
-    "samples": ("samples alone", ORANGE, "s"),
-    "single": ("best single partition", GREEN, "^"),
-    "strategy": ("a partition for each layer", BLUE, "o"),
+    "samples": ("samples alone", ORANGE, 5.0),
+    "single": ("best single partition", GREEN, 2.8),
+    "strategy": ("a partition for each layer", BLUE, 0.9),
 }
 MACHINES = {"lassen": ("nodes of 4 V100", "-"), "h100": ("nodes of 8 H100", "--")}
-"""What is planned, with its colour and marker, and the machines, with their lines."""
+"""What is planned, with its colour and width, so that equal ones show beneath each other, and the machines' lines."""
 
 
 def scaling() -> Figure:
@@ -222,10 +222,11 @@ def scaling() -> Figure:
     for network, axes in zip(networks, grid, strict=False):
         for machine, (_, line) in MACHINES.items():
             mine = [row for row in found if (row["network"], row["machine"]) == (network, machine)]
-            for plan, (_, colour, marker) in PLANS.items():
+            for plan, (_, colour, width) in PLANS.items():
                 drawn = [row for row in mine if row[plan] is not None and row[plan]["fits"]]
                 times = [1e3 * row[plan]["seconds"] for row in drawn]
-                axes.plot([row["ranks"] for row in drawn], times, line, color=colour, marker=marker, markersize=3)
+                style = {"color": colour, "linewidth": width, "marker": "o", "markersize": 2 + width}
+                axes.plot([row["ranks"] for row in drawn], times, line, **style)
         axes.set_title(f"{network}, {next(row['batch'] for row in found if row['network'] == network)} samples")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -236,9 +237,9 @@ def scaling() -> Figure:
         axes.set_axis_off()
     figure.supxlabel("GPUs")
     figure.supylabel("ms a step, simulated")
-    named = [Line2D([], [], color=of, marker=marker, markersize=3, label=name) for name, of, marker in PLANS.values()]
+    named = [Line2D([], [], color=of, linewidth=width, label=name) for name, of, width in PLANS.values()]
     named += [Line2D([], [], linestyle=line, color="#303030", label=name) for name, line in MACHINES.values()]
-    figure.legend(handles=named, loc="outside upper center", ncols=5)
+    figure.legend(handles=named, loc="outside upper center", ncols=3)
     return figure
 
 
