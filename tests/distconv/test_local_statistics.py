@@ -47,16 +47,17 @@ def test_local_statistics(ranks: Callable[[int], Ranks]) -> None:
     assert ranks(2).run(local_statistics) == [[True] * 4] * 2
 
 
-def running_together(partition: str, samples: int, autocast: bool) -> tuple[list[bool], int]:
+def running_together(partition: str, samples: int, how: str) -> tuple[list[bool], int]:
     """Whether buffers are those of one process whose norms see what the ranks see, and how many gathers there are."""
     mesh = distconv.init(partition, device_type="cpu")
     torch.manual_seed(4)
     plain = nn.ModuleList(nn.BatchNorm2d(2) for _ in range(3)).double()
     model = distconv.parallelize(nn.Sequential(*copy.deepcopy(plain)), mesh, batch_norm="local")
+    called = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
     x = torch.randn(samples, 2, 5, 4, dtype=torch.float64) * 2 + 1
     for _ in range(2):
-        with Collectives() as sent, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            model(distconv.shard(x, mesh))
+        with Collectives() as sent, torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            called(distconv.shard(x, mesh))
         parts = x.chunk(dist.get_world_size(), 0 if "sample" in partition else 2)
         for norm in plain:
             _follow(norm, parts)
@@ -72,12 +73,18 @@ def _follow(norm: nn.Module, parts: tuple[Tensor, ...]) -> None:
     norm(torch.cat([part.flatten(2).permute(1, 0, 2).flatten(1) for part in parts], 1).t()[:, :, None, None])
 
 
-# Autocast takes the rule of the operator, the rest the short path of the function.
+# Autocast takes the rule of the operator, the first three the short path of the function.
 @pytest.mark.parametrize(
-    "partition, samples, autocast",
-    [("sample=2", 4, False), ("sample=2", 3, False), ("height=2", 2, False), ("height=2", 2, True)],
+    "partition, samples, how",
+    [
+        ("sample=2", 4, "eager"),
+        ("sample=2", 3, "eager"),
+        ("height=2", 2, "eager"),
+        ("height=2", 2, "autocast"),
+        ("height=2", 2, "compiled"),
+    ],
 )
 def test_running_statistics_come_together(
-    ranks: Callable[[int], Ranks], partition: str, samples: int, autocast: bool
+    ranks: Callable[[int], Ranks], partition: str, samples: int, how: str
 ) -> None:
-    assert ranks(2).run(running_together, partition, samples, autocast) == [([True] * 9, 1)] * 2
+    assert ranks(2).run(running_together, partition, samples, how) == [([True] * 9, 1)] * 2

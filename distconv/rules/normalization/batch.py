@@ -36,7 +36,6 @@ from distconv.rules.normalization.statistics import (
 )
 from distconv.rules.registry import rule
 from distconv.transfer.local_part import local_as
-from distconv.transfer.tracing import is_traced
 
 aten = torch.ops.aten
 
@@ -90,7 +89,7 @@ def _statistics(
     if own and running == (None, None):
         return mean, variance
     axes = dim_axes(mesh, placements, 1)
-    if own and over is not None and can_wait(running) and not is_traced(local):
+    if own and over is not None and can_wait(running):
         combine_later(running, mean, variance, over, mesh, axes, momentum)
         return mean, variance
     whole = (mean, variance) if over is None else of_all(mean, variance, over)

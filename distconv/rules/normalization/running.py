@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,11 +22,10 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from distconv.layouts import owners
 from distconv.rules.normalization.combining import Share, of_all
+from distconv.rules.normalization.vectors import gathered
 from distconv.transfer.exchange import exchange
-from distconv.transfer.gathering import all_gathered
-from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import window
-from distconv.transfer.tracing import constant, planned
+from distconv.transfer.tracing import is_traced
 
 
 class _Move(NamedTuple):
@@ -52,23 +50,12 @@ class _Found(NamedTuple):
     """The mesh and the axes of the channels; None where nothing shards them."""
 
 
-class _Gathered(NamedTuple):
-    """How vectors that lie in shards over some axes come to every rank at once."""
-
-    group: dist.ProcessGroup | None
-    ranks: int
-    padding: int
-    """Elements behind what this rank has, so that all ranks send as many."""
-    places: Tensor
-    """Of each element of the whole vectors, one after the other: where it is in what all ranks sent."""
-
-
 class _Thread(threading.local):
     moves: dict[int, tuple[_Move, Any] | _Found] | None = None
     """Of the call that is running, by the ids of buffers, with the axes of their channels; None outside of one."""
     buffers: frozenset[int] = frozenset()
     """The ids of the buffers of the modules of that call."""
-    traced: tuple[Sequence[Tensor], list[tuple[_Move, Any]]] = (), []
+    traced: tuple[Sequence[Tensor], list[tuple[_Move, Any] | _Found]] = (), []
     """Of the graph that is traced: buffers that nothing reads again once they are moved, and their moves."""
 
 
@@ -91,7 +78,7 @@ def move(
         axes = () if Shard(0) in buffer.placements else axes
         buffer = buffer._local_tensor
     value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
-    if axes and any(buffer is each for each in _thread.traced[0]):
+    if axes and _is_traced_last(buffer):
         _thread.traced[1].append((_Move(buffer, value, momentum, factor), (mesh, axes)))
         return
     if axes:
@@ -127,13 +114,17 @@ def combine_later(
 ) -> None:
     """The same of the mean and the unbiased variance of all ranks of the share, from those of this rank, biased.
 
-    Norms whose elements lie on the ranks alike are combined by one exchange.
+    Norms whose elements lie on the ranks alike are combined by one exchange: when the call ends, or the graph that is
+    traced. The buffers are such that this can wait (`can_wait`).
     """
+    found = _Found(buffers, mean, variance, share, momentum, (mesh, axes) if axes else None)
+    if is_traced(mean):
+        _thread.traced[1].append(found)
+        return
     waits = _thread.moves
     assert waits is not None
     if any(id(buffer) in waits for buffer in buffers):
         _settle()
-    found = _Found(buffers, mean, variance, share, momentum, (mesh, axes) if axes else None)
     waits.update((id(buffer), found) for buffer in buffers)
 
 
@@ -175,12 +166,17 @@ def begin_graph(buffers: Sequence[Tensor]) -> None:
 @torch.no_grad()
 def end_graph() -> None:
     """Move the buffers of the graph that is traced, those of all norms by one exchange. Collective."""
-    (_, moves), _thread.traced = _thread.traced, ((), [])
+    (_, waiting), _thread.traced = _thread.traced, ((), [])
+    moves = [each for each in waiting if not isinstance(each, _Found)]
+    moves += _combine([each for each in waiting if isinstance(each, _Found)])
     together: dict[Any, list[_Move]] = {}
     for each, sharded in moves:
         together.setdefault((sharded, each.value.dtype), []).append(each)
-    for ((mesh, axes), _), same in together.items():
-        values = _gather(mesh, axes, [each.value for each in same], tuple(each.buffer.shape[0] for each in same))
+    for (sharded, _), same in together.items():
+        values = [each.value for each in same]
+        if sharded is not None:
+            mesh, axes = sharded
+            values = gathered(mesh, axes, values, tuple(each.buffer.shape[0] for each in same))
         # Autograd has kept the buffers for backward, which reads none that a batch has moved.
         with _unsafe_preserve_version_counter(tuple(each.buffer for each in same)):
             for each, value in zip(same, values, strict=True):
@@ -193,8 +189,18 @@ def is_a_modules(buffer: Tensor) -> bool:
 
 
 def can_wait(running: tuple[Tensor | None, Tensor | None]) -> TypeGuard[tuple[Tensor, Tensor]]:
-    """Whether running statistics are plain buffers of modules that run: what moves them may come later."""
-    return all(type(buffer) is Tensor and is_a_modules(buffer) for buffer in running)
+    """Whether what moves running statistics may come later.
+
+    That is so of plain buffers of modules that run, and in a graph that is traced of those that nothing reads again.
+    """
+    return all(
+        (type(buffer) is Tensor and is_a_modules(buffer)) or (buffer is not None and _is_traced_last(buffer))
+        for buffer in running
+    )
+
+
+def _is_traced_last(buffer: Tensor) -> bool:
+    return any(buffer is each for each in _thread.traced[0])
 
 
 class _Reading(dict[str, Any]):
@@ -234,7 +240,7 @@ def _settle(gather: bool = True) -> None:
         values = list(torch._foreach_mul([each.value for each in alike], [each.factor for each in alike]))
         if sharded is not None:
             mesh, axes = sharded
-            values = _gather(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
+            values = gathered(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
         torch._foreach_lerp_(buffers, values, momentum)
 
 
@@ -257,27 +263,3 @@ def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:
             for buffer, value, factor in zip(each.buffers, (mean, variance), (1.0, unbiased), strict=True):
                 moves.append((_Move(buffer, value.to(buffer.dtype), each.momentum, factor), each.sharded))
     return moves
-
-
-def _gather(mesh: DeviceMesh, axes: tuple[int, ...], values: list[Tensor], channels: tuple[int, ...]) -> list[Tensor]:
-    """Whole vectors from this rank's shards of them. Collective."""
-    plan = _plan(mesh, axes, channels, values[0].device)
-    own = torch.cat([*values, values[0].new_zeros(plan.padding)] if plan.padding else values)
-    whole = all_gathered(own, plan.ranks, plan.group).index_select(0, constant(plan.places, own))
-    return list(whole.split(channels))
-
-
-@planned(1024)
-def _plan(mesh: DeviceMesh, axes: tuple[int, ...], channels: tuple[int, ...], device: torch.device) -> _Gathered:
-    order, here = joint_order(mesh, axes)
-    owned = [[(stop - start) for start, stop in owners(mesh, axes, extent)] for extent in channels]
-    each = [sum(own[at] for own in owned) for at in range(len(order))]
-    longest = max(each)
-    index: list[int] = []
-    starts = {at: member * longest for member, at in enumerate(order)}
-    for own in owned:
-        for at, extent in enumerate(own):
-            index += range(starts[at], starts[at] + extent)
-            starts[at] += extent
-    padding = longest - each[order[here]]
-    return _Gathered(joint_group(mesh, axes), len(order), padding, torch.tensor(index, device=device))
