@@ -5,8 +5,9 @@
     python benchmarks/prediction.py --only choice       # what is chosen, against all single partitions
 
 For 1, 2 and 4 ranks the machine is calibrated once. Then the steps of a case, and the kernels from which they are
-predicted, are measured in turn, the kernels in as many processes at once as there are ranks. A step is forward and
-backward, without loss and optimizer; the slowest rank counts, and of steps the median.
+predicted, are measured in turn, several rounds of them, for the speed of a machine that others use too changes within
+seconds. Kernels are measured in as many processes at once as there are ranks, anew in every round. A step is forward
+and backward, without loss and optimizer; the slowest rank counts. Of steps and of predictions the median counts.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ RANKS = (1, 2, 4)
 STEPS = 3
 """Before and after the kernels are measured."""
 
+ROUNDS = 3
+"""In which all kernels of a case are measured."""
+
 ONE = {"*": "sample=1"}
 
 Row = dict[str, Any]
@@ -70,9 +74,9 @@ class Ranks:
         )
         if done.returncode:
             sys.exit(f"distconv calibrate: {done.stderr}")
-        measured = Measured(threads, kept, ranks)
-        resources.callback(measured.crowd.close)
-        self.machine: Machine = replace(read(str(path)), measured=measured, threads=threads)
+        self._measured = Measured(threads, kept, ranks)
+        resources.callback(self._measured.crowd.close)
+        self.machine: Machine = replace(read(str(path)), measured=self._measured, threads=threads)
         store = str(folder / f"store{ranks}")
         self.job = resources.enter_context(
             Process(
@@ -82,6 +86,10 @@ class Ranks:
                 GLOO_SOCKET_IFNAME="lo",
             )
         )
+
+    def forget(self) -> None:
+        """Kernels are measured anew."""
+        self._measured.forget(Kept())
 
     def prepare(self, name: str, strategy: Mapping[str, str]) -> None:
         self.job.ask(do="prepare", case=name, strategy=dict(strategy))
@@ -103,9 +111,12 @@ def predicted(name: str, strategy: Mapping[str, str], machine: Machine) -> float
 def compared(name: str, strategy: Mapping[str, str], ranks: Ranks) -> tuple[float, float]:
     """Seconds of a step, as measured and as predicted."""
     ranks.prepare(name, strategy)
-    before = ranks.steps()
-    expected = predicted(name, strategy, ranks.machine)
-    return statistics.median(before + ranks.steps()), expected
+    measured, expected = ranks.steps(), []
+    for _ in range(ROUNDS):
+        ranks.forget()
+        expected.append(predicted(name, strategy, ranks.machine))
+        measured += ranks.steps()
+    return statistics.median(measured), statistics.median(expected)
 
 
 def steps(names: list[str], jobs: Mapping[int, Ranks]) -> Iterator[Row]:

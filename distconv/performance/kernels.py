@@ -59,6 +59,10 @@ class Measured:
             self._known[key] = float(before)
         return self.share * self._known[key]
 
+    def forget(self, kept: Kept) -> None:
+        """Kernels are measured anew where ``kept``, which holds the times from here on, has none of them."""
+        self.kept, self._known = kept, {}
+
 
 def measured_for(ranks: int, kept: Kept) -> Measured:
     """Kernels of so many ranks on this machine, which share its cores as `distconv run` shares them out."""
