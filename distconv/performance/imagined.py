@@ -17,29 +17,35 @@ from distconv.mesh import make_mesh, placements
 from distconv.partition import Partition
 from distconv.rules.convolution.kernels import as_on_a_processor
 
+_was: dict[int, int] = {}
+"""Which rank this process is in imagined jobs, by their size."""
+
 
 @contextlib.contextmanager
-def imagined_job(ranks: int, threads: int | None = None) -> Iterator[int]:
+def imagined_job(ranks: int, threads: int | None = None, rank: int | None = None) -> Iterator[int]:
     """A job of so many ranks of which only this process is there; gives its rank. Messages go nowhere.
-
-    The rank is a third of their number, rounded down: in numbers to the base of two its digits alternate, so that on
-    every axis of four or more ranks it has neighbours on both sides.
 
     Args:
         threads: that each rank has on a processor, where its kernels are to be those that it takes there: for some,
             torch decides by threads. None for kernels by their names, of a machine that is not here.
+        rank: which one is there. None for a third of their number, rounded down: in numbers to the base of two its
+            digits alternate, so that on every axis of four or more ranks it has neighbours on both sides.
 
     Raises:
-        RuntimeError: where the process is in a job already.
+        RuntimeError: where the process is in a job already, or was another rank of such a job before, whose plans it
+            has kept.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
         raise RuntimeError("an imagined job needs a process that is in no job")
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 3, world_size=ranks)
+    rank = ranks // 3 if rank is None else rank
+    if _was.setdefault(ranks, rank) != rank:
+        raise RuntimeError(f"rank {rank} of {ranks} needs a process of its own: this one was rank {_was[ranks]} before")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with settings.options({"check": "off"}), as_on_a_processor(threads) if threads else contextlib.nullcontext():
-            yield ranks // 3
+            yield rank
     finally:
         dist.destroy_process_group()
 

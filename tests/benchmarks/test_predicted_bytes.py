@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -55,22 +57,47 @@ def test_allreduces_of_gradients(row: dict[str, Any]) -> None:
 
 
 SYMMETRIC = [row for row in COUNTED["channels"] if row["algorithm"] != "w"]
+OTHERS = [row for row in COUNTED["channels"] if row["algorithm"] == "w"]
 
 
-@pytest.mark.parametrize("of_layer", [False, True], ids=["mesh", "layer"])
-@pytest.mark.parametrize("row", SYMMETRIC, ids=lambda row: f"{row['layer']} {row['partition']} {row['algorithm']}")
-def test_messages_of_split_channels(row: dict[str, Any], of_layer: bool) -> None:
-    """What all ranks sent was counted. Under x and y, each sends as much as any other.
+def sent_by_a_rank(row: dict[str, Any], of_layer: bool, rank: int | None = None) -> int:
+    """Bytes of a layer whose channels are split.
 
     of_layer: the algorithm is said by a strategy, and the mesh has one that moves something else.
     """
     channels, filters, size = row["layer"]
     algorithm = row["algorithm"]
     strategy = {"*": f"{row['partition']},algorithm={algorithm}"} if of_layer else None
-    other = {"x": "y", "y": "x", "auto": "x" if 2 * filters > 3 * channels else "y"}[algorithm]
-    with imagined_job(row["ranks"]):
+    other = {"x": "y", "y": "x", "w": "y", "auto": "x" if 2 * filters > 3 * channels else "y"}[algorithm]
+    with imagined_job(row["ranks"], rank=rank):
         of_mesh = other if of_layer else algorithm
         mesh = distconv.init(row["partition"], device_type="cpu", channel_algorithm=of_mesh)
         layer = on_meta(lambda: nn.Conv2d(channels, filters, KERNEL, padding=KERNEL // 2, bias=False))
-        step = record_step(layer, mesh, (BATCH, channels, size, size), strategy=strategy, wants_gradient=True)
-    assert step.sent * row["ranks"] == row["sent"]
+        shape = (BATCH, channels, size, size)
+        return record_step(layer, mesh, shape, strategy=strategy, wants_gradient=True).sent
+
+
+@pytest.mark.parametrize("of_layer", [False, True], ids=["mesh", "layer"])
+@pytest.mark.parametrize("row", SYMMETRIC, ids=lambda row: f"{row['layer']} {row['partition']} {row['algorithm']}")
+def test_messages_of_split_channels(row: dict[str, Any], of_layer: bool) -> None:
+    """What all ranks sent was counted. Under x and y, each sends as much as any other."""
+    assert sent_by_a_rank(row, of_layer) * row["ranks"] == row["sent"]
+
+
+def sent_under_w(rank: int) -> list[int]:
+    return [sent_by_a_rank(row, of_layer, rank) for row in OTHERS for of_layer in (False, True)]
+
+
+def test_messages_of_channels_and_filters_split() -> None:
+    """Under w ranks differ; each is imagined by a process of its own."""
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as processes:
+        ranks = list(processes.map(sent_under_w, range(4)))
+    assert [sum(sent) for sent in zip(*ranks, strict=True)] == [row["sent"] for row in OTHERS for _ in (False, True)]
+
+
+def test_a_process_is_one_rank_of_imagined_jobs() -> None:
+    with imagined_job(4):
+        pass
+    refusal = "rank 2 of 4 needs a process of its own: this one was rank 1 before"
+    with pytest.raises(RuntimeError, match=refusal), imagined_job(4, rank=2):
+        pass
