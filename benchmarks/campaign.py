@@ -2,7 +2,8 @@
 
     python benchmarks/campaign.py --networks 1000            # goes on where it stopped; half an hour on two cores
     python benchmarks/campaign.py --networks 50 --minutes 1  # whatever comes first
-    python benchmarks/campaign.py --networks 10000 --save    # keeps table and figures in benchmarks/results
+    python benchmarks/campaign.py --networks 10000 --save    # keeps table, figures and records in benchmarks/results
+    python benchmarks/campaign.py --networks 20000 --from benchmarks/results/campaign-networks.jsonl.gz
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
@@ -31,14 +32,16 @@ exit code is 1 where there is such a network, else 0.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,18 +62,42 @@ PLANNED = 4
 """Of so many networks one is also planned for more ranks."""
 
 
+RECORDS = RESULTS / "campaign-networks.jsonl.gz"
+"""What ``--save`` keeps of each network, for ``--from``."""
+
+
 def kept(path: Path, seed: int) -> dict[int, Record]:
-    """What earlier runs have found of the networks of a seed, by their numbers."""
+    """What earlier runs have found of the networks of a seed, by their numbers; a file ``.gz`` is compressed."""
     found: dict[int, Record] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    text = path.read_bytes() if path.exists() else b""
+    if path.suffix == ".gz":
+        text = gzip.decompress(text)
+    for line in text.splitlines():
         record = json.loads(line)
         if record["number"] // SEEDS == seed:
             found[record["number"]] = record
     return found
 
 
-def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, results: Any) -> None:
-    """Runs networks one after the other and puts a record of each; a process of its own."""
+def next_of(numbers: Sequence[int], taken: Any) -> Iterator[int]:
+    """Those of the numbers that no other process has taken."""
+    while True:
+        with taken.get_lock():
+            index, taken.value = taken.value, taken.value + 1
+        if index >= len(numbers):
+            return
+        yield numbers[index]
+
+
+def work(numbers: Sequence[int], taken: Any, minutes: float, shrink: float, found: Path, results: Any) -> None:
+    """Runs networks one after the other and puts a record of each; a process of its own.
+
+    Args:
+        numbers: of the networks, for all such processes.
+        taken: how many of them have been taken; shared by the processes.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one, and this one its ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     import torch
 
     torch.set_num_threads(1)
@@ -82,7 +109,7 @@ def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, res
     end = time.monotonic() + 60 * minutes
     judge, planner = Judge(), Planner()
     try:
-        for number in numbers:
+        for number in next_of(numbers, taken):
             if time.monotonic() > end:
                 break
             start = time.monotonic()
@@ -100,7 +127,7 @@ def work(numbers: Sequence[int], minutes: float, shrink: float, found: Path, res
                 (found / f"{number}.json").write_text(lines(case, answer))
             results.put(record)
         results.put(None)
-    except BaseException:
+    except Exception:
         results.put(traceback.format_exc())
         raise
     finally:
@@ -115,11 +142,8 @@ def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
     left = [n for n in range(first, first + 2 * options.networks + 100) if n not in found]
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
-    share = [left[index :: options.pools] for index in range(options.pools)]
-    workers = [
-        context.Process(target=work, args=(numbers, options.minutes, options.shrink, options.found, results))
-        for numbers in share
-    ]
+    given = left, context.Value("q", 0), options.minutes, options.shrink, options.found, results
+    workers = [context.Process(target=work, args=given) for _ in range(options.pools)]
     for worker in workers:
         worker.start()
     running = len(workers)
@@ -142,9 +166,11 @@ def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
                 if record.get("plans", {}).get("outcome") in FAULTS:
                     bar.write(f"{record['number']}: plans on {record['plans']['partition']}: {record['plans']['said']}")
                 bar.set_postfix(counts(list(found.values())), refresh=False)
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the same command goes on from here")
     finally:
         for worker in workers:
-            worker.terminate()  # its ranks end with it, as what they read from ends
+            worker.terminate()
             worker.join()
 
 
@@ -164,9 +190,12 @@ def arguments() -> argparse.Namespace:
         "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
     )
     parser.add_argument(
+        "--from", dest="records", type=Path, help=f"go on from these records, such as {RECORDS.relative_to(ROOT)}"
+    )
+    parser.add_argument(
         "--again", type=int, action="append", help="only the network of this number; may be given again"
     )
-    parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
+    parser.add_argument("--save", action="store_true", help="write table, figures and records to benchmarks/results")
     options = parser.parse_args()
     options.partial = options.partial or RESULTS / "campaign-partial.jsonl"
     return options
@@ -197,7 +226,8 @@ def main() -> int:
         return again(options.again)
     told = conditions()
     options.partial.parent.mkdir(exist_ok=True)
-    found = kept(options.partial, options.seed)
+    found = kept(options.records, options.seed) if options.records else {}
+    found |= kept(options.partial, options.seed)
     measure(options, found)
     records = sorted(found.values(), key=lambda record: record["number"])
     shown = tables(records)
@@ -208,6 +238,8 @@ def main() -> int:
         figures = {"seed": options.seed, "counts": counts(records), "unlike": unlike, "seconds": round(seconds)}
         figures["unable"] = sum(record["outcome"] == "unable" for record in records)
         save("campaign", "Random networks", f"{__doc__}\n{told}", figures, shown)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        RECORDS.write_bytes(gzip.compress(lines.encode(), mtime=0))
     return int(any(map(is_fault, records)))
 
 

@@ -25,11 +25,16 @@ TOLERANCE = 1e-9
 LEAST = 1e-4
 """Below this a number counts as this large. Inputs are of size 1: what is far smaller is what rounding left of them."""
 
-NOISE = 1e-13
-"""How much the input and what layers make are changed, relatively, to see how far a network amplifies rounding."""
+NOISE, HALF_NOISE = 1e-13, 2.0**-8
+"""How much the input and what layers make are changed, relatively, to see how far a network amplifies rounding. In
+bfloat16 what layers make, alone, and no more than rounding to it does."""
 
 AMPLIFIED = 100.0
-"""A difference below so many times that of the changed input counts as rounding."""
+"""A difference below so many times that of a changed network counts as rounding."""
+
+CHANGES = 16
+"""So many changes are drawn, one after the other, until they explain a difference: of a number within rounding of where
+a function has a kink, such as zero before a ReLU, each tells only one side."""
 
 EPSILON = 1e-3
 """What optimizers add to what they divide gradients by: with torch's 1e-8, steps magnify the rounding of tiny ones."""
@@ -56,31 +61,31 @@ def plainest(case: Case) -> Case:
 
 
 def train(
-    case: Case, mesh: Any = None, dtype: torch.dtype | None = None, noise: float = 0.0, backwards: bool = False
+    case: Case, mesh: Any = None, dtype: torch.dtype | None = None, change: int | None = None, backwards: bool = False
 ) -> Results:
     """All numbers of two optimizer steps: losses, gradients of input and parameters, and in the end the whole state.
 
     Args:
         mesh: to compute on; in one process if not given.
         dtype: to compute in, that of the case if not given; inputs and initial parameters are rounded as the case says.
-        noise: relative change of the input, and at random of each element that a layer makes, of zeros too.
+        change: the number of a random change, of what each layer makes; not of bfloat16, also of the input and zeros.
         backwards: whether the samples come in the opposite order, so that sums over them are rounded otherwise.
     """
     plain, shape = network(case)  # outside the script: layers are called to learn their shapes
     as_script = mesh is not None and case["way"] == "script"
     with distconv.distributed_script(mesh) if as_script else contextlib.nullcontext():
-        return _trained(plain, shape, case, mesh, dtype or getattr(torch, case["dtype"]), noise, backwards)
+        return _trained(plain, shape, case, mesh, dtype or getattr(torch, case["dtype"]), change, backwards)
 
 
 def _trained(
-    plain: nn.Module, shape: Shape, case: Case, mesh: Any, dtype: torch.dtype, noise: float, backwards: bool
+    plain: nn.Module, shape: Shape, case: Case, mesh: Any, dtype: torch.dtype, change: int | None, backwards: bool
 ) -> Results:
     rounded = getattr(torch, case["dtype"])
     plain.to(rounded).to(dtype).train(not case["evaluation"])
-    if noise:
-        for layer in plain.modules():
-            if next(layer.children(), None) is None:
-                layer.register_forward_hook(lambda layer, given, y: y + noise * (1 + y.abs()) * torch.randn_like(y))
+    half = rounded is torch.bfloat16
+    if change is not None:
+        _change(plain, change, half)
+    noise = 0.0 if change is None or half else NOISE
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     ndim = len(case["shape"])
     if case["channels_last"]:
@@ -95,7 +100,7 @@ def _trained(
     if case["compiled"] and mesh is not None:
         model = torch.compile(model, backend=case["compiled"], dynamic=False)
     trained = [p for p in plain.parameters() if p.requires_grad]
-    kind = "SGD" if rounded is torch.bfloat16 else case["optimizer"]
+    kind = "SGD" if half else case["optimizer"]
     settings = {"lr": 1e-2} if kind == "SGD" else {"lr": 1e-2, "eps": EPSILON}
     optimizer = getattr(torch.optim, kind)(trained, **settings) if trained else None
     compute_loss, targets = loss_of(case, shape, dtype)
@@ -123,6 +128,19 @@ def _trained(
             optimizer.step()
     state = {name: value for name, value in distconv.whole_state(plain.state_dict()).items()}
     return {name: value.detach() for name, value in (results | state).items()}
+
+
+def _change(model: nn.Module, number: int, half: bool) -> None:
+    """Lets a model's layers make other numbers, by about what rounding makes of them."""
+    generator = torch.Generator().manual_seed(number)
+
+    def changed(layer: nn.Module, given: Any, y: Tensor) -> Tensor:
+        size = HALF_NOISE * y.abs() if half else NOISE * (1 + y.abs())
+        return y + size * (2 * torch.rand(y.shape, generator=generator, dtype=torch.float64) - 1)
+
+    for layer in model.modules():
+        if next(layer.children(), None) is None:
+            layer.register_forward_hook(changed)
 
 
 @contextlib.contextmanager
@@ -212,17 +230,18 @@ class Rank:
             if case["compiled"]:
                 torch._dynamo.reset()
         answer = {"outcome": "idle", "fingerprints": fingerprints(found), "divided": divided}
-        return answer | (self._judged(case, found) if dist.get_rank() == 0 else {})
+        return answer | (self.judged(case, found) if dist.get_rank() == 0 else {})
 
-    def _judged(self, case: Case, found: Results) -> Answer:
+    def judged(self, case: Case, found: Results) -> Answer:
+        """What becomes of the numbers that ranks have found, beside those of one process, which must be known."""
         assert self._alone[0] == case, "one process has not computed this case"
         expected = self._alone[1]
         if case["dtype"] == "bfloat16":
             return _judged_half(case, found, expected)
         errors = differences(found, expected)
         above = {name: error for name, error in errors.items() if not error <= TOLERANCE}
-        if above:
-            changed = differences(train(plainest(case), noise=NOISE), expected)
+        for number in range(CHANGES if above else 0):
+            changed = differences(train(plainest(case), change=number), expected)
             above = {name: error for name, error in above.items() if not error <= AMPLIFIED * changed.get(name, 0.0)}
             if not above:
                 return {"outcome": "rounding", "error": max(errors.values())}
@@ -230,24 +249,43 @@ class Rank:
 
 
 def _judged_half(case: Case, found: Results, first: Results) -> Answer:
-    """Against float64, beside two plain orders of summation: of the samples forwards, and backwards."""
+    """Against float64, beside two plain orders of summation: of the samples forwards, and backwards.
+
+    Of one sample these are the same, and where a number is within rounding of a function's kink neither may tell it;
+    then beside plain networks in float64 of which what layers make is changed by no more than rounding does.
+    """
     plain = plainest(case)
     exact, second = train(plain, dtype=torch.float64), train(plain, backwards=True)
     if found.keys() != first.keys():
         return {"outcome": "wrong", "said": f"{sorted(found.keys() ^ first.keys())} on one side only"}
-    above, worst = {}, 0.0
     norms = {name: float(value.double().norm()) for name, value in exact.items()}
     largest = max((norm for name, norm in norms.items() if "gradient" in name), default=0.0)
+    # Some gradients are zero, such as a bias's before a norm: what rounding makes of them is as large as of others.
+    norms = {name: max(norm, SMALLEST * largest) if "gradient" in name else norm for name, norm in norms.items()}
+    plain_errors = {name: max(_error(each[name], exact[name]) for each in (first, second)) for name in exact}
+    above, worst = {}, 0.0
     for name, value in exact.items():
-        # Some gradients are zero, such as a bias's before a norm: what rounding makes of them is as large as of others.
-        norm = max(norms[name], SMALLEST * largest) if "gradient" in name else norms[name]
-        error, *others = (float((each[name].double() - value).norm()) for each in (found, first, second))
-        allowed = HALF_FACTOR * max(others) + HALF_FLOOR * norm
-        finite = first[name].isfinite().all() and found[name].shape == value.shape
-        if (finite and not error <= allowed) or found[name].shape != value.shape:
-            above[name] = error / (norm or 1.0)
+        told = first[name].isfinite().all() or found[name].shape != value.shape
+        error = _error(found[name], value) if told else 0.0
+        allowed = HALF_FACTOR * plain_errors[name] + HALF_FLOOR * norms[name]
+        if not error <= allowed:
+            above[name] = error
         worst = max(worst, error / (allowed or 1.0))
-    return _told(above, worst)
+    for number in range(CHANGES if above else 0):
+        changed = train(plain, dtype=torch.float64, change=number)
+        above = {
+            name: error
+            for name, error in above.items()
+            if not error <= HALF_FACTOR * _error(changed[name], exact[name]) + HALF_FLOOR * norms[name]
+        }
+        if not above:
+            return {"outcome": "rounding", "error": worst}
+    return _told({name: error / (norms[name] or 1.0) for name, error in above.items()}, worst)
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    """The norm of a difference; infinite for other shapes."""
+    return float((found.double() - exact).norm()) if found.shape == exact.shape else math.inf
 
 
 def _told(above: dict[str, float], worst: float) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import shutil
@@ -93,6 +94,7 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self._directory = tempfile.mkdtemp(prefix="ranks-")
+        gc.freeze()  # a rank then need not look through what it shares, which would copy it
         for rank in range(self.size):
             here, there = context.Pipe()
             store = Path(self._directory, "store")

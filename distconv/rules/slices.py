@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap, wrap_strided
-from distconv.layouts import coordinate, dim_axes, layout, local_shape, owners
+from distconv.layouts import Layout, coordinate, dim_axes, layout, local_shape, owners
 from distconv.refusal import refuse
 from distconv.rules.copies import copy_of
 from distconv.rules.losses import common_layout
@@ -205,8 +205,8 @@ def _alias(x: DTensor) -> DTensor:
 
 @rule("aten::cat")
 def concatenate(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
-    """The tensors one after another along dim, laid out as the first sharded one."""
-    mesh, placements = common_layout(*tensors)
+    """The tensors one after another along dim; each axis shards what it shards of the first tensor that it shards."""
+    mesh, placements = _joined_layout(tensors)
     tensors = [tensor for tensor in tensors if tuple(tensor.shape) != (0,)] or tensors[:1]
     first = tensors[0]
     dim %= first.dim()
@@ -221,6 +221,16 @@ def concatenate(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
             locals[index] = _part_of(mesh, axes, dim, shape[dim], offset, tensor.shape[dim]).fetch(locals[index])
             offset += tensor.shape[dim]
     return wrap(torch.cat(locals, dim), mesh, placements, shape)
+
+
+def _joined_layout(tensors: Sequence[Tensor]) -> Layout:
+    """How a concatenation lies: a tensor that every rank has whole is cut for another's shards, and nothing moves."""
+    mesh, placements = common_layout(*tensors)
+    others = [tensor.placements for tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh == mesh]
+    return mesh, tuple(
+        placement if placement.is_shard() else next((own[axis] for own in others if own[axis].is_shard()), placement)
+        for axis, placement in enumerate(placements)
+    )
 
 
 @planned(4096)

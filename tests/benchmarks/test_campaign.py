@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ import pytest
 import torch
 
 from benchmarks import campaign_plans
-from benchmarks.campaign import kept
+from benchmarks.campaign import kept, next_of
 from benchmarks.campaign_judge import lines, shrunk, together
 from benchmarks.campaign_networks import draw, network
 from benchmarks.campaign_tables import counts, tables
-from benchmarks.campaign_trial import differences, fingerprints
+from benchmarks.campaign_trial import Rank, differences, fingerprints, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +40,26 @@ def test_what_differs_is_found() -> None:
     assert differences(right | {"loss 0": torch.tensor(math.nan)}, right)["loss 0"] == math.inf
     assert differences(right | {"loss 0": torch.ones(1)}, right)["loss 0"] == math.inf
     assert max(differences({"loss 0": right["loss 0"]}, right).values()) == math.inf
+
+
+FOUND = ROOT / "tests/distconv/found"
+
+
+@pytest.mark.parametrize("name", ["zeros-before-relu", "near-zero-in-bfloat16"])
+def test_kinks_within_rounding_are_told_from_what_is_wrong(name: str) -> None:
+    case = json.loads((FOUND / f"{name}.json").read_text())
+    rank = Rank()
+    with torch.backends.mkldnn.flags(enabled=case["dtype"] == "float64"):
+        rank.alone(case)
+        wide = train(case | {"channels_last": False}, dtype=torch.float64)
+        crossed = [train(case, dtype=torch.float64, change=number) for number in range(100, 108)]
+        biased = {key: value * 1.2 if "gradient" in key else value for key, value in wide.items()}
+        outcomes = [rank.judged(case, found)["outcome"] for found in (wide, *crossed, biased)]
+    assert (
+        outcomes[0] == "right"
+        and "rounding" in outcomes
+        and outcomes.count("wrong") == 1 == outcomes[-1:].count("wrong")
+    )
 
 
 def answer(outcome: str, value: float, **more: Any) -> dict[str, Any]:
@@ -84,12 +106,21 @@ def test_runs_go_on_and_are_counted(tmp_path: Path) -> None:
     path.write_text("\n".join(text))
     found = kept(path, 0)
     assert list(found) == [0, 1, 2] and list(kept(path, 1)) == [1 << 20]
+    packed = tmp_path / "records.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert kept(packed, 0) == found
     assert counts(list(found.values())) == dict(right=1, rounding=0, wrong=0, refused=1, crash=0, hang=0)
     found[0]["plans"] = {"partition": "height=3,width=2", "outcome": "right"}
     by_way, refused, plans = tables(list(found.values()))
     assert plans.rows == [("6 ranks, 2 axes", "1", "1", "0", "0", "0")]
     assert by_way.rows[0][:3] == ("split: samples and space", "2", "1")
     assert refused.rows == [("aten::median", "1", "it needs the whole")]
+
+
+def test_each_number_is_taken_once() -> None:
+    taken = multiprocessing.Value("q", 0)
+    first, second = (next_of([4, 5, 7, 9], taken) for _ in range(2))
+    assert [next(first), next(second), *first] == [4, 5, 7, 9] and list(second) == []
 
 
 def test_plans_that_differ_are_found() -> None:
