@@ -19,7 +19,8 @@ buffers. mucudnn's times are drawn as well, so that every division comes about, 
     wrong     any other number
     refused   UnsupportedOperation, the same on every rank
     crash     another error where one process has none, or errors that differ between ranks
-    hang      no answer from a rank within 60 s (compiled: 300 s), or within 6 s of another rank's error
+    hang      no answer from a rank within 60 s (compiled: 300 s), or within 6 s of another rank's error, seconds not
+              counted in which ranks wait for a busy machine
     unable    torch itself cannot run the network in one process; another one is drawn in its place
 
 One network in four is planned, too, for 6 or 8 ranks on a group that moves nothing, each rank in a process of its own:

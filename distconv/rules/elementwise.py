@@ -57,7 +57,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if any(has_partial(tensor.placements) for tensor in distributed):
-        if has_strategy(func):
+        if has_strategy(func) and not any(_is_needed_whole(tensor, distributed) for tensor in distributed):
             return stock(func, args, kwargs)
         return elementwise(func, *(added(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
     mesh, placements = layout(distributed[0])
@@ -86,6 +86,17 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             for part in result
         )
     return wrap(result, mesh, placements, shape)
+
+
+def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
+    """Whether x is a partial sum that repeats along what its axes shard of another tensor, such as the sum of a row."""
+    return any(
+        isinstance(along, Shard) and (other.dim() - along.dim > x.dim() or x.shape[along.dim - other.dim()] == 1)
+        for other in tensors
+        if other.device_mesh == x.device_mesh
+        for own, along in zip(x.placements, other.placements, strict=True)
+        if own.is_partial()
+    )
 
 
 def _is_whole(placements: Sequence[Placement]) -> bool:

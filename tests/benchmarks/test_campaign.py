@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks.campaign_judge import lines, shrunk, together
 from benchmarks.campaign_networks import draw, network
 from benchmarks.campaign_tables import counts, tables
 from benchmarks.campaign_trial import Rank, differences, fingerprints, train
+from benchmarks.rank_pool import Hang, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,6 +123,17 @@ def test_each_number_is_taken_once() -> None:
     taken = multiprocessing.Value("q", 0)
     first, second = (next_of([4, 5, 7, 9], taken) for _ in range(2))
     assert [next(first), next(second), *first] == [4, 5, 7, 9] and list(second) == []
+
+
+class Sleeper:
+    def sleep(self) -> None:
+        time.sleep(60)
+
+
+def test_ranks_without_an_answer_hang() -> None:
+    pool = RankPool(1, Sleeper, "fake")
+    with pytest.raises(Hang, match="no answer from rank"):
+        pool.ask("sleep", within=0.5)
 
 
 def test_plans_that_differ_are_found() -> None:

@@ -156,6 +156,7 @@ def test_operators_equal_one_process(
 ANY: dict[str, Operator] = {
     "gates": lambda x: x * x.sum(2, keepdim=True) * x[:, :, :1] * x[..., :1] * F.adaptive_avg_pool2d(x, 1),
     "in place": lambda x: (x * 1).add_(x[:, :1]).mul_(x[:1]),
+    "sums": lambda x: x + x.sum(2, keepdim=True) / x.shape[2] - x.sum((1, 3), keepdim=True),
     "convolutions": lambda x: (
         F.conv2d(x, random(3, x.shape[1], 3, 3), padding=1) * F.conv2d(x, random(1, x.shape[1], 1, 1))
     ),
