@@ -20,6 +20,8 @@ class Call:
         bias: None in the backward directions.
         before: what torch would compute before this direction and has not yet, the gradient of the input before that of
             the weight; called before the result is allocated where memory is counted in torch's order.
+        by_torch: computes the call as torch would, with whatever torch computes along with it; None where that is
+            nothing.
     """
 
     direction: Direction
@@ -34,6 +36,7 @@ class Call:
     output_padding: Shape
     groups: int
     before: Callable[[], None] | None = None
+    by_torch: Callable[[], torch.Tensor] | None = None
 
     def operands(self, target: torch.Tensor | None = None) -> Operands:
         """The tensors by their roles, the direction's target among them if there is one yet."""

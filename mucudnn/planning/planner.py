@@ -94,6 +94,7 @@ class Planner:
         problem: ConvProblem,
         operands: Operands | None = None,
         strides: Shape | None = None,
+        first: float | None = None,
     ) -> Measurement:
         """What is known of a problem under the present environment, and the means to measure the rest.
 
@@ -101,9 +102,10 @@ class Planner:
             problem: the convolution.
             operands: tensors to measure with, of which nothing is written; made up if not given.
             strides: of the result; those of the target among the operands if not given.
+            first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
         logbook = Logbook(Environment.current(self.device), self._store, self._board)
-        return Measurement(problem, logbook, operands, strides, self.device)
+        return Measurement(problem, logbook, operands, strides, self.device, first)
 
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
         """The fastest division of a problem within a limit.

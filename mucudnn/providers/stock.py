@@ -48,6 +48,8 @@ def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
 
 def stock_call(call: Call) -> torch.Tensor:
     """What torch's own kernel returns for a call, whose problem need not be known."""
+    if call.by_torch is not None:
+        return call.by_torch()
     dispatch_key = KINDS[call.input.device.type].dispatch_key
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
     geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups

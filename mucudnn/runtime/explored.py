@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -16,6 +16,7 @@ from mucudnn.devices import Stopwatch, device_of
 from mucudnn.optimizer import Exploration, Lessons, Purse, Trial
 from mucudnn.planning.prospects import Prospects, is_too_short
 from mucudnn.planning.tryout import Tryout
+from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.timing.schedule import LaunchError
@@ -28,6 +29,9 @@ WORTH = 20
 
 MOST_PREPARINGS = 101
 """Of so many convolutions it counts how long that took."""
+
+MOST_LAYERS = 4096
+"""Of so many layers it is known what they take."""
 
 PREPARING_SECONDS = 5e-3
 """What it takes to find out what there is to try, before that has been timed."""
@@ -47,15 +51,23 @@ class Budget:
         self.purse = Purse()
         self.lock = threading.RLock()
         self.lessons = lessons
+        self.preparing = PREPARING_SECONDS
         self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
+        self._pace: Recent[Hashable, float] = Recent(MOST_LAYERS)
 
-    @property
-    def preparing(self) -> float:
-        return statistics.median(self._preparing)
+    def timed(self, layer: Hashable, elements: int, seconds: float) -> None:
+        """Notes what torch's own kernel takes for a layer on an input of so many elements."""
+        self._pace[layer] = max(seconds / elements, self._pace.get(layer, 0.0))
+
+    def expected(self, layer: Hashable, elements: int) -> float | None:
+        """Seconds of torch's own kernel, by the input on which the layer took longest; `None` for a new layer."""
+        pace = self._pace.get(layer)
+        return None if pace is None else pace * elements
 
     def prepared(self, seconds: float) -> None:
         """Notes, and pays, what it took to find out what there is to try."""
         self._preparing.append(seconds)
+        self.preparing = statistics.median(self._preparing)
         self.purse.count(0, seconds)
 
 

@@ -15,6 +15,9 @@ from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Budget, Explored, is_worth
 
+OFF = 2.0
+"""A convolution takes at most so many times what its layer takes on other inputs, per element of these."""
+
 
 @dataclass(frozen=True)
 class Site:
@@ -37,19 +40,26 @@ class Site:
 class Live:
     """The convolutions of one shape and direction.
 
-    Until they are worth exploring, torch's own kernel computes them in the usual way, and only one call is timed. What
-    is kept and done until then is little, as a program may meet new shapes at every step.
+    Until they are worth exploring, torch's own kernel computes them in the usual way, and only one call is timed: the
+    second, or a later one where the same layer was timed on an input of another size. What is kept and done until then
+    is little, as a program may meet new shapes at every step.
     """
 
-    __slots__ = ("_calls", "_explored", "_is_expected", "_key", "_lock", "_outline", "_seconds", "_site", "_watch")
+    __slots__ = (
+        *("_calls", "_elements", "_explored", "_is_expected", "_key", "_layer", "_lock", "_outline", "_seconds"),
+        *("_site", "_watch"),
+    )
 
-    def __init__(self, site: Site, key: Hashable, is_expected: bool) -> None:
+    def __init__(self, site: Site, key: Hashable, layer: Hashable, elements: int, is_expected: bool) -> None:
         """
         Args:
             key: of the convolutions in the session.
+            layer: what they have in common with those of the same layer on inputs of other sizes.
+            elements: of the input.
             is_expected: whether something may be on record, so that the first call should look there.
         """
         self._site, self._key, self._is_expected = site, key, is_expected
+        self._layer, self._elements = layer, elements
         self._lock = threading.Lock()
         self._calls = 0
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
@@ -74,7 +84,7 @@ class Live:
         """Leaves a call to torch, or times it and may begin to explore."""
         self._calls += 1
         begins = self._is_expected or self._is_worth()
-        if not begins and (self._calls == 1 or self._watch is not None):
+        if not begins and (self._calls == 1 or self._watch is not None or self._is_slight()):
             return None
         device = device_of(call.input.device)
         if device.is_capturing() or not self._lock.acquire(blocking=False):
@@ -107,9 +117,16 @@ class Live:
             if laps is None:
                 return False
             self._seconds = sum(laps)
+            self._site.budget.timed(self._layer, self._elements, self._seconds)
             if is_too_short(self._seconds):
                 self._site.leave(self._key)
         return is_worth(self._calls, self._seconds, self._site.budget.preparing)
+
+    def _is_slight(self) -> bool:
+        """Whether the calls so far cannot be worth exploring, by what the layer takes on inputs of other sizes."""
+        budget = self._site.budget
+        expected = budget.expected(self._layer, self._elements)
+        return expected is not None and not is_worth(self._calls, OFF * expected, budget.preparing)
 
     def records(self) -> list[Record]:
         """The records of what explores the problem, or of torch's own kernel before that."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
@@ -95,7 +96,7 @@ class Session:
             return self.decisions[key]
 
     def records(self) -> list[Record]:
-        """What is decided for every convolution met so far, in that order; planned live, for every one met twice."""
+        """What is decided for every convolution met so far, in that order; planned live, for every one timed."""
         with self._lock:
             decisions = list(self._made.values())
         records = [record for decision in decisions for record in decision.records()]
@@ -137,7 +138,9 @@ class Session:
     def _live(self, key: Hashable, call: Call) -> Live:
         shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
         is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
-        live = self._made[key] = Live(self._site, key, is_expected)
+        geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
+        layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
+        live = self._made[key] = Live(self._site, key, layer, call.input.numel(), is_expected)
         return live
 
     def _prospects(self, problem: ConvProblem, planner: Planner, strides: Shape | None) -> Prospects:
@@ -212,10 +215,12 @@ class Session:
         planner = None if unplanned is None else self._planner_for(call)
         if unplanned is None or planner is None:
             return None
+        start = time.perf_counter()
         result = stock_result(unplanned, call.operands())
+        seconds = None if device_of(planner.device).is_asynchronous else time.perf_counter() - start
         problem = call.problem(result)
         assert problem is not None
-        return planner, planner.measurement(problem, call.operands(), result.stride())
+        return planner, planner.measurement(problem, call.operands(), result.stride(), seconds)
 
     def _planner_for(self, call: Call) -> Planner | None:
         """Who plans a call, None where it is left to torch."""

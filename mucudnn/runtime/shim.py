@@ -135,6 +135,14 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
             # of memory would be higher than in the step that was recorded.
             gradients[0], left[0] = by_torch([True, False, False])[0], False
 
+        def weight_gradient() -> torch.Tensor:
+            # With that of the bias, as ever: without it oneDNN would have to make another kernel ready.
+            _, found, bias = by_torch([False, True, left[2]])
+            if left[2]:
+                gradients[2], left[2] = bias, False
+            assert found is not None, "it was asked for"
+            return found
+
         session = _session
         left = list(output_mask)
         gradients: list[torch.Tensor | None] = [None, None, None]
@@ -148,7 +156,8 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
                 if decision is None:
                     continue
                 before = input_gradient if place == 1 and left[0] else None
-                call = Call(direction, input, weight, None, grad_output, *geometry, before)
+                stock_gradient = weight_gradient if place == 1 else None
+                call = Call(direction, input, weight, None, grad_output, *geometry, before, stock_gradient)
                 if decision is _UNMET:
                     decision = session.decide((direction, *looks), call)
                 gradients[place] = None if decision is None else decision.run(call)

@@ -17,6 +17,10 @@ ENOUGH = 0.01
 BUDGET = 0.2
 """Seconds of a first call beyond which it is the only one."""
 
+LONG = 0.05
+"""Seconds of a first call of torch's own kernel beyond which it is the only one: what it does beside its work is
+little, and the kernel is timed anew in turn with whatever may replace it."""
+
 PAIRS = 11
 """Timed pairs of calls when two are compared."""
 
@@ -30,6 +34,9 @@ ENOUGH_PAIRS = 5
 
 CLEARLY = 0.9
 """Fewer pairs are enough if all are below this share of what is wanted."""
+
+LOST = 1.2
+"""A first pair above so many times what is wanted shows that it is not reached; a second one, both above its root."""
 
 DECISIVE = 0.5
 """Where a call of the baseline takes longer than the budget, and the work less than this share of it, the baseline is
@@ -72,7 +79,7 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
     ratios: list[float] = []
     spent, slow = 0.0, 0.0
     while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and spent < PAIRS_BUDGET):
-        if len(ratios) >= LEAST_PAIRS and _is_settled(ratios, wanted):
+        if _is_settled(ratios, wanted):
             break
         again = len(ratios) % 2 == 1
         if again:
@@ -89,12 +96,14 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
 
 
 def _is_settled(ratios: list[float], wanted: float) -> bool:
-    """Whether most pairs lie above what is wanted, or all below it: far below, if they are few."""
-    if wanted == math.inf:
+    """Whether most pairs lie above what is wanted, all far above it if they are few, or all below it, likewise."""
+    if wanted == math.inf or not ratios:
         return False
+    if len(ratios) < LEAST_PAIRS:
+        return min(ratios) > LOST ** (1 / len(ratios)) * wanted
     needed = CLEARLY * wanted if len(ratios) < ENOUGH_PAIRS else wanted
     return _quartiles(ratios)[0] >= wanted or max(ratios) < needed
 
 
 def _quartiles(values: list[float]) -> list[float]:
-    return statistics.quantiles(values, n=4, method="inclusive")
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3

@@ -14,7 +14,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
 from mucudnn.convolution.tile import Tile, extent, tile
-from mucudnn.devices import device_of
+from mucudnn.devices import Work, device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers import STOCK, Provider, stock_result
 from mucudnn.providers.cudnn.library import CudnnError
@@ -45,6 +45,7 @@ class Measurement:
         operands: Operands | None = None,
         strides: Shape | None = None,
         device: torch.device | None = None,
+        first: float | None = None,
     ) -> None:
         """
         Args:
@@ -52,6 +53,7 @@ class Measurement:
             operands: to measure with, of which nothing is written; made up if not given.
             strides: of the result; those of the target among the operands if not given.
             device: to measure on; that of the host if not given.
+            first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
         self.problem = problem
         self.logbook = logbook
@@ -60,6 +62,7 @@ class Measurement:
         self._device = device_of(device or torch.device("cpu"))
         self._clock = self._device.clock
         self._turns: Iterator[Operands] | None = None
+        self._first = first
         self._stock_seconds: float | None = None
 
     @property
@@ -92,6 +95,8 @@ class Measurement:
 
         if self._given is None:
             return clock.seconds(work, self._clock)
+        if self._first is not None and self._first > clock.LONG:
+            return self._first
         # Whoever gives operands has just seen what torch's own kernel makes of them.
         return clock.again_seconds(work, math.inf, self._clock)
 
@@ -123,25 +128,14 @@ class Measurement:
         neighbours on both sides. A launch is recorded under the problem of its part, with that problem's number of
         samples, so that other convolutions with the same part find it.
         """
-        provider, algorithm = candidate
+        algorithm = candidate[1]
         workspace = self.workspace(candidate, dim, size)
         assert workspace is not None, "sizes are of parts that the algorithm serves"
         problem = middle(self.problem, dim, size).problem
         known = self.logbook.launches(problem).get((algorithm, problem.extent))
         if known is not None:
             return Option(size, algorithm, known.seconds, workspace)
-        division = Division((Option(problem.extent, algorithm, 0.0, workspace),))
-        schedules: dict[ConvProblem, Schedule] = {}
-        walk = self._walk(dim, size)
-        # As a part of a division would: a half-type weight gradient is written to a float32 sum.
-        dtype = torch.float32 if rounding_bytes(self.problem, size < extent(self.problem, dim)) else None
-
-        def work() -> None:
-            part, operands = next(walk)
-            if part.problem not in schedules:
-                schedules[part.problem] = Schedule(part.problem, Dim.BATCH, division, {algorithm: provider})
-            schedules[part.problem].run(part.part(self._with_target(operands, dtype)).operands)
-
+        work = self._launching(candidate, dim, size, workspace)
         try:
             seconds = clock.first_seconds(work, self._clock)
             if seconds <= min(abandon, clock.BUDGET):
@@ -151,6 +145,23 @@ class Measurement:
             return None
         self.logbook.record(problem, Option(problem.extent, algorithm, seconds, workspace))
         return Option(size, algorithm, seconds, workspace)
+
+    def _launching(self, candidate: Candidate, dim: Dim, size: int, workspace: int) -> Work:
+        """What a launch of a size is timed by: one on the next part at every call."""
+        provider, algorithm = candidate
+        schedules: dict[ConvProblem, Schedule] = {}
+        walk = self._walk(dim, size)
+        # As a part of a division would: a half-type weight gradient is written to a float32 sum.
+        dtype = torch.float32 if rounding_bytes(self.problem, size < extent(self.problem, dim)) else None
+
+        def work() -> None:
+            part, operands = next(walk)
+            if part.problem not in schedules:
+                division = Division((Option(part.problem.extent, algorithm, 0.0, workspace),))
+                schedules[part.problem] = Schedule(part.problem, Dim.BATCH, division, {algorithm: provider})
+            schedules[part.problem].run(part.part(self._with_target(operands, dtype)).operands)
+
+        return work
 
     def division_seconds(self, schedule: Schedule, wanted: float) -> float:
         """Seconds of a division: its time in units of torch's own kernel's, both run in turn, times that on record.

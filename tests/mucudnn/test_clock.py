@@ -64,6 +64,18 @@ def test_what_is_not_wanted_is_compared_no_further(now: list[float]) -> None:
     assert len(calls) > 2 * (1 + 2 * clock.LEAST_PAIRS)
 
 
+@pytest.mark.parametrize(("seconds", "pairs"), [(1.2e-3, 1), (1.1e-3, 2), (1e-3, clock.LEAST_PAIRS)])
+def test_what_is_far_from_what_is_wanted_is_compared_once(now: list[float], seconds: float, pairs: int) -> None:
+    baselines: list[float] = []
+
+    def baseline() -> None:
+        baselines.append(1.0)
+        now[0] += 1e-3
+
+    assert clock.ratio(takes(now, [seconds]), baseline, wanted=0.95) == pytest.approx(1e3 * seconds)
+    assert len(baselines) == pairs + pairs // 2
+
+
 @pytest.mark.parametrize(("seconds", "pairs"), [(0.5e-3, clock.LEAST_PAIRS), (0.9e-3, clock.ENOUGH_PAIRS)])
 def test_what_is_faster_every_time_needs_few_pairs(now: list[float], seconds: float, pairs: int) -> None:
     baselines: list[float] = []

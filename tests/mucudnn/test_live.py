@@ -20,7 +20,7 @@ from mucudnn.planning import planner
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.runtime import explored as exploring
-from mucudnn.runtime import live
+from mucudnn.runtime import live, shim
 from mucudnn.runtime.explored import Explored
 from mucudnn.runtime.session import Session
 from mucudnn.timing.board import Alone
@@ -223,6 +223,44 @@ def test_shapes_that_are_met_a_few_times_are_left_to_torch(monkeypatch: pytest.M
         for _ in range(60):
             functional.conv2d(X[:, :, :8], W)
         assert sum("fft" in record.division for record in session.records()) == 1 == len(explored(session))
+
+
+def test_a_layer_that_is_known_is_not_timed_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = MadeUp(monkeypatch)
+    monkeypatch.setattr(exploring, "PREPARING_SECONDS", 20 * STOCK_SECONDS / exploring.WORTH)
+    with mucudnn.patched(planning="live", database=":memory:"):
+        for _ in range(2):
+            functional.conv2d(X, W)
+        assert machine.now == STOCK_SECONDS, "the second call is timed"
+        for rows in range(6, 12):
+            for _ in range(6):
+                functional.conv2d(X[:, :, :rows], W)
+        assert machine.now == STOCK_SECONDS, "another size of the same layer is not"
+        for _ in range(60):
+            functional.conv2d(X[:, :, :11], W)
+        assert machine.now > STOCK_SECONDS, "but once it is met often"
+
+
+def test_the_weights_gradient_is_timed_as_torch_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[list[bool]] = []
+
+    class Noted:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def call_boxed(self, keyset: Any, *arguments: Any) -> Any:
+            masks.append(list(arguments[-1]))
+            return self.kernel.call_boxed(keyset, *arguments)
+
+    own = shim.stock_kernel
+    monkeypatch.setattr(shim, "stock_kernel", lambda operator, key: Noted(own(operator, key)))
+    layer, x = nn.Conv2d(3, 5, 5), X[:4]
+    expected = gradients(layer, x)
+    with mucudnn.patched(planning="live", database=":memory:"):
+        for _ in range(2):
+            for one, other in zip(gradients(layer, x), expected, strict=True):
+                torch.testing.assert_close(one, other)
+    assert masks == [[True, True, True], [False, True, True]], "the input's gradient is timed by itself"
 
 
 @pytest.mark.usefixtures("eager")

@@ -145,6 +145,19 @@ def test_short_convolutions_are_left_to_torch(machine: Machine, monkeypatch: pyt
     assert machine.launches == []
 
 
+@pytest.mark.parametrize(("first", "again"), [(clock.LONG / 2, 1), (clock.LONG * 2, 0)])
+def test_a_long_call_that_was_made_anyway_is_not_repeated(
+    first: float, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(clock, "again_seconds", lambda *arguments: calls.append(arguments) or STOCK_SECONDS)
+    planner = Planner(Settings.from_environment({}, database=":memory:"), Store(":memory:"), ())
+    made_up = planner.measurement(problem(4))
+    measurement = planner.measurement(problem(4), made_up.turn(), made_up.strides, first)
+    assert measurement.stock_seconds() == (STOCK_SECONDS if again else first)
+    assert len(calls) == again
+
+
 def test_a_hopeless_algorithm_is_measured_once(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 10.0 * extent
     assert plan(machine, 16, math.inf, "all").is_stock
