@@ -1,6 +1,6 @@
 """Random convolutions within random limits, by mucudnn's algorithms of the host: right, and within the limit?
 
-    python benchmarks/convolutions.py --convolutions 1000    # two minutes on one core
+    python benchmarks/convolutions.py --convolutions 1000    # two minutes on one core; goes on where it stopped
     python benchmarks/convolutions.py --convolutions 10000 --save
 
 A convolution has 1 to 3 dims of space, strides, dilations, padding and groups, is transposed or not, in float32 or
@@ -16,13 +16,15 @@ what is fast on this machine. Compared with torch's own result:
 
 Parts by torch's own kernel are outside the limit: its scratch memory is not counted, here or there. In float32 torch
 is asked without oneDNN, whose kernels are wrong, or write beyond their memory, for some of these convolutions (torch
-2.13). The exit code is 1 where there is any of these. `--first` starts further on in the numbers.
+2.13). The exit code is 1 where there is any of these. `--first` starts further on in the numbers; what earlier runs have
+found of them is in `--partial`, so remove that after a change.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import json
 import math
 import os
 import sys
@@ -43,7 +45,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.drawn_times import drawn_times
-from benchmarks.table import Table, conditions, save, show
+from benchmarks.table import RESULTS, Table, conditions, save, show
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.optimizer import POLICIES
@@ -222,24 +224,39 @@ def tables(records: list[dict[str, Any]]) -> list[Table]:
     return [Table("Random convolutions (errors in units of rounding)", headings, rows)]
 
 
+def kept(path: Path) -> dict[int, dict[str, Any]]:
+    """What earlier runs have found, by number."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["number"]: record for record in map(json.loads, lines)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--convolutions", type=int, default=1000, help="how many (%(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the number of the first (%(default)s)")
     parser.add_argument("--minutes", type=float, default=600.0, help="after which no further one starts (%(default)s)")
+    parser.add_argument(
+        "--partial", type=Path, help="what is kept between runs (benchmarks/results/convolutions-partial.jsonl)"
+    )
     parser.add_argument("--save", action="store_true", help="write table and figures to benchmarks/results")
     options = parser.parse_args()
     told = conditions()
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
-    end = time.monotonic() + 60 * options.minutes
+    partial = options.partial or RESULTS / "convolutions-partial.jsonl"
+    partial.parent.mkdir(exist_ok=True)
+    end, found = time.monotonic() + 60 * options.minutes, kept(partial)
     records = []
-    for number in tqdm(range(options.first, options.first + options.convolutions), unit="convolution"):
-        if time.monotonic() > end:
-            break
-        records.append(judged(number))
-        if records[-1]["faults"]:
-            tqdm.write(str(records[-1]))
+    with partial.open("a") as file:
+        for number in tqdm(range(options.first, options.first + options.convolutions), unit="convolution"):
+            if number not in found:
+                if time.monotonic() > end:
+                    break
+                found[number] = judged(number)
+                print(json.dumps(found[number]), file=file, flush=True)
+            records.append(found[number])
+            if records[-1]["faults"]:
+                tqdm.write(str(records[-1]))
     shown = tables(records)
     show(shown)
     unlike = [record for record in records if record["faults"]]

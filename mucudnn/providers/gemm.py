@@ -40,13 +40,13 @@ class Gemm:
         columns = problem.groups * math.prod(problem.w_shape[1:]) * pixels
         rows = problem.w_shape[0] * pixels
         weight = math.prod(problem.w_shape)
-        # The steps of `launch`, each with what is alive during it; half types are widened first.
-        widened = weight if problem.is_half else 0
+        # The steps of `launch`, each with what is alive during it; half types are widened first. The weight as a matrix
+        # is a copy of these, and of channels-last weights, which a problem does not tell from others.
         widened_x = math.prod(problem.x_shape) if problem.is_half else 0
         windows = max(padded, columns)  # without padding or overlap the columns are a view of the padded input
         steps = {
-            Role.Y: (widened_x + padded, padded + columns, widened + windows + rows),
-            Role.X: (widened + rows + columns, columns + padded),
+            Role.Y: (widened_x + padded, padded + columns, weight + windows + rows),
+            Role.X: (weight + rows + columns, columns + padded),
             Role.W: (widened_x + padded, padded + columns, windows + rows + weight),
         }[problem.target]
         return size * max(steps)
@@ -129,7 +129,15 @@ def _columns(problem: ConvProblem, x: torch.Tensor) -> torch.Tensor:
         padded = padded.unfold(dim, window.reach, window.stride).narrow(dim, 0, outputs)[..., :: window.dilation]
     dims = problem.dims
     windows = padded.permute(1, 2, *range(3 + dims, 3 + 2 * dims), 0, *range(3, 3 + dims))
-    return windows.reshape(problem.groups, math.prod(problem.w_shape[1:]), -1)
+    columns = windows.reshape(problem.groups, math.prod(problem.w_shape[1:]), -1)
+    # Windows that overlap, or lie apart, may be a view that a matrix product would copy, with the padded input beside it.
+    return columns if _are_matrices(columns) else columns.contiguous()
+
+
+def _are_matrices(x: torch.Tensor) -> bool:
+    """Whether a matrix product reads each matrix of x, or its transpose, where it is."""
+    (_, rows, columns), (_, down, along) = x.shape, x.stride()
+    return (along == 1 and (rows == 1 or down >= columns)) or (down == 1 and (columns == 1 or along >= rows))
 
 
 def _add_windows(problem: ConvProblem, columns: torch.Tensor, extent: int) -> torch.Tensor:

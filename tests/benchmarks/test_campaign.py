@@ -176,6 +176,25 @@ def test_random_convolutions_are_right_and_within_their_limits() -> None:
     assert sum(record["parts"] != "1 stock" for record in records) > 40
 
 
+def test_convolutions_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import convolutions
+
+    asked: list[int] = []
+
+    def judged(number: int) -> dict[str, Any]:
+        asked.append(number)
+        return {"number": number, "faults": []}
+
+    monkeypatch.setattr(convolutions, "judged", judged)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    for most in ("2", "5"):
+        arguments = ["convolutions.py", "--first", "7", "--convolutions", most, "--partial", str(tmp_path / "partial")]
+        monkeypatch.setattr("sys.argv", arguments)
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert convolutions.main() == 0
+    assert asked == [7, 8, 9, 10, 11]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrong_convolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import convolutions

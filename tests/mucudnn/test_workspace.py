@@ -52,6 +52,29 @@ def test_peak_stays_within_what_is_declared(algorithm: str, data: st.DataObject)
     assert memory.peak <= declared
 
 
+WINDOWS = {
+    "apart": (Direction.FORWARD, (1, 4, 15, 8), (5, 4, 1, 1), (1, 2), (0, 0), (1, 1)),
+    "overlapping": (Direction.BACKWARD_FILTER, (1, 1, 5, 1, 5), (3, 1, 3, 5, 5), (2, 1, 1), (2, 2, 0), (1, 1, 1)),
+    "of taps apart": (Direction.BACKWARD_FILTER, (6, 1, 10, 11), (2, 1, 1, 7), (1, 2), (0, 4), (1, 3)),
+    "next to each other": (Direction.FORWARD, (3, 4, 12, 9), (6, 4, 1, 1), (1, 1), (0, 0), (1, 1)),
+    "of a large weight": (Direction.FORWARD, (1, 8, 3, 3), (64, 8, 3, 3), (1, 1), (0, 0), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_windows_that_no_matrix_product_reads_are_copied_within_what_is_declared(windows: str) -> None:
+    direction, x_shape, w_shape, stride, padding, dilation = WINDOWS[windows]
+    problem = ConvProblem.of_convolution(
+        direction, x_shape, w_shape, stride=stride, padding=padding, dilation=dilation, dtype="float32"
+    )
+    tensors = operands(problem)
+    if len(w_shape) == 4:
+        tensors = replace(tensors, w=tensors.w.contiguous(memory_format=torch.channels_last))
+    with TensorMemory() as memory:
+        PROVIDERS[GEMM].launch(GEMM, [tile.part(tensors) for tile in tiles(problem, Dim.BATCH, [x_shape[0]])], False)
+    assert memory.peak <= PROVIDERS[GEMM].workspace(problem, GEMM)
+
+
 @pytest.mark.parametrize("algorithm", [FFT, GEMM])
 @pytest.mark.parametrize("direction", Direction)
 def test_declared_workspace_is_not_much_too_large(algorithm: str, direction: Direction) -> None:
