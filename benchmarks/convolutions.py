@@ -16,8 +16,8 @@ what is fast on this machine. Compared with torch's own result:
 
 Parts by torch's own kernel are outside the limit: its scratch memory is not counted, here or there. In float32 torch
 is asked without oneDNN, whose kernels are wrong, or write beyond their memory, for some of these convolutions (torch
-2.13). The exit code is 1 where there is any of these. `--first` starts further on in the numbers; what earlier runs have
-found of them is in `--partial`, so remove that after a change.
+2.13). The exit code is 1 where there is any of these. `--first` starts further on in the numbers. What earlier runs
+have found of them is in `--partial`, so remove that after a change.
 """
 
 from __future__ import annotations

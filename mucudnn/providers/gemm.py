@@ -130,7 +130,7 @@ def _columns(problem: ConvProblem, x: torch.Tensor) -> torch.Tensor:
     dims = problem.dims
     windows = padded.permute(1, 2, *range(3 + dims, 3 + 2 * dims), 0, *range(3, 3 + dims))
     columns = windows.reshape(problem.groups, math.prod(problem.w_shape[1:]), -1)
-    # Windows that overlap, or lie apart, may be a view that a matrix product would copy, with the padded input beside it.
+    # Windows that overlap, or lie apart, may be a view that a matrix product would copy, the padded input beside it.
     return columns if _are_matrices(columns) else columns.contiguous()
 
 
