@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import extent
@@ -25,6 +25,14 @@ does not take as long."""
 
 HOPELESS = 3.0
 """If the parts that are timed first take more than so many times torch's time per sample, no other is timed."""
+
+BETWEEN = 1.1
+"""Per sample, a part is at most so many times as fast as the faster of the timed ones that are next to it in size, once
+the powers of two were timed that may win."""
+
+PATIENCE, CALLS = 20.0, 2
+"""Parts beyond those that are timed first are timed as long as that takes no more than so many times what torch's own
+kernel takes for the whole, for all algorithms of a problem together; a part is called so many times, as a rule."""
 
 PROBE_SECONDS = 0.25
 
@@ -51,6 +59,7 @@ class Search:
         self._problem, self._allowed, self._policy = measurement.problem, allowed, policy
         self._group = measurement.problem.with_extent(1)
         self._stock_seconds = measurement.stock_seconds()
+        self._spent = 0.0
         self._add(STOCK, middle(self._problem, Dim.BATCH, self._problem.extent).problem, self._stock_seconds)
 
     def hope(self, candidate: Candidate, dim: Dim) -> float:
@@ -68,27 +77,49 @@ class Search:
         if sizes.smallest is None:
             return
         known = [size for size in sizes.all if self._measurement.is_known(candidate, dim, size)]
-        left = [size for size in sizes.all if size not in known]
-        probes = list(self._probes(sizes, dim))
-        promising = False
-        for size in filter(sizes.fits, known):
-            for option in self._timed(candidate, dim, size):
-                promising |= self._is_promising(option, dim)
+        left = set(sizes.all).difference(known)
+        seen: dict[int, float] = {}
+        for noted in filter(sizes.fits, known):
+            for option in self._timed(candidate, dim, noted):
+                seen[noted] = option.seconds
                 yield option
-        while left:
-            hoped = {size: self._hoped(candidate, dim, size) for size in left}
-            left = [size for size in left if hoped[size] < math.inf]
-            wanted = [probe for probe in probes if probe in left]
-            if not wanted and promising:
-                wanted = sorted(left, key=lambda size: (hoped[size], -size))
-            if not wanted:
-                return
-            size = wanted[0]
+        probes = list(self._probes(sizes, dim))
+        while (size := self._next(candidate, dim, left, (probes, sizes.few, sizes.all), seen)) is not None:
             left.remove(size)
             if sizes.fits(size):
                 for option in self._timed(candidate, dim, size):
-                    promising |= self._is_promising(option, dim)
+                    seen[size] = option.seconds
+                    self._spent += 0.0 if size in probes else CALLS * option.seconds
                     yield option
+
+    def _next(
+        self,
+        candidate: Candidate,
+        dim: Dim,
+        left: set[int],
+        stages: Sequence[Sequence[int]],
+        seen: Mapping[int, float],
+    ) -> int | None:
+        """The size that is timed next, of the first stage in which one may win; the first stage's in its order.
+
+        Args:
+            left: sizes that were not timed; those that cannot win are removed.
+            stages: sizes.
+            seen: seconds by the sizes that were timed.
+        """
+        bar = self._bar(candidate[1])
+        for number, stage in enumerate(stages):
+            if number and not (self._is_promising(seen, dim) and self._spent <= PATIENCE * self._stock_seconds):
+                return None
+            hoped: dict[int, float] = {}
+            for size in filter(left.__contains__, stage):
+                if number < 2 or _between(size, seen) < bar * self._share(dim, size):
+                    hoped[size] = self._hoped(candidate, dim, size)
+            left.difference_update(size for size, seconds in hoped.items() if seconds == math.inf)
+            wanted = [size for size in hoped if size in left]
+            if wanted:
+                return wanted[0] if number == 0 else min(wanted, key=lambda size: (hoped[size], -size))
+        return None
 
     def chosen(self, candidate: Candidate, dim: Dim, sizes: Iterable[int]) -> Iterator[Option]:
         """The candidate's launches of sizes that an earlier search came to."""
@@ -125,8 +156,8 @@ class Search:
         least = forecast.least * extent(self._problem, dim) / size
         return least if least < self._bar(candidate[1]) * self._stock_seconds else math.inf
 
-    def _is_promising(self, option: Option, dim: Dim) -> bool:
-        return option.seconds <= HOPELESS * self._share(dim, option.extent)
+    def _is_promising(self, seen: Mapping[int, float], dim: Dim) -> bool:
+        return any(seconds <= HOPELESS * self._share(dim, size) for size, seconds in seen.items())
 
     def _share(self, dim: Dim, size: int) -> float:
         """Seconds that torch's own kernel takes for so much of the whole."""
@@ -186,6 +217,14 @@ class Sizes:
     def largest(self, is_wanted: Callable[[int], bool]) -> int | None:
         """The largest that is wanted and fits, among the few."""
         return next((size for size in reversed(self.few) if is_wanted(size) and self.fits(size)), None)
+
+
+def _between(size: int, seen: Mapping[int, float]) -> float:
+    """The least seconds that a part may take, by those of the sizes next to it."""
+    below = max((other for other in seen if other < size), default=None)
+    above = min((other for other in seen if other > size), default=None)
+    rates = [seen[other] / other for other in (below, above) if other is not None]
+    return size * min(rates) / BETWEEN if rates else 0.0
 
 
 def costs_on_record(store: Store, environment: Environment) -> Costs:

@@ -11,6 +11,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.convolution.tile import Part
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
+from mucudnn.planning.search import PATIENCE
 from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.settings import Settings
 from mucudnn.timing import clock
@@ -162,6 +163,22 @@ def test_a_hopeless_algorithm_is_measured_once(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 10.0 * extent
     assert plan(machine, 16, math.inf, "all").is_stock
     assert machine.launches == [("fast", (4,))]
+
+
+def test_sizes_between_slow_ones_are_not_measured(machine: Machine) -> None:
+    machine.seconds["fast"] = lambda extent: 1.1 * extent / 64
+    assert plan(machine, 64, math.inf, "all").is_stock
+    assert {extent for _, extents in machine.launches for extent in extents} <= {2**n for n in range(7)}
+
+
+def test_what_gains_little_is_not_measured_for_long(machine: Machine) -> None:
+    machine.seconds["fast"] = lambda extent: 0.9 * extent / 64
+    machine.ratio = 0.9
+    assert plan(machine, 64, math.inf, "all").seconds == 0.9 * STOCK_SECONDS
+    *launches, _ = machine.launches
+    timed = sum(machine.seconds["fast"](sum(extents)) for _, extents in launches)
+    assert timed <= (PATIENCE + 2) * STOCK_SECONDS
+    assert 7 < len({extents for _, extents in launches}) < 64, "some sizes between the powers of two, but not all"
 
 
 def test_what_was_slow_elsewhere_is_not_measured_again(machine: Machine) -> None:
