@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,12 @@ from distconv.interface import parallelize, shard
 from distconv.mesh import make_mesh
 from distconv.model.gradients import BUCKET_BYTES
 from distconv.partition import Partition
+from distconv.performance.events import Step
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.machine import Device, Host, Machine, Network, Node
 from distconv.performance.recording import on_meta, record_step
-from distconv.performance.replay import replay
+from distconv.performance.replay import Times, replay
 
 RUNS = 7
 SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)
@@ -42,6 +44,13 @@ time."""
 
 LEAST_SUMS, MOST_LOST = 0.1, 0.95
 """Bounds of what is measured, so that noise makes no message take no time, and no kernel all of it."""
+
+STEPS = ((1, 32, 112), (2, 64, 56), (4, 128, 28))
+"""Samples of a rank, channels, and rows and columns of networks whose steps tell how much longer kernels and messages
+take there than alone."""
+
+MOST_STRETCH = 1.5
+"""A bound of it, so that what else ran just then does not count as the machine's."""
 
 CONVOLUTIONS = (
     ((4, 64, 56, 56), (64, 64, 3, 3)),
@@ -79,7 +88,8 @@ def calibrate() -> Machine:
         node=Node(local_ranks, *node, sums=near_sums),
         network=Network(*network, sums=near_sums if ranks == local_ranks else _sums(None, *network)),
     )
-    return replace(machine, host=replace(machine.host, operator=_operator(machine)))
+    machine = replace(machine, host=replace(machine.host, operator=_operator(machine)))
+    return replace(machine, host=replace(machine.host, stretch=_stretch(machine)))
 
 
 def _rate(amount: float, call: Callable[[], object]) -> float:
@@ -176,14 +186,30 @@ def _beside_kernels() -> tuple[float, float]:
 
 def _operator(machine: Machine) -> float:
     """Seconds of the host for each operator, from a step of a network too small for its kernels to take any."""
+    took, recorded, predicted = _step(lambda: _network(8, 11), 1, 16, machine)
+    return max(0.0, took - predicted.total) / recorded.launches
+
+
+def _stretch(machine: Machine) -> float:
+    """How many times as long kernels and messages take within a step as alone, the median of some networks."""
+    found = []
+    for samples, channels, size in STEPS:
+        took, recorded, predicted = _step(partial(_network, channels, 6), samples, size, machine)
+        operators = machine.host.operator * recorded.launches
+        found.append((took - operators) / (predicted.total - operators))
+    return min(MOST_STRETCH, max(1.0, statistics.median(found)))
+
+
+def _step(build: Callable[[], nn.Module], samples: int, size: int, machine: Machine) -> tuple[float, Step, Times]:
+    """Seconds of a training step of a network whose samples are divided, what is recorded of it, and predicted."""
     mesh = make_mesh(Partition((("sample", dist.get_world_size()),)), device_type="cpu")
-    shape = (dist.get_world_size(), 3, 16, 16)
+    shape = (samples * dist.get_world_size(), 3, size, size)
     with settings.options({"check": "off"}):  # tensors without data have nothing to compare
-        recorded = record_step(on_meta(_tiny), mesh, shape)
+        recorded = record_step(on_meta(build), mesh, shape)
     # Every rank measures its kernels here, beside the others.
     measured = Measured(torch.get_num_threads(), Kept(), machine.node.ranks, beside=False)
-    predicted = replay(recorded, replace(machine, measured=measured)).total
-    model, x = parallelize(_tiny(), mesh), shard(torch.randn(shape), mesh)
+    predicted = replay(recorded, replace(machine, measured=measured))
+    model, x = parallelize(build(), mesh), shard(torch.randn(shape), mesh)
 
     def step() -> None:
         model.zero_grad()
@@ -191,13 +217,13 @@ def _operator(machine: Machine) -> float:
 
     for _ in range(3):
         step()
-    return max(0.0, _median(step) - predicted) / recorded.launches
+    return _median(step), recorded, predicted
 
 
-def _tiny() -> nn.Module:
+def _network(channels: int, depth: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for channels in (3, *[8] * 11):
-        layers += [nn.Conv2d(channels, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    for before in (3, *[channels] * depth):
+        layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
     return nn.Sequential(*layers)
 
 

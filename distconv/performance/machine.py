@@ -20,6 +20,10 @@ MACHINES = resources.files("distconv.performance") / "machines"
 """The files of the machines that ship with the package."""
 
 
+FROM_ONE = ("slows", "stretch")
+"""Fields that are at least 1."""
+
+
 class MachineError(ValueError):
     """A machine file that cannot be used: one line."""
 
@@ -55,12 +59,15 @@ class Host:
             message hides behind kernels, these take so much longer. 0 where adapters carry messages.
         slows: how many times as long a message takes while the rank computes, at least 1, where kernels are not
             asynchronous: those who carry messages wait for a core then. 1 where adapters carry them.
+        stretch: how many times as long kernels and messages take within a step as those that are run over and over, at
+            least 1: there caches hold other things, memory comes anew, and ranks wait for the slowest one.
     """
 
     operator: float
     asynchronous: bool
     carries: float = 0.0
     slows: float = 1.0
+    stretch: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -118,8 +125,11 @@ class Machine:
     threads: int | None = field(default=None, compare=False)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """As measured; else by the roofline: as long as arithmetic or memory takes, whichever is more, and what any
-        kernel takes (Williams, Waterman and Patterson 2009)."""
+        """Within a step. As measured; else by the roofline: as long as arithmetic or memory takes, whichever is more,
+        and what any kernel takes (Williams, Waterman and Patterson 2009)."""
+        return self.host.stretch * self._alone(kernel)
+
+    def _alone(self, kernel: Kernel) -> float:
         seconds = None if self.measured is None else self.measured(kernel)
         if seconds is not None:
             return seconds
@@ -135,7 +145,7 @@ class Machine:
 
         def seconds(kernel: Kernel) -> float:
             shares = [share for share, size in divided(kernel) if size <= workspace]
-            return min(shares, default=1.0) * self.kernel_seconds(kernel)
+            return min(shares, default=1.0) * self._alone(kernel)
 
         return replace(self, measured=seconds, divided=None)
 
@@ -216,12 +226,12 @@ def _value(kind: type, content: dict[str, Any], table: str, name: str, where: st
             return value
         accepted = "true or false"
     elif not isinstance(value, bool) and isinstance(value, int if kind is int else int | float):
-        fits = (name not in ("efficiency", "carries") or value <= 1) and (name != "slows" or value >= 1)
+        fits = (name not in ("efficiency", "carries") or value <= 1) and (name not in FROM_ONE or value >= 1)
         may_be_none = name in ("latency", "operator", "kernel", "carries")
         if fits and (value > 0 or (value == 0 and may_be_none)):
             return kind(value)
         bounds = {"efficiency": "a number above 0, at most 1", "carries": "a number from 0 to 1"}
-        accepted = {**bounds, "slows": "a number from 1 on"}.get(name, accepted)
+        accepted = {**bounds, **dict.fromkeys(FROM_ONE, "a number from 1 on")}.get(name, accepted)
     elif kind is int:
         accepted = "a whole number above 0"
     raise MachineError(f"{where}: {table}.{name} = {value!r}; accepted: {accepted}")

@@ -35,7 +35,7 @@ class Times:
 
 
 def message_seconds(machine: Machine, start: Start, rank: int) -> float:
-    """A collective's time, all ranks of the job taking part in one like it at the same time.
+    """A collective's time within a step, all ranks of the job taking part in one like it at the same time.
 
     All-to-alls take a latency per message, and the bytes of the busier of the two ways; the ranks of a node share its
     adapter. Reductions take a ring, 2 (p - 1) steps of m / p bytes, or two trees, 2 log2 p steps, where the machine has
@@ -44,6 +44,10 @@ def message_seconds(machine: Machine, start: Start, rank: int) -> float:
     Args:
         rank: whose time it is.
     """
+    return machine.host.stretch * _alone(machine, start, rank)
+
+
+def _alone(machine: Machine, start: Start, rank: int) -> float:
     node, network = machine.node, machine.network
     mine = rank // node.ranks
     if start.kind == "all_to_all":
