@@ -11,7 +11,7 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 .PHONY: test quick test-frameworks lint demo gpu docs clean
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -k 'not gloo and not mpi' $(QUICK)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, find_layout, layout, owners
+from distconv.rules.operands import part_of
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
@@ -112,7 +113,7 @@ def mirror_backward(func: Any, grad: Tensor, x: Tensor, pad: list[int]) -> DTens
     mesh, placements = find_layout(x, grad)
     mode = "reflect" if "reflection" in func._schema.name else "replicate"
     exchanges, local_pad, _ = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
-    local, shape = local_as(grad, mesh, placements), list(local_as(x, mesh, placements).shape)
+    local, shape = part_of(grad, mesh, placements), list(local_as(x, mesh, placements).shape)
     if any(local_pad):
         before = list(local.shape)
         for index in range(len(local_pad) // 2):
@@ -158,7 +159,7 @@ class Circular(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
         mesh, placements = ctx.layout
         exchanges, local_pad, _ = padding_plan(mesh, placements, ctx.shape, "circular", tuple(ctx.pad))
-        local = local_as(grad, mesh, placements)
+        local = part_of(grad, mesh, placements)
         unpadded = [
             extent - count for extent, count in zip(local.shape, _padded([0] * local.dim(), local_pad), strict=True)
         ]

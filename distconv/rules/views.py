@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distconv.dtensors import wrap
+from distconv.dtensors import wrap, wrap_strided
 from distconv.layouts import box_at, layout, local_shape, refuse_partial, replicated
 from distconv.mesh import sharded_dims
 from distconv.partition import AXES, Kind
@@ -241,10 +242,30 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
         refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
         outer, rows, row = _rows(mesh, tuple(placements), before, result, after)
         local = make_reshuffle(mesh, (tuple(placements), outer), (result, rows)).fetch(local, row)
-    y = wrap(local.reshape(local_shape(mesh, result, after)), mesh, result, after)
-    if (not moves and x is given) or "unsafe" in func._schema.name:
-        return y
+    part = local.reshape(local_shape(mesh, result, after))
+    y = wrap(part, mesh, result, after)
+    if "unsafe" in func._schema.name or (func._schema.name == "aten::reshape" and _view_of(given, after) is None):
+        return y  # in one process it is a copy, too
+    if not moves and x is given and _view_of(local, tuple(part.shape)) is not None:
+        if y._local_tensor is part:
+            return y
+        strides = _view_of(x, after)
+        if strides is not None:
+            return wrap_strided(part, mesh, result, after, strides)
     return copy_of(y, given, functools.partial(_written, tuple(placements), moves))
+
+
+def _view_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a view of ``x`` as it lies in memory; None where it has none, as a part may."""
+    return _view_strides(tuple(x.shape), x.stride(), shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _view_strides(before: tuple[int, ...], strides: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return torch.empty_strided(before, strides, device="meta").view(after).stride()
+    except RuntimeError:
+        return None
 
 
 def _written(placements: tuple[Placement, ...], moves: bool, x: DTensor, y: DTensor) -> None:

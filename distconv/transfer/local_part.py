@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
-from distconv.layouts import dim_axes, has_partial, owners, replicated, undoes_shard
+from distconv.layouts import dim_axes, has_partial, local_shape, owners, replicated, undoes_shard
 from distconv.mesh import sharded_dims
 from distconv.partition import ownership
 from distconv.refusal import UnsupportedOperation
@@ -23,7 +23,7 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
     A plain tensor counts as replicated. Replicated to sharded is a local slice; a partial sum is reduced. The single
     element of a sharded dim goes to all ranks that need it, and shards move to other dims, by one all-to-all, where
-    every rank keeps as small a part as it had. To gather is refused.
+    every rank keeps as small a part as it had. To gather is refused, but of a tensor without elements.
     """
     if not isinstance(tensor, DTensor):
         local, current = tensor, replicated(mesh)
@@ -33,6 +33,8 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
             current = _elsewhere(tensor, mesh)
     if tuple(current) == tuple(placements):
         return local
+    if not tensor.numel():  # views give the layout of nothing anew
+        return local.new_empty(local_shape(mesh, placements, tensor.shape))
     if isinstance(tensor, DTensor) and _moves(current, placements):
         tensor = everywhere(tensor, _single_dims(tensor, placements))
         if _trades_shards(tensor, placements):

@@ -41,26 +41,50 @@ COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor")
 
 
 @functools.cache
-def never_merged() -> None:
+def as_often_everywhere() -> None:
     """Collectives of a graph stay as many as they are, also where two of a rank have equal inputs.
 
     A rank that sends nothing twice would otherwise take part once where another rank, whose inputs differ, takes part
-    twice. The compiler's elimination of common subexpressions leaves alone what is in its list of random operators.
+    twice. The compiler's elimination of common subexpressions leaves alone what is in its list of random operators. And
+    its partitioner, for which all ranks have one graph, repeats a collective of forward in the graph of backward if
+    what it sends is known there, unless it must be in forward.
     """
-    from torch._functorch.compile_utils import rand_ops
+    from torch._functorch import compile_utils, partitioners
 
-    rand_ops.extend(getattr(torch.ops._c10d_functional, name) for name in COLLECTIVES)
+    operators = [getattr(torch.ops._c10d_functional, name) for name in (*COLLECTIVES, "wait_tensor")]
+    compile_utils.rand_ops.extend(operators[:-1])
+    must_be_in_forward = partitioners._must_be_in_forward
+
+    def kept_in_forward(node: torch.fx.Node) -> bool:
+        of_forward = node.meta.get("partitioner_tag") == "is_forward"
+        return must_be_in_forward(node) or (of_forward and getattr(node.target, "overloadpacket", None) in operators)
+
+    partitioners._must_be_in_forward = kept_in_forward
 
 
-def started(name: str, *args: Any) -> Tensor:
-    """A collective of a graph, which starts here: what it makes is there once ``arrived`` has waited for it.
+_library = torch.library.Library("distconv", "FRAGMENT")
+_library.define("after(Tensor x, Tensor[] others) -> Tensor")
+
+
+@torch.library.impl(_library, "after", "CompositeExplicitAutograd")
+def _after(x: Tensor, others: list[Tensor]) -> Tensor:
+    """x, as something that a graph computes from others too."""
+    return x.clone()
+
+
+_unread: list[tuple[int, Tensor]] = []
+"""What collectives have made of nothing in a backward that is traced, each with the number of its backward."""
+
+
+def started(name: str, x: Tensor, *args: Any) -> Tensor:
+    """A collective of a graph, which starts here: what it makes of x is there once ``arrived`` has waited for it.
 
     It stays in the graph, forward or backward, in which a rule called it. Otherwise a rank that sends nothing would do
     the one of backward in forward, since its input depends on no gradient, and another rank would not.
     """
-    never_merged()
+    as_often_everywhere()
     with _kept():
-        result: Tensor = getattr(torch.ops._c10d_functional, name)(*args)
+        result: Tensor = getattr(torch.ops._c10d_functional, name)(_after_unread(x), *args)
     return result
 
 
@@ -68,7 +92,22 @@ def arrived(x: Tensor) -> Tensor:
     """What a collective of a graph has made. The wait stays in the graph, too, where nothing was received."""
     with _kept():
         result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    backward = torch._C._current_graph_task_id()
+    if backward != -1 and not result.numel():
+        _unread.append((backward, result))
     return result
+
+
+def _after_unread(x: Tensor) -> Tensor:
+    """x, computed after earlier collectives of this backward that have made nothing.
+
+    A compiler saves for the graph of backward what its results are computed from. A rank that sends there something of
+    forward, and receives nothing, would do without, and the others would wait for it.
+    """
+    backward = torch._C._current_graph_task_id()
+    unread = [each for of, each in _unread if of == backward]
+    _unread.clear()
+    return torch.ops.distconv.after(x, unread) if unread else x
 
 
 def constant(x: Tensor, like: Tensor) -> Tensor:

@@ -220,8 +220,10 @@ def instance_norm(
     )
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            unbiased = (inverse._local_tensor.pow(-2) - eps) * (positions / max(positions - 1, 1))
-            sums = torch.stack([mean._local_tensor.sum(0), unbiased.sum(0)])
+            # Of a half type the kernel gives means of it, a rank without samples those in which sums are kept.
+            own, inverses = precise(mean._local_tensor), precise(inverse._local_tensor)
+            unbiased = (inverses.pow(-2) - eps) * (positions / max(positions - 1, 1))
+            sums = torch.stack([own.sum(0), unbiased.sum(0)])
             over = share(*layout(mean), tuple(mean.shape), (0,))
             if over is not None:
                 sums = all_reduced(sums, over.group)
