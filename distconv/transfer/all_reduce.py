@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.transfer.tracing import arrived, is_traced, started
+from distconv.transfer.graph_collectives import arrived, started
+from distconv.transfer.tracing import is_traced
 
 SUM, MAX, MIN, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.transfer.tracing import arrived, is_traced, started
+from distconv.transfer.graph_collectives import arrived, started
+from distconv.transfer.tracing import is_traced
 
 AWAKE_SECONDS = 5e-4
 """How long a rank looks for its messages on a CPU, other threads going first, before it sleeps until they come."""

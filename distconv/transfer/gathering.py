@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distconv.transfer.all_to_all import as_sent
-from distconv.transfer.tracing import arrived, is_traced, started
+from distconv.transfer.graph_collectives import arrived, started
+from distconv.transfer.tracing import is_traced
 
 _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its older name
 
