@@ -19,6 +19,9 @@ SECONDS, COMPILED_SECONDS = 60.0, 300.0
 LIFETIME = 400
 """Networks after which ranks are started anew: each partition's process groups hold threads and connections."""
 
+ALIKE = 100
+"""Characters of two errors that are the same where they are: behind come addresses and shapes of parts."""
+
 FAULTS = ("wrong", "crash", "hang")
 
 
@@ -76,7 +79,18 @@ class Judge:
         answer = together(found[: case["ranks"]])
         if answer["outcome"] in FAULTS:  # what is left of it must not be met by the next network
             self.close()
+        if answer["outcome"] == "crash" and case["compiled"]:
+            return self._unless_torch_does(case, answer)
         return answer
+
+    def _unless_torch_does(self, case: Case, crash: Answer) -> Answer:
+        """A crash of a compiled network, or that torch cannot compile it in one process either: the same error."""
+        try:
+            (raised,) = self._pool.ask("compiled_alone", case, within=COMPILED_SECONDS, ranks=[0])
+        except Hang:
+            return crash
+        alike = isinstance(raised, str) and raised[:ALIKE] == crash["said"][:ALIKE]
+        return {"outcome": "unable", "said": f"torch compiles it in one process: {raised}"} if alike else crash
 
 
 def together(answers: list[Answer]) -> Answer:

@@ -56,8 +56,8 @@ def data(case: Case, step: int) -> Tensor:
 
 
 def plainest(case: Case) -> Case:
-    """What one process computes: contiguous tensors, for of others torch 2.13 alone has some gradients wrong."""
-    return case | {"channels_last": False}
+    """What one process computes: contiguous tensors, for of others torch 2.13 alone has some gradients wrong; eager."""
+    return case | {"channels_last": False, "compiled": ""}
 
 
 def train(
@@ -97,7 +97,7 @@ def _trained(
             parameter.requires_grad_(False)
     by_hand = mesh is not None and case["way"] == "program"
     model = distconv.parallelize(plain, mesh) if by_hand else plain
-    if case["compiled"] and mesh is not None:
+    if case["compiled"]:
         model = torch.compile(model, backend=case["compiled"], dynamic=False)
     trained = [p for p in plain.parameters() if p.requires_grad]
     kind = "SGD" if half else case["optimizer"]
@@ -185,6 +185,16 @@ class Rank:
         except Exception as error:
             self._alone = None, {}
             return f"{type(error).__name__}: {error}"[:400]
+        return ""
+
+    def compiled_alone(self, case: Case) -> str:
+        """What torch raises where one process compiles the case, empty if nothing."""
+        try:
+            train(plainest(case) | {"compiled": case["compiled"]})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"[:400]
+        finally:
+            torch._dynamo.reset()
         return ""
 
     def compare(self, case: Case) -> Answer:

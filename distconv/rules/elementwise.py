@@ -89,12 +89,21 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
-    """Whether x is a partial sum that repeats along what its axes shard of another tensor, such as the sum of a row."""
+    """Whether x is a partial sum that its axes cannot scatter as they shard another tensor.
+
+    It repeats along that dim, such as the sum of a row, or the dim's parts differ: DTensor would gather a dim shorter
+    than the axis, and a rank that gets nothing of a compiled graph's reduce-scatter would leave it out.
+    """
     return any(
-        isinstance(along, Shard) and (other.dim() - along.dim > x.dim() or x.shape[along.dim - other.dim()] == 1)
+        isinstance(along, Shard)
+        and (
+            other.dim() - along.dim > x.dim()
+            or x.shape[along.dim - other.dim()] == 1
+            or x.shape[along.dim - other.dim()] % x.device_mesh.size(axis) != 0
+        )
         for other in tensors
         if other.device_mesh == x.device_mesh
-        for own, along in zip(x.placements, other.placements, strict=True)
+        for axis, (own, along) in enumerate(zip(x.placements, other.placements, strict=True))
         if own.is_partial()
     )
 

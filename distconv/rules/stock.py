@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from distconv.implicit_replication import as_the_program_set
 from distconv.refusal import refuse
 from distconv.rules.decompositions import has_strategy, without_strategy
+from distconv.transfer.graph_collectives import kept
 
 
 def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
@@ -30,7 +31,8 @@ def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) 
     spec: Any = info.output_sharding.output_spec
     if func._schema.name.endswith("_") and isinstance(spec, DTensorSpec) and spec.placements != args[0].placements:
         raise refuse(func, f"in place on {args[0].placements}, what it computes would be laid out as {spec.placements}")
-    results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
+    with kept():  # DTensor redistributes arguments by collectives of its own
+        results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
     return dispatcher.wrap(results, spec)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +52,8 @@ def read_after_waits() -> None:
 def _names_kept() -> None:
     from torch._inductor import dependencies, scheduler
 
-    recompute: Callable[..., None] = scheduler.SchedulerNode.recompute_size_and_body
+    node_type: Any = scheduler.SchedulerNode
+    recompute = node_type.recompute_size_and_body
     added = dependencies.WeakDep, dependencies.StarDep
 
     @functools.wraps(recompute)
@@ -64,4 +64,4 @@ def _names_kept() -> None:
             node.add_fake_dep(dependency)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
-    scheduler.SchedulerNode.recompute_size_and_body = with_names  # type: ignore[method-assign]
+    node_type.recompute_size_and_body = with_names

@@ -14,7 +14,7 @@ from distconv.transfer.compilers import as_often_everywhere, read_after_waits
 
 
 @contextlib.contextmanager
-def _kept() -> Iterator[None]:
+def kept() -> Iterator[None]:
     """What is traced within it stays in the graph, forward or backward, that is being traced."""
     if not traceback.has_preserved_node_meta():  # there are no two graphs yet
         yield
@@ -50,14 +50,14 @@ def started(name: str, x: Tensor, *args: Any) -> Tensor:
     """
     as_often_everywhere()
     read_after_waits()
-    with _kept():
+    with kept():
         result: Tensor = getattr(torch.ops._c10d_functional, name)(_after_unread(x), *args)
     return result
 
 
 def arrived(x: Tensor) -> Tensor:
     """What a collective of a graph has made. The wait stays in the graph, too, where nothing was received."""
-    with _kept():
+    with kept():
         result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
     backward = torch._C._current_graph_task_id()
     if backward != -1 and not result.numel():

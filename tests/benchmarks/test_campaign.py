@@ -16,11 +16,11 @@ import torch
 
 from benchmarks import campaign_plans
 from benchmarks.campaign import kept, next_of
-from benchmarks.campaign_judge import lines, shrunk, together
+from benchmarks.campaign_judge import PLAIN, lines, shrunk, together
 from benchmarks.campaign_networks import draw, network
 from benchmarks.campaign_numbers import differences
 from benchmarks.campaign_tables import counts, tables
-from benchmarks.campaign_trial import Rank, fingerprints, train
+from benchmarks.campaign_trial import Rank, fingerprints, plainest, train
 from benchmarks.rank_pool import Hang, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,8 +54,8 @@ def test_kinks_within_rounding_are_told_from_what_is_wrong(name: str) -> None:
     rank = Rank()
     with torch.backends.mkldnn.flags(enabled=case["dtype"] == "float64"):
         rank.alone(case)
-        wide = train(case | {"channels_last": False}, dtype=torch.float64)
-        crossed = [train(case, dtype=torch.float64, change=number) for number in range(100, 108)]
+        wide = train(plainest(case), dtype=torch.float64)
+        crossed = [train(plainest(case), dtype=torch.float64, change=number) for number in range(100, 108)]
         biased = {key: value * 1.2 if "gradient" in key else value for key, value in wide.items()}
         outcomes = [rank.judged(case, found)["outcome"] for found in (wide, *crossed, biased)]
     assert (
@@ -63,6 +63,18 @@ def test_kinks_within_rounding_are_told_from_what_is_wrong(name: str) -> None:
         and "rounding" in outcomes
         and outcomes.count("wrong") == 1 == outcomes[-1:].count("wrong")
     )
+
+
+def test_what_torch_cannot_compile_is_no_fault_of_ranks() -> None:
+    plain: dict[str, Any] = {
+        **{name: value for name, value in PLAIN.items() if name != "compiled"},
+        **{"seed": 0, "shape": [1, 2, 4], "compiled": "aot_eager"},
+    }
+    rank = Rank()
+    kept = plain | {"layers": [{"kind": "activation", "of": "silu"}]}
+    changed = plain | {"layers": [{"kind": "activation", "of": "silu in place"}]}
+    assert not rank.alone(kept) and not rank.compiled_alone(kept)
+    assert not rank.alone(changed) and "modified by an inplace operation" in rank.compiled_alone(changed)
 
 
 def answer(outcome: str, value: float, **more: Any) -> dict[str, Any]:
