@@ -43,8 +43,9 @@ EPSILON = 1e-3
 HALF_FACTOR, HALF_FLOOR = 4.0, 2.0**-6
 """In bfloat16, what is allowed: so many times the error of the worse of two plain orders, and so much of the norm."""
 
-SMALLEST = 0.25
-"""A gradient in bfloat16 counts as no less than this share of the largest."""
+SMALLEST, LEAST = 0.25, 2.0**-24
+"""A gradient in bfloat16 counts as no less than this share of the largest, which is no less than this of a loss: a
+Fourier transform leaves rounding where others leave zero."""
 
 Answer = dict[str, Any]
 """{"outcome": right, rounding, wrong, refused, crash, unable or idle; "said": what there is to say of it; ...}."""
@@ -135,7 +136,8 @@ def _change(model: nn.Module, number: int, half: bool) -> None:
     generator = torch.Generator().manual_seed(number)
 
     def near(x: Tensor) -> Tensor:
-        size = HALF_NOISE * x.abs() if half else NOISE * (1 + x.abs())
+        sizes = x.detach().abs()  # backward must not need x, which a function in place may change
+        size = HALF_NOISE * sizes if half else NOISE * (1 + sizes)
         return (x + size * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)).to(x.dtype)
 
     def changed(layer: nn.Module, given: Any, y: Tensor) -> Tensor:
@@ -247,7 +249,9 @@ def _judged_half(case: Case, found: Results, first: Results) -> Answer:
     if found.keys() != first.keys():
         return {"outcome": "wrong", "said": f"{sorted(found.keys() ^ first.keys())} on one side only"}
     norms = {name: float(value.double().norm()) for name, value in exact.items()}
-    largest = max((norm for name, norm in norms.items() if "gradient" in name), default=0.0)
+    finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    shares = {name: 1.0 if "gradient" in name else LEAST * name.startswith("loss") for name in finite}
+    largest = max((shares[name] * norm for name, norm in finite.items()), default=0.0)
     # Some gradients are zero, such as a bias's before a norm: what rounding makes of them is as large as of others, and
     # steps carry it into the parameters.
     trained = {name.split()[2] for name in exact if name.startswith("gradient of ")}

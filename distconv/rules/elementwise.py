@@ -20,6 +20,7 @@ from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
+from distconv.transfer.tracing import is_traced
 
 POLYNOMIALS = (
     *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
@@ -77,6 +78,8 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             else _plain(arg)
             for arg in args
         ]
+    if func._schema.name.endswith("_backward"):
+        locals = _alike_in_memory(locals)
     result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
     if isinstance(result, tuple):
         return tuple(
@@ -106,6 +109,17 @@ def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
         for axis, (own, along) in enumerate(zip(x.placements, other.placements, strict=True))
         if own.is_partial()
     )
+
+
+def _alike_in_memory(locals: list[Any]) -> list[Any]:
+    """Operands of a graph with the same strides: of unlike ones torch 2.13 does not know how, say, elu's gradient lies.
+
+    A view that the graph takes of it would fail where it runs.
+    """
+    traced = [x for x in locals if isinstance(x, Tensor) and is_traced(x) and x.numel() > 1]
+    if len({(x.shape, x.stride()) for x in traced}) < 2:
+        return locals
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in locals]
 
 
 def _is_whole(placements: Sequence[Placement]) -> bool:
@@ -160,6 +174,9 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             raise RuntimeError(f"{func}: a tensor {tuple(arg.shape)} does not broadcast to {tuple(x.shape)}")
     locals = [aligned(arg, mesh, placements, x.shape) if isinstance(arg, Tensor) else arg for arg in args]
     func(x._local_tensor, *locals, **kwargs)
+    if func is torch.ops.aten.copy_.default:
+        # Below autograd nothing counts the change of the part, which a compiled graph may have saved for backward.
+        torch.autograd.graph.increment_version(x._local_tensor)
     return x
 
 
