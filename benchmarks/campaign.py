@@ -4,6 +4,7 @@
     python benchmarks/campaign.py --networks 50 --minutes 1  # whatever comes first
     python benchmarks/campaign.py --networks 10000 --save    # keeps table, figures and records in benchmarks/results
     python benchmarks/campaign.py --networks 20000 --from benchmarks/results/campaign-networks.jsonl.gz
+    python benchmarks/campaign.py --networks 300 --compiled inductor --save  # all compiled, half an hour
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
@@ -63,10 +64,6 @@ PLANNED = 4
 """Of so many networks one is also planned for more ranks."""
 
 
-RECORDS = RESULTS / "campaign-networks.jsonl.gz"
-"""What ``--save`` keeps of each network, for ``--from``."""
-
-
 def kept(path: Path, seed: int) -> dict[int, Record]:
     """What earlier runs have found of the networks of a seed, by their numbers; a file ``.gz`` is compressed."""
     found: dict[int, Record] = {}
@@ -90,11 +87,14 @@ def next_of(numbers: Sequence[int], taken: Any) -> Iterator[int]:
         yield numbers[index]
 
 
-def work(numbers: Sequence[int], taken: Any, minutes: float, shrink: float, found: Path, results: Any) -> None:
+def work(
+    numbers: Sequence[int], compiled: str, taken: Any, minutes: float, shrink: float, found: Path, results: Any
+) -> None:
     """Runs networks one after the other and puts a record of each; a process of its own.
 
     Args:
         numbers: of the networks, for all such processes.
+        compiled: the compiler of all of them; empty: as each is drawn.
         taken: how many of them have been taken; shared by the processes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one, and this one its ranks
@@ -114,7 +114,7 @@ def work(numbers: Sequence[int], taken: Any, minutes: float, shrink: float, foun
             if time.monotonic() > end:
                 break
             start = time.monotonic()
-            case, answer = judge.of_seed(number)
+            case, answer = judge.of_seed(number, compiled)
             record = {name: case.get(name) for name in ("partition", "limit", "compiled", "dtype")}
             record |= {"number": number, **answer}
             if answer["outcome"] != "unable" and number % PLANNED == 0:
@@ -143,7 +143,7 @@ def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
     left = [n for n in range(first, first + 2 * options.networks + 100) if n not in found]
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
-    given = left, context.Value("q", 0), options.minutes, options.shrink, options.found, results
+    given = left, options.compiled, context.Value("q", 0), options.minutes, options.shrink, options.found, results
     workers = [context.Process(target=work, args=given) for _ in range(options.pools)]
     for worker in workers:
         worker.start()
@@ -188,21 +188,23 @@ def arguments() -> argparse.Namespace:
         "--found", type=Path, default=ROOT / "tests/distconv/found", help="folder of failures (%(default)s)"
     )
     parser.add_argument(
-        "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
+        "--compiled", choices=("aot_eager", "inductor"), default="", help="every network by this compiler"
     )
     parser.add_argument(
-        "--from", dest="records", type=Path, help=f"go on from these records, such as {RECORDS.relative_to(ROOT)}"
+        "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
     )
+    parser.add_argument("--from", dest="records", type=Path, help="go on from the records that --save has kept")
     parser.add_argument(
         "--again", type=int, action="append", help="only the network of this number; may be given again"
     )
     parser.add_argument("--save", action="store_true", help="write table, figures and records to benchmarks/results")
     options = parser.parse_args()
-    options.partial = options.partial or RESULTS / "campaign-partial.jsonl"
+    options.name = f"campaign-{options.compiled}" if options.compiled else "campaign"
+    options.partial = options.partial or RESULTS / f"{options.name}-partial.jsonl"
     return options
 
 
-def again(numbers: Sequence[int]) -> int:
+def again(numbers: Sequence[int], compiled: str) -> int:
     """Runs single networks anew and prints what they are and what becomes of them."""
     from benchmarks.campaign_judge import Judge, lines
     from benchmarks.campaign_plans import Planner
@@ -210,7 +212,7 @@ def again(numbers: Sequence[int]) -> int:
     judge, planner = Judge(), Planner()
     answers = []
     for number in numbers:
-        case, answer = judge.of_seed(number)
+        case, answer = judge.of_seed(number, compiled)
         answers.append(answer)
         print(lines(case, answer) if "layers" in case else answer, end="")
         if answer["outcome"] != "unable":
@@ -224,7 +226,7 @@ def again(numbers: Sequence[int]) -> int:
 def main() -> int:
     options = arguments()
     if options.again:
-        return again(options.again)
+        return again(options.again, options.compiled)
     told = conditions()
     options.partial.parent.mkdir(exist_ok=True)
     found = kept(options.records, options.seed) if options.records else {}
@@ -238,9 +240,10 @@ def main() -> int:
         unlike = [record for record in records if record["outcome"] not in ("right", "unable") or is_fault(record)]
         figures = {"seed": options.seed, "counts": counts(records), "unlike": unlike, "seconds": round(seconds)}
         figures["unable"] = sum(record["outcome"] == "unable" for record in records)
-        save("campaign", "Random networks", f"{__doc__}\n{told}", figures, shown)
+        title = "Random networks" + (f" compiled by {options.compiled}" if options.compiled else "")
+        save(options.name, title, f"{__doc__}\n{told}", figures, shown)
         lines = "".join(json.dumps(record) + "\n" for record in records)
-        RECORDS.write_bytes(gzip.compress(lines.encode(), mtime=0))
+        (RESULTS / f"{options.name}-networks.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
     return int(any(map(is_fault, records)))
 
 

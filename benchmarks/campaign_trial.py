@@ -175,9 +175,10 @@ class Rank:
     def __init__(self) -> None:
         self._alone: tuple[Case | None, Results] = None, {}
 
-    def draw(self, seed: int) -> tuple[Case, str]:
+    def draw(self, seed: int, compiled: str) -> tuple[Case, str]:
         """The case of a seed, and what torch raises for it in one process; on the first rank alone."""
         case = draw(seed)
+        case["compiled"] = compiled or case["compiled"]
         return case, self.alone(case)
 
     def alone(self, case: Case) -> str:
