@@ -33,9 +33,9 @@ def add_network_and_machine(parser: Any) -> None:
     )
     parser.add_argument(
         "--machine",
-        required=True,
+        default="here",
         metavar="FILE",
-        help=f"a TOML file, here (see calibrate), or one of {', '.join(built_in())}",
+        help=f"a TOML file, here (the default; see calibrate), or one of {', '.join(built_in())}",
     )
     parser.add_argument(
         "--batch-norm", choices=["global", "local"], default="global", help="as of distconv run (default: global)"

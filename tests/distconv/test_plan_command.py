@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +48,8 @@ def test_more_ranks_never_make_the_choice_slower(plan: Any) -> None:
 )
 def test_what_cannot_be_planned_is_one_line(plan: Any, options: tuple[str, ...], complaint: str) -> None:
     assert complaint in plan(*NETWORK, *options)
+
+
+def test_without_a_machine_it_is_this_one(plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("distconv.performance.machine.cache_folder", lambda: tmp_path)
+    assert "it has not been measured; run python -m distconv calibrate" in plan(*NETWORK[:-2], "--ranks", "2")
