@@ -4,7 +4,7 @@
     python benchmarks/campaign.py --networks 50 --minutes 1  # whatever comes first
     python benchmarks/campaign.py --networks 10000 --save    # keeps table, figures and records in benchmarks/results
     python benchmarks/campaign.py --networks 20000 --from benchmarks/results/campaign-networks.jsonl.gz
-    python benchmarks/campaign.py --networks 300 --compiled inductor --save  # all compiled, half an hour
+    python benchmarks/campaign.py --networks 300 --compiled inductor --save  # compiles every one
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,

@@ -43,7 +43,7 @@ EPSILON = 1e-3
 HALF_FACTOR, HALF_FLOOR = 4.0, 2.0**-6
 """In bfloat16, what is allowed: so many times the error of the worse of two plain orders, and so much of the norm."""
 
-SMALLEST, LEAST = 0.25, 2.0**-24
+SMALLEST, OF_A_LOSS = 0.25, 2.0**-24
 """A gradient in bfloat16 counts as no less than this share of the largest, which is no less than this of a loss: a
 Fourier transform leaves rounding where others leave zero."""
 
@@ -251,7 +251,7 @@ def _judged_half(case: Case, found: Results, first: Results) -> Answer:
         return {"outcome": "wrong", "said": f"{sorted(found.keys() ^ first.keys())} on one side only"}
     norms = {name: float(value.double().norm()) for name, value in exact.items()}
     finite = {name: norm for name, norm in norms.items() if math.isfinite(norm)}
-    shares = {name: 1.0 if "gradient" in name else LEAST * name.startswith("loss") for name in finite}
+    shares = {name: 1.0 if "gradient" in name else OF_A_LOSS * name.startswith("loss") for name in finite}
     largest = max((shares[name] * norm for name, norm in finite.items()), default=0.0)
     # Some gradients are zero, such as a bias's before a norm: what rounding makes of them is as large as of others, and
     # steps carry it into the parameters.

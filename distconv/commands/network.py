@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distconv.job.launcher import BadInput
-from distconv.performance.machine import built_in
+from distconv.performance.machine import HERE, built_in
 from mucudnn.commands.arguments import check_writable
 from mucudnn.commands.network import add_network
 
@@ -33,7 +33,7 @@ def add_network_and_machine(parser: Any) -> None:
     )
     parser.add_argument(
         "--machine",
-        default="here",
+        default=HERE,
         metavar="FILE",
         help=f"a TOML file, here (the default; see calibrate), or one of {', '.join(built_in())}",
     )

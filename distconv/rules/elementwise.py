@@ -78,7 +78,7 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             else _plain(arg)
             for arg in args
         ]
-    if func._schema.name.endswith("_backward"):
+    if is_traced(distributed[0]._local_tensor) and func._schema.name.endswith("_backward"):
         locals = _alike_in_memory(locals)
     result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
     if isinstance(result, tuple):

@@ -1,6 +1,6 @@
 """What torch's compilers would do to the collectives of a graph, and must not: they take all ranks to run one graph.
 
-The methods that are replaced here are torch's own, of 2.11 to 2.13; a network in tests/distconv/found needs each.
+What is replaced here is torch's own, and was read in torch 2.13; networks in tests/distconv/found need it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor")
+COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 @functools.cache

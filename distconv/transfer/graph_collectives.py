@@ -19,6 +19,8 @@ def kept() -> Iterator[None]:
     if not traceback.has_preserved_node_meta():  # there are no two graphs yet
         yield
         return
+    as_often_everywhere()
+    read_after_waits()
     meta, tag = traceback.current_meta, "partitioner_tag"
     before = meta.get(tag)
     meta[tag] = "must_be_in_forward" if torch._C._current_graph_task_id() == -1 else "must_be_in_backward"

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import campaign_plans
 from benchmarks.campaign import kept, next_of
-from benchmarks.campaign_judge import PLAIN, lines, shrunk, together
+from benchmarks.campaign_judge import PLAIN, Judge, lines, shrunk, together
 from benchmarks.campaign_networks import draw, network
 from benchmarks.campaign_numbers import differences
 from benchmarks.campaign_tables import counts, tables
@@ -75,6 +75,25 @@ def test_what_torch_cannot_compile_is_no_fault_of_ranks() -> None:
     changed = plain | {"layers": [{"kind": "activation", "of": "silu in place"}]}
     assert not rank.alone(kept) and not rank.compiled_alone(kept)
     assert not rank.alone(changed) and "modified by an inplace operation" in rank.compiled_alone(changed)
+
+
+@pytest.mark.parametrize(
+    ("alone", "outcome"), [("RuntimeError: of torch", "unable"), ("RuntimeError: another", "crash"), ("", "crash")]
+)
+def test_a_crash_is_torchs_only_if_one_process_has_the_same(
+    alone: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool:
+        def ask(self, name: str, *_: Any, **__: Any) -> list[Any]:
+            assert name in ("compare", "compiled_alone")
+            crash = {"outcome": "crash", "said": "RuntimeError: of torch"}
+            return [alone] if name == "compiled_alone" else [crash]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("benchmarks.campaign_judge.RankPool", lambda *_: Pool())
+    assert Judge()._on_ranks({"ranks": 1, "compiled": "aot_eager"})["outcome"] == outcome
 
 
 def answer(outcome: str, value: float, **more: Any) -> dict[str, Any]:
