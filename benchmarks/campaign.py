@@ -1,6 +1,6 @@
 """Random networks on random meshes of 1 to 4 ranks against one process: how many are right, and what is not.
 
-    python benchmarks/campaign.py --networks 1000            # goes on where it stopped; half an hour on two cores
+    python benchmarks/campaign.py --networks 1000            # goes on where it stopped
     python benchmarks/campaign.py --networks 50 --minutes 1  # whatever comes first
     python benchmarks/campaign.py --networks 10000 --save    # keeps table, figures and records in benchmarks/results
     python benchmarks/campaign.py --networks 20000 --from benchmarks/results/campaign-networks.jsonl.gz

@@ -3,6 +3,9 @@ from __future__ import annotations
 import contextlib
 import os
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait busily for each other take each other's cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do without it
     from hypothesis import settings
 
