@@ -24,6 +24,7 @@ from distconv.reading.opening import open
 from distconv.refusal import UnsupportedOperation
 from distconv.rules import decompositions
 from distconv.rules.registry import discover, install_guard
+from distconv.transfer import compilers
 from distconv.transfer.redistribution import redistribute
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
 discover()
 install_guard()
 decompositions.install()
+compilers.watch()
 
 
 def init(

@@ -1,4 +1,4 @@
-"""What torch's compilers would do to the collectives of a graph, and must not: they take all ranks to run one graph.
+"""What torch's compilers get wrong in the graph of a DTensor's parts, and on graphs that differ from rank to rank.
 
 What is replaced here is torch's own, and was read in torch 2.13; networks in tests/distconv/found need it.
 """
@@ -10,12 +10,29 @@ import sys
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
+def watch() -> None:
+    """Has torch's compilers mended where they take the first DTensor apart, which every trace of one begins with."""
+    flatten = DTensor.__tensor_flatten__
+
+    @functools.wraps(flatten)
+    def flattened(self: DTensor) -> Any:
+        if "torch._functorch.partitioners" in sys.modules:  # else none compiles, and it takes a second to import
+            _as_often_everywhere()
+            _saved_behind_changed()
+        if "torch._inductor.compile_fx" in sys.modules:
+            _read_after_waits()
+        return flatten(self)
+
+    DTensor.__tensor_flatten__ = flattened  # type: ignore[method-assign]
+
+
 @functools.cache
-def as_often_everywhere() -> None:
+def _as_often_everywhere() -> None:
     """Collectives of a graph stay as many as they are, also where two of a rank have equal inputs.
 
     A rank that sends nothing twice would otherwise take part once where another rank, whose inputs differ, takes part
@@ -36,7 +53,33 @@ def as_often_everywhere() -> None:
     partitioners._must_be_in_forward = kept_in_forward
 
 
-def read_after_waits() -> None:
+@functools.cache
+def _saved_behind_changed() -> None:
+    """What forward saves is looked for behind the inputs that it changes and therefore returns.
+
+    torch counts those inputs twice: by the tensors of the model, and by their parts. A part takes no gradient by
+    itself, so its change could stay within the graph and is not counted, although the graph returns it as the tensor's.
+    The strides of what is saved, and what of it backward may overwrite, were then those of the output before it.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    stages: Any = graph_compile
+    indices_of = stages.compute_inner_mutated_inp_indices_from_subclass_meta
+
+    def counted(tensors: Any, parts: Any) -> list[int]:
+        indices: list[int] = indices_of(tensors, parts)
+        more = len(indices) - parts.num_mutated_inp_runtime_indices
+        parts.mutated_inp_runtime_indices = indices
+        parts.num_mutated_inp_runtime_indices += more
+        parts.num_forward_returns += more
+        parts.num_forward += more
+        return indices
+
+    stages.compute_inner_mutated_inp_indices_from_subclass_meta = counted
+
+
+@functools.cache
+def _read_after_waits() -> None:
     """Inductor reads on processors what a collective makes after the wait for it, never before.
 
     The wait is to the compiler a change of what the collective has made. When two loops of unlike extents become one
@@ -44,12 +87,6 @@ def read_after_waits() -> None:
     change: the loop may then run before the wait, on memory that nothing has been written to. (A loop with ordering
     dependencies besides keeps the state after it: pytorch/pytorch#177816.)
     """
-    if "torch._inductor.compile_fx" in sys.modules:  # else another backend compiles, and inductor takes long to import
-        _names_kept()
-
-
-@functools.cache
-def _names_kept() -> None:
     from torch._inductor import dependencies, scheduler
 
     node_type: Any = scheduler.SchedulerNode

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.fx import traceback
 
-from distconv.transfer.compilers import as_often_everywhere, read_after_waits
-
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
@@ -19,8 +17,6 @@ def kept() -> Iterator[None]:
     if not traceback.has_preserved_node_meta():  # there are no two graphs yet
         yield
         return
-    as_often_everywhere()
-    read_after_waits()
     meta, tag = traceback.current_meta, "partitioner_tag"
     before = meta.get(tag)
     meta[tag] = "must_be_in_forward" if torch._C._current_graph_task_id() == -1 else "must_be_in_backward"
@@ -50,8 +46,6 @@ def started(name: str, x: Tensor, *args: Any) -> Tensor:
     It stays in the graph, forward or backward, in which a rule called it. Otherwise a rank that sends nothing would do
     the one of backward in forward, since its input depends on no gradient, and another rank would not.
     """
-    as_often_everywhere()
-    read_after_waits()
     with kept():
         result: Tensor = getattr(torch.ops._c10d_functional, name)(_after_unread(x), *args)
     return result
