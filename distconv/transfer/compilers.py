@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from distconv.mesh import is_ours
+
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
 
 def watch() -> None:
-    """Has torch's compilers mended where they take the first DTensor apart, which every trace of one begins with."""
-    flatten = DTensor.__tensor_flatten__
+    """Has torch's compilers mended where they take the first DTensor apart, which every trace of one begins with.
+
+    And where they look for a graph of one that they have made before.
+    """
+    tensors: Any = DTensor
+    flatten = tensors.__tensor_flatten__
 
     @functools.wraps(flatten)
     def flattened(self: DTensor) -> Any:
@@ -28,7 +35,28 @@ def watch() -> None:
             _read_after_waits()
         return flatten(self)
 
-    DTensor.__tensor_flatten__ = flattened  # type: ignore[method-assign]
+    tensors.__tensor_flatten__ = flattened
+    if hasattr(tensors, "_stable_hash_for_caching"):  # without it, no two processes have a key in common
+        tensors._stable_hash_for_caching = _hashed(tensors._stable_hash_for_caching)
+
+
+def _hashed(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
+    """Keeps graphs of our DTensors out of the files in which torch's compilers find what they made in earlier runs.
+
+    There, a DTensor is known by its mesh, placements and global shape, which are the same on every rank: a rank would
+    get the graph of another one, whose parts and neighbours differ (pytorch/pytorch#188390). What inductor makes of a
+    traced graph it still finds, as that is known by the graph itself.
+    """
+
+    @functools.wraps(hash_of)
+    def of_others(self: DTensor) -> str:
+        if is_ours(self.device_mesh):
+            from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+
+            raise BypassAOTAutogradCache("the graphs of a DTensor differ from rank to rank")
+        return hash_of(self)
+
+    return of_others
 
 
 @functools.cache
