@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from distconv.mesh import is_ours
+from distconv.transfer.unread import read_all, side
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -30,6 +31,7 @@ def watch() -> None:
     def flattened(self: DTensor) -> Any:
         if "torch._functorch.partitioners" in sys.modules:  # else none compiles, and it takes a second to import
             _as_often_everywhere()
+            _unread_too()
             _saved_behind_changed()
         if "torch._inductor.compile_fx" in sys.modules:
             _read_after_waits()
@@ -79,6 +81,24 @@ def _as_often_everywhere() -> None:
         return must_be_in_forward(node) or (of_forward and getattr(node.target, "overloadpacket", None) in operators)
 
     partitioners._must_be_in_forward = kept_in_forward
+
+
+@functools.cache
+def _unread_too() -> None:
+    """Collectives stay in a graph, too, where the rank itself reads nothing of what they make.
+
+    The partitioner takes out what nobody reads, so that a rank whose part is empty would not take part.
+    """
+    from torch._functorch import partitioners
+
+    before, is_not_collective = partitioners.force_save_collectives, partitioners.is_not_collective
+
+    def read_before(joint_module: torch.fx.GraphModule) -> None:
+        read_all(joint_module.graph)
+        before(joint_module)
+
+    partitioners.force_save_collectives = read_before
+    partitioners.is_not_collective = lambda node: side(node) is not None or is_not_collective(node)
 
 
 @functools.cache
