@@ -19,7 +19,7 @@ from distconv.mesh import sharded_dims
 from distconv.rules.normalization.combining import Share
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import is_traced, planned
 
 aten = torch.ops.aten
 
@@ -114,8 +114,10 @@ def normalize_backward(
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
         grad, rows = alike(grad, rows)
+        # Of a graph, torch 2.13 says that the vectors have the type of rows, unless there is a weight.
+        factor = torch.ones_like(mean) if weight is None and is_traced(rows) else weight
         dx, dweight, dbias = aten.native_batch_norm_backward(
-            grad, rows, weight, mean, variance, None, None, False, eps, [need_input, True, True]
+            grad, rows, factor, mean, variance, None, None, False, eps, [need_input, True, True]
         )
     if not need_input:
         return None, dweight, dbias
