@@ -91,14 +91,15 @@ def _unread_too() -> None:
     """
     from torch._functorch import partitioners
 
-    before, is_not_collective = partitioners.force_save_collectives, partitioners.is_not_collective
+    before, is_not_collective = partitioners.force_save_collectives, getattr(partitioners, "is_not_collective", None)
 
     def read_before(joint_module: torch.fx.GraphModule) -> None:
         read_all(joint_module.graph)
         before(joint_module)
 
     partitioners.force_save_collectives = read_before
-    partitioners.is_not_collective = lambda node: side(node) is not None or is_not_collective(node)
+    if is_not_collective is not None:  # else nothing that is waited for is taken out
+        partitioners.is_not_collective = lambda node: side(node) is not None or is_not_collective(node)
 
 
 @functools.cache

@@ -1,0 +1,51 @@
+"""Collectives whose results nothing reads: what is put into a graph so that they stay in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from distconv.transfer.unread import BACKWARD, FORWARD, read_all
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+
+
+def joint(read: tuple[bool, ...], tag: str = BACKWARD) -> fx.Graph:
+    """A gradient, and one collective after another, each of which a result of the graph reads or not."""
+    graph = fx.Graph()
+    tangent = graph.placeholder("tangents_1")
+    gradient = graph.call_function(aten.neg.default, (tangent,))
+    results, meta = [gradient], {"val": torch.empty(3), "partitioner_tag": "is_backward"}
+    tangent.meta = gradient.meta = meta
+    for is_read in read:
+        message = graph.call_function(aten.full.default, ([3], 0.0))
+        started = graph.call_function(collectives.all_reduce.default, (message, "sum", "0"))
+        arrived = graph.call_function(collectives.wait_tensor.default, (started,))
+        message.meta = dict(meta)
+        started.meta = arrived.meta = meta | {"partitioner_tag": tag}
+        results += [arrived] if is_read else []
+    graph.output(tuple(results))
+    return graph
+
+
+def names(graph: fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes]
+
+
+@pytest.mark.parametrize("read", [(False,), (False, True), (True, False), (False, False, True), (False, True, False)])
+def test_each_collective_of_backward_is_needed_in_its_place(read: tuple[bool, ...]) -> None:
+    graph = joint(read)
+    before = [name for name in names(graph) if "c10d" in name]
+    read_all(graph)
+    graph.lint()
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "call_function")
+    assert [name for name in names(graph) if "c10d" in name] == before
+
+
+@pytest.mark.parametrize("read, tag", [((True, True), BACKWARD), ((False, True), FORWARD), ((False,), "is_backward")])
+def test_a_graph_stays_as_it_is_otherwise(read: tuple[bool, ...], tag: str) -> None:
+    graph = joint(read, tag)
+    before = names(graph)
+    read_all(graph)
+    assert names(graph) == before
