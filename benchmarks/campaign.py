@@ -13,8 +13,9 @@ with mucudnn beneath in three of ten, compiled in two of a hundred. It takes two
 process and on ranks over Gloo. Compared are losses, gradients of input and parameters, and at the end parameters and
 buffers. mucudnn's times are drawn as well, so that every division comes about, not only what is fast on this machine.
 
-    right     within 1e-9 of the largest element, and the same bits on all ranks; in bfloat16: within four times the
-              error, against float64, of the worse of two plain orders of summation
+    right     within 1e-9 of the largest element, beside one process that compiles nothing, or compiles as the ranks do,
+              and the same bits on all ranks; in bfloat16: within four times the error, against float64, of the worse
+              of two plain orders of summation
     rounding  above that, but below a hundred times what changes by 1e-13 make of it in one process: of the input, and
               at random of what each layer makes
     wrong     any other number

@@ -18,9 +18,9 @@ from benchmarks import campaign_plans
 from benchmarks.campaign import kept, next_of
 from benchmarks.campaign_judge import PLAIN, Judge, lines, shrunk, together
 from benchmarks.campaign_networks import draw, network
-from benchmarks.campaign_numbers import differences
+from benchmarks.campaign_numbers import differences, fingerprints
 from benchmarks.campaign_tables import counts, tables
-from benchmarks.campaign_trial import Rank, fingerprints, plainest, train
+from benchmarks.campaign_trial import Rank, plainest, train
 from benchmarks.rank_pool import Hang, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
