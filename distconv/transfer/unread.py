@@ -1,4 +1,4 @@
-"""Collectives of a graph whose results the rank itself does not read: it takes part in them all the same."""
+"""Collectives of a graph in which the rank itself has no part: it does them all the same, and in their order."""
 
 from __future__ import annotations
 
@@ -31,27 +31,42 @@ def read_all(graph: fx.Graph) -> None:
     """Lets each collective of backward be read by the next one, or by a gradient, where nothing else reads it.
 
     A compiler keeps for the graph of backward what its results are computed from. A rank whose part is empty computes
-    nothing from what the others send: it would leave the collective out, and they would wait for it. The cost is a copy
-    of what then reads it, in such graphs alone.
+    nothing from what the others send: it would leave the collective out, and they would wait for it.
+
+    And the first one reads a gradient that backward is given, where it would come before all that does: the compiler
+    moves what comes before to where it is needed, so that a rank that sends nothing would do it later than the others.
+
+    The cost is a copy of what then reads more, in such graphs alone.
 
     Args:
         graph: forward and backward in one, before it is parted; it is changed.
     """
     output = next(iter(graph.find_nodes(op="output")))
-    needed = _needed(output)
-    unread: list[fx.Node] = []
-    for node in list(graph.nodes):
-        if side(node) != BACKWARD:
-            continue
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:
-            if node not in needed:
-                unread.append(node)
-        elif unread:
-            _read(graph, node, node.args[0], unread)
-            unread = []
+    needed, others = _needed(output), _missing(graph)
+    for node in [node for node in graph.nodes if side(node) == BACKWARD]:
+        if node.target is not torch.ops._c10d_functional.wait_tensor.default:
+            if others:
+                _read(graph, node, node.args[0], others)
+            others = []
+        elif node not in needed:
+            others.append(node)
     gradients = [x for x in output.all_input_nodes if x.meta.get("partitioner_tag") in ("is_backward", BACKWARD)]
-    if unread and gradients:
-        _read(graph, output, min(gradients, key=lambda x: int(x.meta["val"].numel())), unread)
+    if others and gradients:
+        _read(graph, output, min(gradients, key=lambda x: int(x.meta["val"].numel())), others)
+
+
+def _missing(graph: fx.Graph) -> list[fx.Node]:
+    """What the first collective of backward should read: a gradient that backward is given, if it comes before all use.
+
+    Nothing where none is used at all: the compiler then leaves the order as it is.
+    """
+    given = [node for node in graph.find_nodes(op="placeholder") if "tangents" in str(node.target)]
+    is_early = False
+    for node in graph.nodes:
+        if any(x in given for x in node.all_input_nodes):
+            return given[:1] if is_early else []
+        is_early = is_early or side(node) == BACKWARD
+    return []
 
 
 def _needed(output: fx.Node) -> set[fx.Node]:

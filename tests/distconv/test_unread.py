@@ -43,6 +43,18 @@ def test_each_collective_of_backward_is_needed_in_its_place(read: tuple[bool, ..
     assert [name for name in names(graph) if "c10d" in name] == before
 
 
+def test_the_first_collective_of_backward_is_not_moved() -> None:
+    graph = joint((True, True))
+    (gradient,) = graph.find_nodes(op="call_function", target=aten.neg.default)
+    graph.output_node().prepend(gradient)
+    read_all(graph)
+    graph.lint()
+    (given,) = graph.find_nodes(op="placeholder")
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    first, *_ = graph.find_nodes(op="call_function", target=collectives.all_reduce.default)
+    assert min(places[user] for user in given.users) == places[first.args[0]] == places[first] - 1
+
+
 @pytest.mark.parametrize("read, tag", [((True, True), BACKWARD), ((False, True), FORWARD), ((False,), "is_backward")])
 def test_a_graph_stays_as_it_is_otherwise(read: tuple[bool, ...], tag: str) -> None:
     graph = joint(read, tag)
