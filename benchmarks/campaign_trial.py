@@ -126,8 +126,7 @@ def _trained(
         results |= {name: value.clone() for name, value in distconv.whole_state(gradients).items()}
         if optimizer is not None:
             optimizer.step()
-    state = {name: value for name, value in distconv.whole_state(plain.state_dict()).items()}
-    return {name: value.detach() for name, value in (results | state).items()}
+    return {name: x.detach() for name, x in (results | dict(distconv.whole_state(plain.state_dict()))).items()}
 
 
 def _change(model: nn.Module, number: int, half: bool) -> None:
@@ -187,7 +186,8 @@ class Rank:
     def compiled_alone(self, case: Case) -> str:
         """What torch raises where one process compiles the case, empty if nothing."""
         try:
-            _compiled(case)
+            for channels_last in sorted({False, case["channels_last"]}):
+                _compiled(case, channels_last)
         except Exception as error:
             return f"{type(error).__name__}: {error}"[:400]
         return ""
@@ -235,11 +235,11 @@ class Rank:
         return _told(above, max(errors.values()))
 
 
-def _compiled(case: Case) -> Results:
+def _compiled(case: Case, channels_last: bool = False) -> Results:
     """What one process finds that compiles the case."""
     torch._dynamo.reset()
     try:
-        return train(plainest(case) | {"compiled": case["compiled"]})
+        return train(plainest(case) | {"compiled": case["compiled"], "channels_last": channels_last})
     finally:
         torch._dynamo.reset()
 
