@@ -33,8 +33,11 @@ def watch() -> None:
             _as_often_everywhere()
             _unread_too()
             _saved_behind_changed()
-        if "torch._inductor.compile_fx" in sys.modules:
+        if "torch._inductor.compile_fx" in sys.modules:  # which imports the above
             _read_after_waits()
+            tensors.__tensor_flatten__ = (
+                flatten  # nothing is left to mend, and compiled models may call it at each step
+            )
         return flatten(self)
 
     tensors.__tensor_flatten__ = flattened

@@ -36,7 +36,7 @@ def started(name: str, x: Tensor, *args: Any) -> Tensor:
     """
     with kept():
         result: Tensor = getattr(torch.ops._c10d_functional, name)(x, *args)
-    return result
+        return result
 
 
 def arrived(x: Tensor) -> Tensor:

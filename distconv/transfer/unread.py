@@ -42,7 +42,7 @@ def read_all(graph: fx.Graph) -> None:
         graph: forward and backward in one, before it is parted; it is changed.
     """
     output = next(iter(graph.find_nodes(op="output")))
-    needed, others = _needed(output), _missing(graph)
+    needed, others = _needed(output), _first_reads(graph)
     for node in [node for node in graph.nodes if side(node) == BACKWARD]:
         if node.target is not torch.ops._c10d_functional.wait_tensor.default:
             if others:
@@ -55,7 +55,7 @@ def read_all(graph: fx.Graph) -> None:
         _read(graph, output, min(gradients, key=lambda x: int(x.meta["val"].numel())), others)
 
 
-def _missing(graph: fx.Graph) -> list[fx.Node]:
+def _first_reads(graph: fx.Graph) -> list[fx.Node]:
     """What the first collective of backward should read: a gradient that backward is given, if it comes before all use.
 
     Nothing where none is used at all: the compiler then leaves the order as it is.
@@ -81,8 +81,9 @@ def _needed(output: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _read(graph: fx.Graph, reader: fx.Node, x: Any, unread: list[fx.Node]) -> None:
+def _read(graph: fx.Graph, reader: fx.Node, x: Any, others: list[fx.Node]) -> None:
+    """Lets a node that reads x read the others, too, as far as the compiler can tell."""
     with graph.inserting_before(reader):
-        after = graph.call_function(torch.ops.distconv.after.default, (x, unread))
+        after = graph.call_function(torch.ops.distconv.after.default, (x, others))
     after.meta = {**x.meta, "partitioner_tag": "is_backward"}
     reader.replace_input_with(x, after)

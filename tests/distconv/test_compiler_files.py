@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import distconv
-
-KEY = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Pool(nn.Module):
@@ -36,14 +35,13 @@ def largest(model: Callable[[Tensor], Tensor], x: Tensor, expected: tuple[Tensor
 
 def started(partition: str, folder: str) -> list[tuple[float, int, int]]:
     """Errors of two starts, each with how often a traced graph was found, and one before it was traced."""
-    mesh, before = distconv.init(partition, device_type="cpu"), os.environ.get(KEY)
+    mesh = distconv.init(partition, device_type="cpu")
     x = torch.randn(2, 3, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     given = x.clone().requires_grad_()
     y = Pool()(given)
     y.square().sum().backward()
-    os.environ[KEY] = folder
     found = []
-    try:
+    with mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": folder}):
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
@@ -51,11 +49,7 @@ def started(partition: str, folder: str) -> list[tuple[float, int, int]]:
             error = largest(lambda x, model=model: model(distconv.shard(x, mesh)), x, (y.detach(), given.grad))
             traced = counters["inductor"]["fxgraph_cache_hit"]
             found.append((error, traced, counters["aot_autograd"]["autograd_cache_hit"]))
-    finally:
         torch._dynamo.reset()
-        os.environ.update({KEY: before} if before is not None else {})
-        if before is None:
-            del os.environ[KEY]
     return found
 
 
