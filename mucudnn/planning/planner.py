@@ -33,9 +33,6 @@ costs about as much time."""
 ATTEMPTS = 3
 """Divisions that are compared with torch's own kernel. If none of them is faster, that kernel is kept."""
 
-CHANCE = 0.5
-"""A division is compared if, by the times of its launches, it gains this share of its margin, as these have noise."""
-
 HOST = torch.device("cpu")
 
 _log = logging.getLogger("mucudnn")
@@ -142,7 +139,7 @@ class Planner:
                 break
             used = {algorithm for algorithm, _ in division.runs()}
             margin = PARTS_MARGIN if used == {STOCK} else MARGIN
-            if division.seconds > (1 - CHANCE * margin) * stock_seconds:
+            if division.seconds > (1 - margin) * stock_seconds:
                 options[dim] = [option for option in options[dim] if option.algorithm not in used]
                 continue
             try:

@@ -23,7 +23,7 @@ ONCE = 1.6
 """A first call that takes more than so many times torch's time per sample is not repeated: what it does beside its work
 does not take as long."""
 
-HOPELESS = 3.0
+HOPELESS = 1.3
 """If the parts that are timed first take more than so many times torch's time per sample, no other is timed."""
 
 BETWEEN = 1.1

@@ -50,18 +50,21 @@ class Live:
         *("_site", "_watch"),
     )
 
-    def __init__(self, site: Site, key: Hashable, layer: Hashable, elements: int, is_expected: bool) -> None:
+    def __init__(
+        self, site: Site, key: Hashable, layer: Hashable, elements: int, is_expected: bool, before: int
+    ) -> None:
         """
         Args:
             key: of the convolutions in the session.
             layer: what they have in common with those of the same layer on inputs of other sizes.
             elements: of the input.
             is_expected: whether something may be on record, so that the first call should look there.
+            before: calls that torch has computed already.
         """
         self._site, self._key, self._is_expected = site, key, is_expected
         self._layer, self._elements = layer, elements
         self._lock = threading.Lock()
-        self._calls = 0
+        self._calls = before
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
         self._outline: tuple[Outline, torch.device] | None = None

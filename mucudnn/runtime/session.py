@@ -78,7 +78,19 @@ class Session:
         known = experience(self.store.settlements() if self._is_live else ())
         self._budget, self._shapes = Budget(known.lessons), known.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
+        self._called_once: Recent[Hashable, None] = Recent(MOST_SHAPES)
         self._site = Site(self._budget, self._explored_by, self._stock_record, self._leave)
+
+    def awaits(self, key: Hashable, device: torch.device) -> bool:
+        """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
+
+        That is so of the first call where planning is live and the database cannot tell of it: a program may meet new
+        shapes at every step, and those that it does not meet again are to cost next to nothing.
+        """
+        if not self._is_live or self._shapes or key in self._called_once or device_of(device).is_deterministic:
+            return False
+        self._called_once[key] = None
+        return True
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -140,7 +152,8 @@ class Session:
         is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
         geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
         layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
-        live = self._made[key] = Live(self._site, key, layer, call.input.numel(), is_expected)
+        before = int(key in self._called_once)
+        live = self._made[key] = Live(self._site, key, layer, call.input.numel(), is_expected, before)
         return live
 
     def _prospects(self, problem: ConvProblem, planner: Planner, strides: Shape | None) -> Prospects:

@@ -82,7 +82,7 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
             key = (forward, _look(input), _look(weight), geometry, switches())
             decision = session.decisions.get(key, _UNMET)
-            if decision is not None:
+            if decision is not None and not (decision is _UNMET and session.awaits(key, input.device)):
                 call = Call(forward, input, weight, bias, None, *geometry)
                 if decision is _UNMET:
                     decision = session.decide(key, call)
@@ -153,7 +153,7 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
                 if not left[place]:
                     continue
                 decision = session.decisions.get((direction, *looks), _UNMET)
-                if decision is None:
+                if decision is None or (decision is _UNMET and session.awaits((direction, *looks), input.device)):
                     continue
                 before = input_gradient if place == 1 and left[0] else None
                 stock_gradient = weight_gradient if place == 1 else None

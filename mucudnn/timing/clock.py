@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from collections.abc import Iterator
 
 from mucudnn.devices import Clock, Work
 from mucudnn.devices.host import HOST_CLOCK
@@ -18,8 +20,8 @@ BUDGET = 0.2
 """Seconds of a first call beyond which it is the only one."""
 
 LONG = 0.05
-"""Seconds of a first call of torch's own kernel beyond which it is the only one: what it does beside its work is
-little, and the kernel is timed anew in turn with whatever may replace it."""
+"""Seconds beyond which a first call counts like any other: what it does beside its work is little. Of torch's own kernel
+it is then the only one, as the kernel is timed anew in turn with whatever may replace it."""
 
 PAIRS = 11
 """Timed pairs of calls when two are compared."""
@@ -27,7 +29,8 @@ PAIRS = 11
 PAIRS_BUDGET = 0.5
 """Seconds after which fewer pairs, at least `LEAST_PAIRS`, must do."""
 
-LEAST_PAIRS = 3
+LEAST_PAIRS, FEWEST_PAIRS = 3, 2
+"""The fewest pairs, and of long calls the fewest that show that what is wanted is reached."""
 
 ENOUGH_PAIRS = 5
 """Pairs that, all below what is wanted, are evidence enough."""
@@ -69,40 +72,55 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
 
     The two are called in turn because a machine's speed changes over time; a change then falls on both of a pair and
     leaves their ratio as it is. The upper quartile is taken, and not the median, so that `work` is chosen only if it is
-    faster nearly always. What a call finds in the allocator depends on the call before it: in every second pair that is
-    a call of the same kind, in the others one of the other kind. The baseline must have been called before.
+    faster nearly always. The baseline must have been called before.
 
     Args:
         wanted: what the result must be below to be of interest: there are no more pairs once it is clear whether it is.
     """
-    work()
     ratios: list[float] = []
-    spent, slow = 0.0, 0.0
-    while len(ratios) < LEAST_PAIRS or (len(ratios) < PAIRS and spent < PAIRS_BUDGET):
-        if _is_settled(ratios, wanted):
-            break
-        again = len(ratios) % 2 == 1
-        if again:
-            work()
-        mine = clock.seconds(work)
-        if again and not slow:
-            baseline()
-        theirs = slow or clock.seconds(baseline)
-        if theirs > PAIRS_BUDGET and mine < DECISIVE * theirs:
-            slow = theirs
+    spent = 0.0
+    for mine, theirs in _pairs(work, baseline, clock):
         ratios.append(mine / theirs)
         spent += mine + theirs
+        is_enough = len(ratios) >= PAIRS or (len(ratios) >= LEAST_PAIRS and spent >= PAIRS_BUDGET)
+        if is_enough or _is_settled(ratios, wanted, theirs > LONG):
+            break
     return _quartiles(ratios)[-1]
 
 
-def _is_settled(ratios: list[float], wanted: float) -> bool:
+def _pairs(work: Work, baseline: Work, clock: Clock) -> Iterator[tuple[float, float]]:
+    """Seconds of both, called in turn without end.
+
+    What a call finds in the allocator depends on the call before it: in every second pair that is a call of the same
+    kind, in the others one of the other kind; and the first call is not counted. Where calls take more than `LONG`
+    seconds that matters little, and all count.
+    """
+    mine = clock.seconds(work)
+    theirs = clock.seconds(baseline) if mine > LONG else 0.0
+    is_long = theirs > LONG
+    if is_long:
+        yield mine, theirs
+    for number in itertools.count():
+        is_repeated = not is_long and number % 2 == 1
+        if is_repeated:
+            work()
+        mine = clock.seconds(work)
+        if theirs <= PAIRS_BUDGET or mine >= DECISIVE * theirs:
+            if is_repeated:
+                baseline()
+            theirs = clock.seconds(baseline)
+        yield mine, theirs
+
+
+def _is_settled(ratios: list[float], wanted: float, is_long: bool) -> bool:
     """Whether most pairs lie above what is wanted, all far above it if they are few, or all below it, likewise."""
     if wanted == math.inf or not ratios:
         return False
-    if len(ratios) < LEAST_PAIRS:
-        return min(ratios) > LOST ** (1 / len(ratios)) * wanted
     needed = CLEARLY * wanted if len(ratios) < ENOUGH_PAIRS else wanted
-    return _quartiles(ratios)[0] >= wanted or max(ratios) < needed
+    is_reached = max(ratios) < needed and len(ratios) >= (FEWEST_PAIRS if is_long else LEAST_PAIRS)
+    if len(ratios) < LEAST_PAIRS:
+        return is_reached or min(ratios) > LOST ** (1 / len(ratios)) * wanted
+    return is_reached or _quartiles(ratios)[0] >= wanted
 
 
 def _quartiles(values: list[float]) -> list[float]:

@@ -39,10 +39,20 @@ def test_long_work_is_called_once(now: list[float]) -> None:
 def test_a_slow_baseline_is_called_once_where_the_work_is_far_faster(now: list[float]) -> None:
     calls: list[float] = []
     slow = takes(now, [20.0])
-    assert clock.ratio(takes(now, [0.2, 0.1]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.005)
+    assert clock.ratio(takes(now, [0.1]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.005)
     assert len(calls) == 1
     assert clock.ratio(takes(now, [19.0]), lambda: (calls.append(1.0), slow())) == pytest.approx(0.95)
-    assert len(calls) == 1 + 4
+    assert len(calls) == 1 + clock.LEAST_PAIRS, "long calls are not repeated"
+
+
+@pytest.mark.parametrize(("seconds", "pairs"), [(0.07, 2), (0.09, 3), (0.12, 1)])
+def test_two_pairs_of_long_calls_are_enough_where_both_are_far_faster(
+    now: list[float], seconds: float, pairs: int
+) -> None:
+    calls: list[float] = []
+    slow = takes(now, [0.1])
+    ratio = clock.ratio(takes(now, [seconds]), lambda: (calls.append(1.0), slow()), wanted=0.95)
+    assert (ratio, len(calls)) == (pytest.approx(10 * seconds), pairs)
 
 
 def test_slow_work_is_not_repeated(now: list[float]) -> None:
@@ -95,5 +105,5 @@ def test_ratio_does_not_trust_a_lucky_half(now: list[float]) -> None:
 
 def test_ratio_cancels_a_drift_of_the_machine(now: list[float]) -> None:
     drift = [1e-3 * 1.5**i for i in range(12)]
-    ratio = clock.ratio(takes(now, [1.0, *drift]), takes(now, [2 * seconds for seconds in drift]))
+    ratio = clock.ratio(takes(now, [0.04, *drift]), takes(now, [2 * seconds for seconds in drift]))
     assert ratio == pytest.approx(0.5)

@@ -225,6 +225,16 @@ def test_shapes_that_are_met_a_few_times_are_left_to_torch(monkeypatch: pytest.M
         assert sum("fft" in record.division for record in session.records()) == 1 == len(explored(session))
 
 
+def test_nothing_is_kept_of_a_shape_that_is_met_once() -> None:
+    layer = nn.Conv2d(3, 4, 3)
+    with mucudnn.patched(planning="live", database=":memory:") as session:
+        for width in (8, 9, 10):
+            layer(torch.randn(2, 3, 8, width)).sum().backward()
+        assert not session.decisions
+        layer(torch.randn(2, 3, 8, 9)).sum().backward()
+        assert [shape for _, (shape, *_), *_ in session.decisions] == [(2, 3, 8, 9), (2, 4, 6, 7)]
+
+
 def test_a_layer_that_is_known_is_not_timed_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MadeUp(monkeypatch)
     monkeypatch.setattr(exploring, "PREPARING_SECONDS", 20 * STOCK_SECONDS / exploring.WORTH)

@@ -69,9 +69,9 @@ def test_launches_hardly_take_less_than_is_forecast(known: int, members: int) ->
         assert forecast is not None
         less += seconds < forecast.least
         widths.append(forecast.doubt)
-    assert less <= 5, "98 of 100 are promised"
+    assert less <= 22, "84 of 100 are promised"
     if known > 3:
-        assert sorted(widths)[50] < 3.5, "a forecast that says nothing is never wrong either"
+        assert sorted(widths)[50] < 1.9, "a forecast that says nothing is never wrong either"
 
 
 def test_launches_of_the_same_group_tell_most() -> None:
@@ -83,7 +83,7 @@ def test_launches_of_the_same_group_tell_most() -> None:
     own, stranger = costs.forecast("fft", 11, sizes), costs.forecast("fft", 99, sizes)
     assert own is not None and stranger is not None
     assert own.doubt < 1.5 < stranger.doubt
-    assert 1 / own.doubt < own.seconds / seconds < own.doubt
+    assert own.doubt**-2 < own.seconds / seconds < own.doubt**2
 
 
 def test_a_launch_that_was_disturbed_does_not_spoil_the_others() -> None:
