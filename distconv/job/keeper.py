@@ -20,7 +20,7 @@ from distconv.job.files.private import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
-from distconv.job.signals import Signals
+from distconv.job.signals import Signals, endings_are_exits
 from distconv.job.watch import STOP_SECONDS, Watch, shell_code
 from distconv.place import Place
 
@@ -111,6 +111,7 @@ def keep_rank(place: Place, captures: bool) -> int | Watcher:
 
     meeting = _Meeting(ours, met)
     watch = Watch({rank: child}, place.size, meeting.notices, {rank: held} if held else {}, bound=True)
+    endings_are_exits()  # the launcher may end this process while it takes leave of the other ranks
     try:
         if hosts and (refused := _host(meeting, mpi)):
             child.send_signal(signal.SIGKILL)

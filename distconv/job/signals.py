@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections import deque
 from types import FrameType, TracebackType
@@ -56,3 +57,10 @@ def interrupts_are_exceptions() -> None:
     """From now on SIGINT raises KeyboardInterrupt, as Python has it; where it is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def endings_are_exits() -> None:
+    """From now on a signal that asks this process to end raises SystemExit, so that it leaves nothing behind."""
+    for number in ENDING:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))

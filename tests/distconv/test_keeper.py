@@ -1,0 +1,53 @@
+"""What stays beside a rank that a launcher has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PARTING = """
+import os, time
+from distconv.job import keeper
+from distconv.job.files.private import make_folder
+from distconv.place import Place
+
+
+class Ended:
+    "A watch over a rank that ends well."
+
+    lost = failed = None
+
+    def __init__(self, *of_rank, **others): pass
+
+    def run(self):
+        os.wait()
+        return 0
+
+
+def notices(meeting):
+    print("parting", flush=True)
+    time.sleep(60)
+
+
+keeper.Watch, keeper._Meeting.notices = Ended, notices
+if isinstance(keeper.keep_rank(Place(1, 2, 1, mpi=False), captures=False), keeper.Watcher):
+    make_folder()
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_a_keeper_that_is_ended_while_it_parts_leaves_no_folder(asked: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARTING], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "parting\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        process.send_signal(asked)
+        assert process.wait(10) == 128 + asked
+    assert not list(tmp_path.iterdir())
