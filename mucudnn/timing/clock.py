@@ -20,8 +20,8 @@ BUDGET = 0.2
 """Seconds of a first call beyond which it is the only one."""
 
 LONG = 0.05
-"""Seconds beyond which a first call counts like any other: what it does beside its work is little. Of torch's own kernel
-it is then the only one, as the kernel is timed anew in turn with whatever may replace it."""
+"""Seconds beyond which a first call counts like any other: what it does beside its work is little. Of torch's own
+kernel it is then the only one, as the kernel is timed anew in turn with whatever may replace it."""
 
 PAIRS = 11
 """Timed pairs of calls when two are compared."""
