@@ -17,11 +17,10 @@ ENOUGH = 0.01
 """Seconds of calls after which there are no more."""
 
 BUDGET = 0.2
-"""Seconds of a first call beyond which it is the only one."""
+"""Seconds of a first call beyond which it is the only one, as a call of the program is of torch's own kernel."""
 
 LONG = 0.05
-"""Seconds beyond which a first call counts like any other: what it does beside its work is little. Of torch's own
-kernel it is then the only one, as the kernel is timed anew in turn with whatever may replace it."""
+"""Seconds of calls in a comparison beyond which a first call counts: what it does beside its work is little."""
 
 PAIRS = 11
 """Timed pairs of calls when two are compared."""
