@@ -19,9 +19,9 @@ PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts are all computed by torch's own kernel. The parts compute in the same way as
 the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
 
-ONCE = 1.6
-"""A first call that takes more than so many times torch's time per sample is not repeated: what it does beside its work
-does not take as long."""
+ONCE, ONCE_IF_LONG, LONG = 1.7, 1.25, 0.005
+"""A first call that takes more than so many times what would be of use is not repeated: what it does beside its work
+takes less, above all where a call takes more than `LONG` seconds."""
 
 HOPELESS = 1.3
 """If the parts that are timed first take more than so many times torch's time per sample, no other is timed."""
@@ -142,7 +142,8 @@ class Search:
 
     def _timed(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
         share, is_new = self._share(dim, size), not self._measurement.is_known(candidate, dim, size)
-        option = self._measurement.option(candidate, dim, size, ONCE * share, self._bar(candidate[1]) * share)
+        most = self._bar(candidate[1]) * share
+        option = self._measurement.option(candidate, dim, size, (ONCE_IF_LONG if most > LONG else ONCE) * most, most)
         if option is not None:
             if is_new:
                 self._add(candidate[1], middle(self._problem, dim, size).problem, option.seconds)

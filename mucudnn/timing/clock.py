@@ -22,15 +22,17 @@ BUDGET = 0.2
 LONG = 0.05
 """Seconds of calls in a comparison beyond which a first call counts: what it does beside its work is little."""
 
-PAIRS = 11
+FALLING = 0.8
+"""A call of torch's own kernel that takes less than so many times the one before is not counted: a program's first calls
+also make its memory ready."""
+
+PAIRS = 7
 """Timed pairs of calls when two are compared."""
 
 PAIRS_BUDGET = 0.5
 """Seconds after which fewer pairs, at least `LEAST_PAIRS`, must do."""
 
-LEAST_PAIRS, FEWEST_PAIRS = 3, 2
-"""The fewest pairs, and of long calls the fewest that show that what is wanted is reached."""
-
+LEAST_PAIRS = 3
 ENOUGH_PAIRS = 5
 """Pairs that, all below what is wanted, are evidence enough."""
 
@@ -58,11 +60,19 @@ def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
     return first if first > BUDGET else again_seconds(work, math.inf, clock)
 
 
-def again_seconds(work: Work, most: float, clock: Clock = HOST_CLOCK) -> float:
-    """Median seconds of calls after a first one, which end as soon as one takes more than `most`."""
+def again_seconds(work: Work, most: float, clock: Clock = HOST_CLOCK, before: float = 0.0) -> float:
+    """Median seconds of calls after a first one, which end as soon as one takes more than `most`.
+
+    Args:
+        before: seconds of the first call, if calls count only from the one on that is not much faster than that before.
+    """
     times: list[float] = []
     while not times or (len(times) < REPETITIONS and sum(times) < ENOUGH and times[-1] <= most):
-        times.append(clock.seconds(work))
+        seconds = clock.seconds(work)
+        if not times and seconds < FALLING * before:
+            before = seconds
+        else:
+            times.append(seconds)
     return statistics.median(times)
 
 
@@ -82,7 +92,7 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
         ratios.append(mine / theirs)
         spent += mine + theirs
         is_enough = len(ratios) >= PAIRS or (len(ratios) >= LEAST_PAIRS and spent >= PAIRS_BUDGET)
-        if is_enough or _is_settled(ratios, wanted, theirs > LONG):
+        if is_enough or _is_settled(ratios, wanted):
             break
     return _quartiles(ratios)[-1]
 
@@ -111,15 +121,14 @@ def _pairs(work: Work, baseline: Work, clock: Clock) -> Iterator[tuple[float, fl
         yield mine, theirs
 
 
-def _is_settled(ratios: list[float], wanted: float, is_long: bool) -> bool:
+def _is_settled(ratios: list[float], wanted: float) -> bool:
     """Whether most pairs lie above what is wanted, all far above it if they are few, or all below it, likewise."""
-    if wanted == math.inf or not ratios:
+    if wanted == math.inf:
         return False
-    needed = CLEARLY * wanted if len(ratios) < ENOUGH_PAIRS else wanted
-    is_reached = max(ratios) < needed and len(ratios) >= (FEWEST_PAIRS if is_long else LEAST_PAIRS)
     if len(ratios) < LEAST_PAIRS:
-        return is_reached or min(ratios) > LOST ** (1 / len(ratios)) * wanted
-    return is_reached or _quartiles(ratios)[0] >= wanted
+        return min(ratios) > LOST ** (1 / len(ratios)) * wanted
+    needed = CLEARLY * wanted if len(ratios) < ENOUGH_PAIRS else wanted
+    return _quartiles(ratios)[0] >= wanted or max(ratios) < needed
 
 
 def _quartiles(values: list[float]) -> list[float]:

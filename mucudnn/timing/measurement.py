@@ -98,7 +98,7 @@ class Measurement:
         if self._first is not None and self._first > clock.BUDGET:
             return self._first
         # Whoever gives operands has just seen what torch's own kernel makes of them.
-        return clock.again_seconds(work, math.inf, self._clock)
+        return clock.again_seconds(work, math.inf, self._clock, self._first or 0.0)
 
     def workspace(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
         """Bytes that parts of a size along a dim need at most; `None` where the algorithm does not serve all of them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -45,10 +46,8 @@ def test_a_slow_baseline_is_called_once_where_the_work_is_far_faster(now: list[f
     assert len(calls) == 1 + clock.LEAST_PAIRS, "long calls are not repeated"
 
 
-@pytest.mark.parametrize(("seconds", "pairs"), [(0.07, 2), (0.09, 3), (0.12, 1)])
-def test_two_pairs_of_long_calls_are_enough_where_both_are_far_faster(
-    now: list[float], seconds: float, pairs: int
-) -> None:
+@pytest.mark.parametrize(("seconds", "pairs"), [(0.07, 3), (0.12, 1)])
+def test_of_long_calls_all_count(now: list[float], seconds: float, pairs: int) -> None:
     calls: list[float] = []
     slow = takes(now, [0.1])
     ratio = clock.ratio(takes(now, [seconds]), lambda: (calls.append(1.0), slow()), wanted=0.95)
@@ -58,6 +57,13 @@ def test_two_pairs_of_long_calls_are_enough_where_both_are_far_faster(
 def test_slow_work_is_not_repeated(now: list[float]) -> None:
     assert clock.again_seconds(takes(now, [0.002, 0.001]), most=0.0015) == pytest.approx(0.002)
     assert clock.again_seconds(takes(now, [0.001, 0.003, 0.001]), most=0.002) == pytest.approx(0.002)
+
+
+def test_calls_count_once_they_no_longer_become_much_faster(now: list[float]) -> None:
+    falling = [0.05, 0.03, 0.028, 0.01]
+    assert clock.again_seconds(takes(now, falling), math.inf) == pytest.approx(0.05)
+    assert clock.again_seconds(takes(now, falling), math.inf, before=0.1) == pytest.approx(0.028)
+    assert clock.again_seconds(takes(now, falling), math.inf, before=0.06) == pytest.approx(0.05)
 
 
 def test_what_is_not_wanted_is_compared_no_further(now: list[float]) -> None:
@@ -71,7 +77,7 @@ def test_what_is_not_wanted_is_compared_no_further(now: list[float]) -> None:
     assert len(calls) <= 1 + 2 * clock.LEAST_PAIRS
     calls.clear()
     assert clock.ratio(work, takes(now, [1e-3])) == pytest.approx(1.0)
-    assert len(calls) > 2 * (1 + 2 * clock.LEAST_PAIRS)
+    assert len(calls) == 1 + clock.PAIRS + clock.PAIRS // 2
 
 
 @pytest.mark.parametrize(("seconds", "pairs"), [(1.2e-3, 1), (1.1e-3, 2), (1e-3, clock.LEAST_PAIRS)])

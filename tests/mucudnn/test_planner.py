@@ -146,7 +146,7 @@ def test_short_convolutions_are_left_to_torch(machine: Machine, monkeypatch: pyt
     assert machine.launches == []
 
 
-@pytest.mark.parametrize(("first", "again"), [(clock.LONG / 2, 1), (clock.LONG * 2, 0)])
+@pytest.mark.parametrize(("first", "again"), [(clock.BUDGET / 2, 1), (clock.BUDGET * 2, 0)])
 def test_a_long_call_that_was_made_anyway_is_not_repeated(
     first: float, again: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
