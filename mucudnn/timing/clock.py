@@ -23,8 +23,8 @@ LONG = 0.05
 """Seconds of calls in a comparison beyond which a first call counts: what it does beside its work is little."""
 
 FALLING = 0.8
-"""A call of torch's own kernel that takes less than so many times the one before is not counted: a program's first calls
-also make its memory ready."""
+"""A call of torch's own kernel that takes less than so many times the one before is not counted: a program's first
+calls also make its memory ready."""
 
 PAIRS = 7
 """Timed pairs of calls when two are compared."""
