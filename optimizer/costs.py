@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -73,6 +74,11 @@ class Costs:
         """
         if seconds > 0:
             self._kinds.setdefault(kind, _Kind()).add(group, np.log(np.array(sizes, dtype=np.float64)), seconds)
+
+    def groups(self, kind: Hashable, least: int) -> int:
+        """How many groups of a kind at least so many launches are known of."""
+        known = self._kinds.get(kind)
+        return 0 if known is None else sum(count >= least for count in Counter(known.groups).values())
 
     def forecast(self, kind: Hashable, group: Hashable, sizes: Sequence[float]) -> Forecast | None:
         """What a launch is expected to take; `None` where no launch of its kind is known."""

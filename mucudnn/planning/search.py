@@ -34,6 +34,10 @@ PATIENCE, CALLS = 20.0, 2
 """Parts beyond those that are timed first are timed as long as that takes no more than so many times what torch's own
 kernel takes for the whole, for all algorithms of a problem together; a part is called so many times, as a rule."""
 
+LEAST_TRIED, ODD = 3, 2.0
+"""Until so many convolutions tell of an algorithm, its first size is timed if it may win were it so many times as fast
+as what they tell: a single time that is odd does not rule out all others."""
+
 PROBE_SECONDS = 0.25
 
 SHARE = 4
@@ -114,7 +118,7 @@ class Search:
             hoped: dict[int, float] = {}
             for size in filter(left.__contains__, stage):
                 if number < 2 or _between(size, seen) < bar * self._share(dim, size):
-                    hoped[size] = self._hoped(candidate, dim, size)
+                    hoped[size] = self._hoped(candidate, dim, size, number == 0 and size == stage[0])
             left.difference_update(size for size, seconds in hoped.items() if seconds == math.inf)
             wanted = [size for size in hoped if size in left]
             if wanted:
@@ -149,13 +153,26 @@ class Search:
                 self._add(candidate[1], middle(self._problem, dim, size).problem, option.seconds)
             yield option
 
-    def _hoped(self, candidate: Candidate, dim: Dim, size: int) -> float:
-        """The least seconds that the whole may take in parts of a size; infinite where those cannot win."""
+    def _hoped(self, candidate: Candidate, dim: Dim, size: int, is_first: bool) -> float:
+        """The least seconds that the whole may take in parts of a size; infinite where those cannot win.
+
+        Args:
+            is_first: whether it is the first size; that is timed all the same while few convolutions tell of its kind.
+        """
         forecast = self._forecast(candidate[1], middle(self._problem, dim, size).problem)
         if forecast is None:
             return 0.0
         least = forecast.least * extent(self._problem, dim) / size
-        return least if least < self._bar(candidate[1]) * self._stock_seconds else math.inf
+        bar = self._bar(candidate[1]) * self._stock_seconds
+        if is_first and least < ODD * bar and self._is_new(candidate[1], dim, size):
+            return least
+        return least if least < bar else math.inf
+
+    def _is_new(self, algorithm: str, dim: Dim, size: int) -> bool:
+        """Whether parts were timed of few convolutions of the kind."""
+        kind = kind_of(algorithm, middle(self._problem, dim, size).problem, self._measurement.logbook.environment)
+        # Torch's own kernel is noted on the whole of each.
+        return self._costs.groups(kind, 2 if algorithm == STOCK else 1) < LEAST_TRIED
 
     def _is_promising(self, seen: Mapping[int, float], dim: Dim) -> bool:
         return any(seconds <= HOPELESS * self._share(dim, size) for size, seconds in seen.items())

@@ -96,3 +96,11 @@ def test_a_launch_that_was_disturbed_does_not_spoil_the_others() -> None:
     one, other = clean.forecast("fft", 99, sizes), spoilt.forecast("fft", 99, sizes)
     assert one is not None and other is not None
     assert abs(math.log(other.seconds / one.seconds)) < 0.3
+
+
+def test_groups_are_counted_by_their_launches() -> None:
+    costs = Costs()
+    assert costs.groups("fft", 1) == 0
+    for group in (0, 0, 1):
+        costs.add("fft", group, [1e6], 0.01)
+    assert (costs.groups("fft", 1), costs.groups("fft", 2), costs.groups("gemm", 1)) == (2, 1, 0)
