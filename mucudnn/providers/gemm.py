@@ -20,7 +20,6 @@ GEMM = "gemm"
 MAX_TAPS = 1024
 """Kernels of more elements are not offered: adding the columns back takes one pass over the data per element."""
 
-
 MOST_SUMS, SMALL = 8, 4096
 """In how many sums a small matrix of weight gradients is added up at most, and of how many elements it is small."""
 

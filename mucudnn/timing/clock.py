@@ -33,6 +33,7 @@ PAIRS_BUDGET = 0.5
 """Seconds after which fewer pairs, at least `LEAST_PAIRS`, must do."""
 
 LEAST_PAIRS = 3
+
 ENOUGH_PAIRS = 5
 """Pairs that, all below what is wanted, are evidence enough."""
 
