@@ -87,7 +87,7 @@ def awkward(count: int, seed: int = 7) -> list[list[Division]]:
 
 @pytest.mark.skipif("CBC" not in programme.installed(), reason="PuLP is not installed")
 def test_what_the_exact_method_gives_up_goes_to_a_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, total = awkward(12), 400_000
+    kernels, total = awkward(7), 240_000
     exact = share(kernels, total)
     assert exact.method == "frontier" and exact.gap == 0
     monkeypatch.setattr(sharing, "MOST_STATES", 1)
