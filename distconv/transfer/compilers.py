@@ -35,9 +35,8 @@ def watch() -> None:
             _saved_behind_changed()
         if "torch._inductor.compile_fx" in sys.modules:  # which imports the above
             _read_after_waits()
-            tensors.__tensor_flatten__ = (
-                flatten  # nothing is left to mend, and compiled models may call it at each step
-            )
+            # Nothing is left to mend, and a compiled model may take DTensors apart at each step.
+            tensors.__tensor_flatten__ = flatten
         return flatten(self)
 
     tensors.__tensor_flatten__ = flattened
