@@ -128,7 +128,9 @@ class Exploration:
                 if place == BASELINE:
                     return Trial()
                 dim, division = self._contenders[place]
-                return Trial(dim, division, place=place) if self._is_granted(division) else None
+                excess = (self._playoff.expected(place) - 1) * self.baseline_seconds
+                is_known = bool(self._playoff.ratios[place])  # its launches may be slower together than alone
+                return Trial(dim, division, place=place) if self._purse.grants(excess, is_known=is_known) else None
         return None
 
     def learn(self, trial: Trial, total: float, launches: Sequence[float] = ()) -> None:
@@ -165,19 +167,24 @@ class Exploration:
         if self._playoff is not None and trial.place != BASELINE:
             self._playoff.drop(trial.place)
 
-    def _is_granted(self, division: Division) -> bool:
-        return self._purse.grants(division.seconds - self.baseline_seconds)
-
     def _survey(self) -> Trial | None:
-        """The next trial of launches; `None` if it is too dear now, or, `_surveyed` being set, if there is none."""
+        """The next trial of launches; `None` if it is too dear now, or, `_surveyed` being set, if there is none.
+
+        Where none is granted, the fastest division of what was timed pays for the next one sooner than the baseline.
+        """
+        stock = self.baseline_seconds
         if self._wanted is None:
-            stock = self.baseline_seconds
             best = min((division.seconds for _, division in self.launches.wholes()), default=math.inf)
             found = self.launches.trials(min(best, (1 - min(self._margins)) * stock), stock)
             self._wanted = [whole for wholes in found for whole in wholes]
             self._surveyed = not self._wanted
-        granted = (whole for whole in self._wanted if self._is_granted(whole[1]))
-        return next((Trial(dim, division, by_launch=True) for dim, division in granted), None)
+        if self._surveyed:
+            return None
+        whole = next((whole for whole in self._wanted if self._purse.grants(whole[1].seconds - stock)), None)
+        if whole is None:
+            faster = (whole for whole in self.launches.wholes() if whole[1].seconds < stock)
+            whole = min(faster, key=lambda whole: whole[1].seconds, default=None)
+        return None if whole is None else Trial(whole[0], whole[1], by_launch=True)
 
     def _begin(self) -> None:
         """A playoff of the best divisions that were in none."""

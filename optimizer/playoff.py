@@ -75,14 +75,15 @@ class Playoff:
         """At most how long a contender takes, in units of the baseline: the upper quartile."""
         return _quartiles(self.ratios[place])[2]
 
-    def _is_decided(self) -> bool:
-        """Whether the baseline is so much slower that it need not be called to see that."""
-        first = min(self._left, key=self._median)
-        return self._median(first) < DECISIVE
-
-    def _median(self, place: int) -> float:
+    def expected(self, place: int) -> float:
+        """How long a contender's next call is expected to take, in units of the baseline: the median of its rounds."""
         ratios = self.ratios[place]
         return statistics.median(ratios) if ratios else self._expected[place] / max(self._known, 1e-12)
+
+    def _is_decided(self) -> bool:
+        """Whether the baseline is so much slower that it need not be called to see that."""
+        first = min(self._left, key=self.expected)
+        return self.expected(first) < DECISIVE
 
     def _judge(self) -> None:
         rounds = len(self.ratios[self._left[0]])

@@ -13,7 +13,8 @@ class Purse:
 
     After any number of calls, what they took more than the baseline would have is at most `rate` times the baseline's
     time for them, plus what trials took more than was expected of them when they were granted. A trial that turns out
-    dearer than expected leaves a debt, and nothing is granted until that is paid.
+    dearer than expected leaves a debt. Until that is paid only what is known to be faster than the baseline is granted,
+    and what is expected to pay all of the debt.
 
     Attributes:
         balance: seconds that may be lost now; negative after a trial that took longer than expected.
@@ -34,9 +35,13 @@ class Purse:
     def balance(self) -> float:
         return math.inf if self._rate == math.inf else self._rate * self.earned - self.lost
 
-    def grants(self, seconds: float) -> bool:
-        """Whether a call may be expected to take so many seconds more than the baseline."""
-        return seconds <= 0 or seconds <= self.balance
+    def grants(self, seconds: float, *, is_known: bool = False) -> bool:
+        """Whether a call may be made that is expected to take so many seconds more than the baseline.
+
+        Args:
+            is_known: whether that is expected because it was timed; if not, it may be far from true.
+        """
+        return seconds <= self.balance or (is_known and seconds <= 0)
 
     def count(self, baseline: float, seconds: float | None = None) -> None:
         """Notes a call.

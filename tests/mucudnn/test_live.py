@@ -30,7 +30,7 @@ from mucudnn.timing.schedule import Schedule
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is granted and nothing is too short, so that small tensors are explored at once."""
-    monkeypatch.setattr(Purse, "grants", lambda purse, seconds: True)
+    monkeypatch.setattr(Purse, "grants", lambda purse, seconds, **named: True)
     monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(exploring, "WORTH", 0)
     for module in (live, exploring):
