@@ -21,10 +21,9 @@ STOCK_SECONDS = 1.0
 ROWS = 8
 
 
-def problem(extent: int) -> ConvProblem:
-    return ConvProblem.of_convolution(
-        Direction.FORWARD, (extent, 2, ROWS, ROWS), (3, 2, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
-    )
+def problem(extent: int, channels: int = 2) -> ConvProblem:
+    shapes = (extent, channels, ROWS, ROWS), (3, channels, 3, 3)
+    return ConvProblem.of_convolution(Direction.FORWARD, *shapes, stride=(1, 1), padding=(1, 1), dilation=(1, 1))
 
 
 class Machine:
@@ -194,6 +193,15 @@ def test_what_was_slow_elsewhere_is_not_measured_again(machine: Machine) -> None
     again = Planner(settings, store, (machine,))
     assert again.plan(again.measurement(problem(64))).is_stock, "the database tells as much"
     assert machine.launches == []
+
+
+def test_one_odd_time_rules_no_algorithm_out(machine: Machine) -> None:
+    planner = Planner(Settings.from_environment({}, workspace_limit="unlimited"), Store(":memory:"), (machine,))
+    machine.seconds["fast"] = lambda extent: 1.5 / 16 * extent
+    assert planner.plan(planner.measurement(problem(16))).is_stock
+    machine.seconds["fast"] = lambda extent: 0.5 / 16 * extent
+    found = planner.plan(planner.measurement(problem(16, channels=4)))
+    assert {option.algorithm for option in found.division.options} == {"fast"}
 
 
 def test_what_was_measured_once_is_taken_again(machine: Machine) -> None:
