@@ -197,7 +197,7 @@ def test_what_was_slow_elsewhere_is_not_measured_again(machine: Machine) -> None
 
 def test_one_odd_time_rules_no_algorithm_out(machine: Machine) -> None:
     planner = Planner(Settings.from_environment({}, workspace_limit="unlimited"), Store(":memory:"), (machine,))
-    machine.seconds["fast"] = lambda extent: 1.5 / 16 * extent
+    machine.seconds["fast"] = lambda extent: 2.5 / 16 * extent
     assert planner.plan(planner.measurement(problem(16))).is_stock
     machine.seconds["fast"] = lambda extent: 0.5 / 16 * extent
     found = planner.plan(planner.measurement(problem(16, channels=4)))
