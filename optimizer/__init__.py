@@ -16,7 +16,7 @@ from mucudnn.optimizer.purse import Purse
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
 from mucudnn.optimizer.timeline import Timeline, common
-from mucudnn.optimizer.ways import Launches, Way
+from mucudnn.optimizer.ways import Key, Launches, Way
 
 __all__ = [
     "POLICIES",
@@ -25,6 +25,7 @@ __all__ = [
     "DoesNotFit",
     "Exploration",
     "Forecast",
+    "Key",
     "Launches",
     "Lessons",
     "Option",

@@ -82,6 +82,7 @@ class Exploration:
         purse: Purse,
         margins: tuple[float, float],
         rehearsals: int = 0,
+        launches: dict[Key, list[float]] | None = None,
     ) -> None:
         """
         Args:
@@ -92,9 +93,10 @@ class Exploration:
             margins: shares of the baseline's time by which a division must be faster: in general, and where all its
                 parts are of the baseline's algorithm.
             rehearsals: first times of a launch that do not count, where these contain the loading of kernels.
+            launches: times by launch, shared with explorations of the same convolution within other limits.
         """
         self._name, self._purse, self._margins, self._rehearsals = baseline, purse, margins, rehearsals
-        self.launches = Launches(ways, baseline)
+        self.launches = Launches(ways, baseline, launches)
         self.settled: Settled | None = None
         self.tried, self.lost = 0, 0.0
         self.tries: dict[str, int] = {}

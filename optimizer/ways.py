@@ -51,13 +51,14 @@ class Launches:
         seconds: by launch, every time it was seen.
     """
 
-    def __init__(self, ways: Sequence[Way], baseline: str) -> None:
+    def __init__(self, ways: Sequence[Way], baseline: str, seconds: dict[Key, list[float]] | None = None) -> None:
         """
         Args:
             baseline: the algorithm that computes what a trial leaves.
+            seconds: by launch, the times that were seen before; what is seen from now on is added.
         """
         self.ways = [way for way in ways if way.workspaces]
-        self.seconds: dict[Key, list[float]] = {}
+        self.seconds: dict[Key, list[float]] = {} if seconds is None else seconds
         self._baseline = baseline
         self._correction: dict[tuple[str, str], float] = {}
         self._failed: dict[tuple[str, str], int] = {}

@@ -92,6 +92,10 @@ class Plan:
         schedule = replace(self.schedule, dim=dim, division=division)
         return replace(self, schedule=schedule, seconds=division.seconds)
 
+    def undivided(self) -> Plan:
+        """The plan with torch's own kernel on the whole."""
+        return self.divided(Dim.BATCH, Division((self._stock(Dim.BATCH),)))
+
     def without(self, failed: LaunchError) -> Plan:
         """The next best plan once an algorithm has failed: without it at the failed extent and above."""
         options = {**self.options, self.dim: surviving(self.options.get(self.dim, ()), failed)}

@@ -11,7 +11,7 @@ from typing import Any
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Exploration, Lessons, Option, Purse, Settled, Trial, Way
+from mucudnn.optimizer import Division, Exploration, Key, Lessons, Option, Purse, Settled, Trial, Way
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
 from mucudnn.planning.search import PARTS_MARGIN, Sizes
@@ -59,15 +59,19 @@ class Prospects:
         """What beside problem and environment decides which plan is found."""
         return {"limit": str(self.limit), "policy": self.policy, "engines": self.planner.engines}
 
-    def exploration(self, seconds: Sequence[float], purse: Purse, lessons: Lessons) -> Exploration:
-        """All that may be tried, none of it yet.
+    def exploration(
+        self, seconds: Sequence[float], purse: Purse, lessons: Lessons, launches: dict[Key, list[float]] | None = None
+    ) -> Exploration:
+        """All that may be tried.
 
         Args:
             seconds: of torch's own kernel on the whole.
             lessons: of other problems in the same environment.
+            launches: times of the problem's launches, shared with what explores it within other limits.
         """
         rehearsals = int(device_of(self.planner.device).is_asynchronous)
-        return Exploration(STOCK, seconds, self._ways(min(seconds), lessons), purse, (MARGIN, PARTS_MARGIN), rehearsals)
+        ways, margins = self._ways(min(seconds), lessons), (MARGIN, PARTS_MARGIN)
+        return Exploration(STOCK, seconds, ways, purse, margins, rehearsals, launches)
 
     def _ways(self, stock_seconds: float, lessons: Lessons) -> list[Way]:
         """What may be tried; of algorithms that cannot win, by what they took elsewhere, not even the sizes are asked.
@@ -146,14 +150,14 @@ class Prospects:
         self._settle(self.stock(seconds), {})
 
     def _settle(self, plan: Plan, ratios: Mapping[str, float]) -> None:
-        parts = [[o.extent, o.algorithm, o.seconds, o.workspace] for o in plan.division.options]
         values = {
             "dim": plan.dim,
-            "parts": parts,
+            "parts": [_values(option) for option in plan.division.options],
             "seconds": plan.seconds,
             "undivided_seconds": plan.undivided_seconds,
             "stock_seconds": plan.stock_seconds,
             "ratios": dict(ratios),
+            "options": {str(dim): [_values(option) for option in options] for dim, options in plan.options.items()},
         }
         self.measurement.logbook.settle(self.problem, self.terms, values)
 
@@ -166,9 +170,13 @@ class Prospects:
         plan = self.stock(values["stock_seconds"]).divided(dim, division)
         if not plan.is_stock and not {o.algorithm for o in division.options} <= self._providers.keys():
             return None
-        seconds = {name: values[name] for name in ("seconds", "undivided_seconds")}
-        plan = replace(plan, **seconds)
+        options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
+        plan = replace(plan, options=options, **{name: values[name] for name in ("seconds", "undivided_seconds")})
         return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
+
+
+def _values(option: Option) -> list[Any]:
+    return [option.extent, option.algorithm, option.seconds, option.workspace]
 
 
 def is_too_short(seconds: float) -> bool:

@@ -13,7 +13,7 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import Exploration, Lessons, Purse, Trial
+from mucudnn.optimizer import Exploration, Key, Lessons, Purse, Trial
 from mucudnn.planning.prospects import Prospects, is_too_short
 from mucudnn.planning.tryout import Tryout
 from mucudnn.recent import Recent
@@ -78,13 +78,14 @@ class Explored:
         fixed: what computes it from now on; `None` while that is being found out.
     """
 
-    def __init__(self, budget: Budget, prospects: Prospects, strides: Shape) -> None:
+    def __init__(self, budget: Budget, prospects: Prospects, strides: Shape, launches: dict[Key, list[float]]) -> None:
         """
         Args:
             strides: of what torch's own kernel returns.
+            launches: times of the problem's launches, shared with what explores it within other limits.
         """
         self.problem = prospects.problem
-        self._budget, self._prospects, self._strides = budget, prospects, strides
+        self._budget, self._prospects, self._strides, self._launches = budget, prospects, strides, launches
         self._device = device_of(prospects.planner.device)
         self._calls, self._uncounted = 0, 0
         self._stock: list[float] = []
@@ -155,8 +156,9 @@ class Explored:
 
     def _prepare(self) -> None:
         start = time.perf_counter()
-        self._exploration = self._prospects.exploration(self._stock, self._budget.purse, self._budget.lessons)
-        self._budget.prepared(time.perf_counter() - start)
+        budget = self._budget
+        self._exploration = self._prospects.exploration(self._stock, budget.purse, budget.lessons, self._launches)
+        budget.prepared(time.perf_counter() - start)
 
     def _settle(self, exploration: Exploration) -> None:
         if exploration.settled is not None and self.fixed is None:

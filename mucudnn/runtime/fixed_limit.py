@@ -41,6 +41,11 @@ class FixedLimit:
         if self._is_lasting and not plan.is_stock:
             _adopted.append(plan.schedule)
 
+    @property
+    def is_left(self) -> bool:
+        """Whether torch's own kernel computes the convolutions from now on."""
+        return self.plan.is_stock
+
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; an algorithm that fails is left out of the plan from then on, with one warning.
 

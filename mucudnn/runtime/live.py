@@ -10,6 +10,7 @@ import torch
 
 from mucudnn.convolution.call import Call, Outline
 from mucudnn.devices import Stopwatch, device_of
+from mucudnn.planning.plan import Plan
 from mucudnn.planning.prospects import is_too_short
 from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
@@ -28,7 +29,7 @@ class Site:
         meet: what explores the problem of a call, from the result that torch's own kernel gave; `None` where the call
             is torch's.
         stock: the record of torch's own kernel for a call, from its outline and its seconds; `None` as above.
-        leave: leaves the convolutions of a key to torch's own kernel.
+        leave: told of a key whose convolutions are left to torch's own kernel.
     """
 
     budget: Budget
@@ -46,8 +47,8 @@ class Live:
     """
 
     __slots__ = (
-        *("_calls", "_elements", "_explored", "_is_expected", "_key", "_layer", "_lock", "_outline", "_seconds"),
-        *("_site", "_watch"),
+        *("_calls", "_elements", "_explored", "_is_expected", "_is_left", "_key", "_layer", "_lock", "_outline"),
+        *("_seconds", "_site", "_watch"),
     )
 
     def __init__(
@@ -69,15 +70,28 @@ class Live:
         self._seconds: float | None = None
         self._outline: tuple[Outline, torch.device] | None = None
         self._explored: Explored | None = None
+        self._is_left = False
+
+    @property
+    def is_left(self) -> bool:
+        """Whether torch's own kernel computes the convolutions from now on."""
+        plan = self.plan
+        return self._is_left if plan is None else plan.is_stock
+
+    @property
+    def plan(self) -> Plan | None:
+        """What was found; `None` before, and where nothing was looked for."""
+        fixed = None if self._explored is None else self._explored.fixed
+        return None if fixed is None else fixed.plan
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
         explored = self._explored
         if explored is None:
-            return self._wait(call)
+            return None if self._is_left else self._wait(call)
         if explored.fixed is not None:
             if explored.fixed.plan.is_stock:
-                self._site.leave(self._key)
+                self._leave()
             return explored.fixed.run(call)
         if device_of(call.input.device).is_capturing():
             return None
@@ -109,7 +123,7 @@ class Live:
     def _begin(self, call: Call, result: torch.Tensor, watches: Sequence[Stopwatch]) -> None:
         explored = self._site.meet(call, result)
         if explored is None:
-            self._site.leave(self._key)
+            self._leave()
         else:
             explored.began(self._calls, watches)
             self._explored = explored
@@ -122,8 +136,12 @@ class Live:
             self._seconds = sum(laps)
             self._site.budget.timed(self._layer, self._elements, self._seconds)
             if is_too_short(self._seconds):
-                self._site.leave(self._key)
+                self._leave()
         return is_worth(self._calls, self._seconds, self._site.budget.preparing)
+
+    def _leave(self) -> None:
+        self._is_left = True
+        self._site.leave(self._key)
 
     def _is_slight(self) -> bool:
         """Whether the calls so far cannot be worth exploring, by what the layer takes on inputs of other sizes."""

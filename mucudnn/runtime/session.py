@@ -11,26 +11,24 @@ from contextlib import nullcontext
 
 import torch
 
-from mucudnn.convolution.call import Call, Outline
-from mucudnn.convolution.problem import ConvProblem, Shape
+from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.prospects import Prospects, experience
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.runtime.decision import Decision
-from mucudnn.runtime.explored import Budget, Explored
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live, Site
+from mucudnn.runtime.live import Live
+from mucudnn.runtime.live_planning import LivePlanning
+from mucudnn.runtime.live_total import LiveTotal
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
-from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 
@@ -74,23 +72,17 @@ class Session:
         """What a user should know about the settings, a sentence each."""
         for notice in self.notices:
             _log.warning(notice)
-        self._is_live = settings.planning == "live" and not self.notices
-        known = experience(self.store.settlements() if self._is_live else ())
-        self._budget, self._shapes = Budget(known.lessons), known.shapes
-        self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
-        self._called_once: Recent[Hashable, None] = Recent(MOST_SHAPES)
-        self._site = Site(self._budget, self._explored_by, self._stock_record, self._leave)
+        self._live: LivePlanning | None = None
+        if settings.planning == "live" and board is None:
+            self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on)
+        self._is_by_convolution = self._allowance is None and self._workspace is None
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
         """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
 
-        That is so of the first call where planning is live and the database cannot tell of it: a program may meet new
-        shapes at every step, and those that it does not meet again are to cost next to nothing.
+        That may be so where planning is live. Budgets and totals count every call.
         """
-        if not self._is_live or self._shapes or key in self._called_once or device_of(device).is_deterministic:
-            return False
-        self._called_once[key] = None
-        return True
+        return self._live is not None and self._is_by_convolution and self._live.awaits(key, device)
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -112,8 +104,10 @@ class Session:
         with self._lock:
             decisions = list(self._made.values())
         records = [record for decision in decisions for record in decision.records()]
+        if self._live is None or not self._is_by_convolution:
+            return records
         # Layers that explore a problem together all tell of it.
-        return list({record.problem: record for record in records}.values()) if self._is_live else records
+        return list({record.problem: record for record in records}.values())
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
@@ -130,12 +124,16 @@ class Session:
         self.store.close()
 
     def _decision(self, key: Hashable, call: Call) -> Decision | None:
+        live = self._live
         if self._allowance is not None:
-            return self._step_budget(self._allowance, call)
+            return self._step_budget(self._allowance, call, live)
+        if self._workspace is not None and live is not None and _may_explore(call):
+            return self._live_total(self._workspace, key, call, live)
         if self._workspace is not None:
             return self._shared_total(self._workspace, call)
-        if self._is_live:
-            return self._live(key, call)
+        if live is not None:
+            found = self._made[key] = live.live(key, call, self.settings.workspace_limit, self._leave)
+            return found
         return self._fixed_limit(call)
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
@@ -147,49 +145,16 @@ class Session:
         self._made[measurement.problem] = decision
         return None if decision.plan.is_stock else decision
 
-    def _live(self, key: Hashable, call: Call) -> Live:
-        shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
-        is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
-        geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
-        layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
-        before = int(key in self._called_once)
-        live = self._made[key] = Live(self._site, key, layer, call.input.numel(), is_expected, before)
-        return live
-
-    def _prospects(self, problem: ConvProblem, planner: Planner, strides: Shape | None) -> Prospects:
-        measurement = planner.measurement(problem, None, strides)
-        return Prospects(planner, measurement, self.settings.workspace_limit, self.settings.policy)
-
-    def _stock_record(self, outline: Outline, device: torch.device, seconds: float) -> Record | None:
-        with self._lock:
-            problem, planner = outline.problem(), self._planner_on(device)
-        if problem is None or planner is None:
-            return None
-        return self._prospects(problem, planner, None).stock(seconds).record
-
-    def _explored_by(self, call: Call, result: torch.Tensor) -> Explored | None:
-        """What explores the problem of a call, which may be other layers' too; `None` where it is left to torch."""
-        problem = call.problem(result)
-        with self._lock:
-            planner = None if problem is None else self._planner_for(call)
-        if problem is None or planner is None:
-            return None
-        name = problem, result.stride(), planner.device, Environment.current(planner.device)
-        with self._budget.lock:
-            if name not in self._explored:
-                prospects = self._prospects(problem, planner, result.stride())
-                self._explored[name] = Explored(self._budget, prospects, result.stride())
-            return self._explored[name]
-
     def _leave(self, key: Hashable) -> None:
         """Leaves a convolution to torch's own kernel."""
         self.decisions[key] = None
 
-    def _step_budget(self, allowance: Allowance, call: Call) -> StepBudget | None:
+    def _step_budget(self, allowance: Allowance, call: Call, live: LivePlanning | None) -> StepBudget | None:
         problem = call.problem()
         if problem is None or self._planner_for(call) is None:
             return None
-        decision = StepBudget(allowance, problem, self._within)
+        explores = live is not None and _may_explore(call)
+        decision = StepBudget(allowance, problem, self._live_within if explores else self._within)
         self._made[decision] = decision
         return decision
 
@@ -206,6 +171,20 @@ class Session:
         decision = SharedTotal(workspace, stock, self._within)
         self._made[decision] = decision  # layers of one problem may differ in their strides
         return decision
+
+    def _live_total(self, workspace: Workspace, key: Hashable, call: Call, live: LivePlanning) -> LiveTotal:
+        limit = min(self.settings.workspace_limit, workspace.ledger.total)
+
+        def shared(plan: Plan) -> SharedTotal:
+            return SharedTotal(workspace, plan.undivided(), self._live_within)
+
+        decision = self._made[key] = LiveTotal(workspace, live.live(key, call, limit, self._leave), limit, shared)
+        return decision
+
+    def _live_within(self, call: Call, limit: int) -> Live:
+        """What explores the convolutions of a call within so many bytes."""
+        assert self._live is not None, "what explores was asked for"
+        return self._live.live((call.direction, limit), call, limit, lambda key: None)
 
     def _within(self, call: Call, limit: int) -> FixedLimit | None:
         """The best plan of a call within so many bytes, measured as a whole; None where it cannot be measured."""
@@ -235,6 +214,14 @@ class Session:
         assert problem is not None
         return planner, planner.measurement(problem, call.operands(), result.stride(), seconds)
 
+    def _who_plans(self, call: Call) -> Planner | None:
+        with self._lock:
+            return self._planner_for(call)
+
+    def _who_plans_on(self, device: torch.device) -> Planner | None:
+        with self._lock:
+            return self._planner_on(device)
+
     def _planner_for(self, call: Call) -> Planner | None:
         """Who plans a call, None where it is left to torch."""
         device = call.input.device
@@ -254,17 +241,19 @@ class Session:
 
 
 def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
-    if settings.planning != "live":
-        return
-    if settings.is_by_step:
-        where = "under budgets by step"
-    elif settings.total_workspace_size is not None:
-        where = "within a total"
-    elif board is not None:
-        where = "on several ranks, which must come to the same plans"
-    else:
-        return
-    yield f"planning=live is for a limit by convolution in one process: {where} convolutions are measured ahead."
+    if settings.planning == "live" and board is not None:
+        yield (
+            "planning=live is for one process: on several ranks, which must come to the same plans, convolutions are "
+            "measured ahead."
+        )
+
+
+def _may_explore(call: Call) -> bool:
+    """Whether budgets and totals may be explored on the program's calls.
+
+    What a convolution gets of them depends on all others, so runs that are to compute the same are measured ahead.
+    """
+    return not device_of(call.input.device).is_deterministic
 
 
 def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:

@@ -16,6 +16,7 @@ from mucudnn.planning.plan import Plan
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.live import Live
 
 MOST_SHARES = 256
 """Of so many shares of one convolution the plans are kept."""
@@ -40,16 +41,20 @@ class SharedTotal:
     taken off the menu if it is not faster.
     """
 
-    def __init__(self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], FixedLimit | None]) -> None:
+    def __init__(
+        self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], FixedLimit | Live | None]
+    ) -> None:
         """
         Args:
             stock: torch's own kernel as the plan, with all options that were measured.
-            confirm: the best plan of a call within so many bytes, measured as a whole; None where that cannot be.
+            confirm: what computes a call within so many bytes, measured as a whole or exploring that; `None` where that
+                cannot be.
         """
         self._workspace, self._stock, self._confirm = workspace, stock, confirm
         self._menu = Menu(stock.desirable())
-        # By share; None where torch's own kernel serves.
-        self._within: Recent[int, FixedLimit | None] = Recent(MOST_SHARES)
+        # By share; `None` where torch's own kernel serves.
+        self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)
+        self._confirmed: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)  # of which the best is known
         self._found: Recent[Division, Plan] = Recent(MOST_SHARES)  # what came on the menu later
         self._lock = threading.Lock()
 
@@ -60,10 +65,10 @@ class SharedTotal:
             if kernel is None or kernel.division is None or kernel.division == self._stock.division:
                 return None
             division, share = kernel.division, kernel.share
-        within = self._within.get(share, _UNKNOWN)
+        within = self._confirmed.get(share, _UNKNOWN)
         if within is _UNKNOWN:
-            within = self._confirmed(division, share, call)
-        if within is None or within.plan.is_stock or not self._workspace.ledger.take(share):
+            within = self._confirm_within(division, share, call)
+        if within is None or within.is_left or not self._workspace.ledger.take(share):
             return None
         try:
             return within.run(call)
@@ -79,21 +84,23 @@ class SharedTotal:
     def _plan(self, division: Division, share: int) -> Plan:
         """What runs within a share, or would by the times of its launches."""
         within = self._within.get(share)
-        if within is not None:
+        if within is not None and within.plan is not None:
             return within.plan
         if division in self._found:
             return replace(self._found[division], limit=share)
         return self._stock.taking(division, share)
 
-    def _confirmed(self, division: Division, share: int, call: Call) -> FixedLimit | None:
+    def _confirm_within(self, division: Division, share: int, call: Call) -> FixedLimit | Live | None:
         with self._lock:
             if share not in self._within:
-                within = self._confirm(call, share)
-                plan = self._stock if within is None else within.plan
+                self._within[share] = self._confirm(call, share)
+            within = self._within[share]
+            plan = self._stock if within is None or (within.plan is None and within.is_left) else within.plan
+            if plan is not None:
                 if plan.division != division:
                     self._disappoint(share, plan)
-                self._within[share] = within
-            return self._within[share]
+                self._confirmed[share] = within
+            return within
 
     def _disappoint(self, share: int, best: Plan) -> None:
         """Takes off the menu what was expected to be faster within a share than the best division found there."""

@@ -20,6 +20,7 @@ from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
 from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.live import Live
 from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
 
@@ -80,17 +81,17 @@ class StepBudget:
     """The convolutions of one shape and direction, each call with the budget of its place in the step."""
 
     def __init__(
-        self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], FixedLimit | None]
+        self, allowance: Allowance, problem: ConvProblem, plan: Callable[[Call, int], FixedLimit | Live | None]
     ) -> None:
         """
         Args:
             problem: as far as it is known before it was computed, for its name.
-            plan: the best plan of a call within so many bytes, None where it cannot be measured.
+            plan: what computes a call within so many bytes, `None` where that cannot be measured.
         """
         self._allowance, self._plan = allowance, plan
         formats = cast(tuple[str, str, str], tuple(name or "contiguous" for name in problem.formats))
         self._name = f"{problem.direction} {replace(problem, formats=formats)}"
-        self._within: Recent[int, FixedLimit | None] = Recent(MOST_BUDGETS)  # by budget
+        self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_BUDGETS)  # by budget
         self._lock = threading.Lock()
 
     def run(self, call: Call) -> torch.Tensor | None:
@@ -102,7 +103,7 @@ class StepBudget:
             call.before()
         return chosen.run(call)
 
-    def _chosen(self, call: Call) -> FixedLimit | None:
+    def _chosen(self, call: Call) -> FixedLimit | Live | None:
         """What computes the call now; `None` where torch's own kernel does."""
         budget = self._allowance.bytes(self, call)
         if not budget:
@@ -112,11 +113,12 @@ class StepBudget:
             if device_of(call.input.device).is_capturing():
                 return None  # nothing can be measured in a CUDA graph's capture
             chosen = self._made(call, budget)
-        if chosen is None or chosen.plan.is_stock:
+        if chosen is None or chosen.is_left:
             return None
         if self._allowance.limit < math.inf:
             # More may be alive than when the step was recorded.
-            needed = device_of(call.input.device).held() + _result_bytes(call) + chosen.plan.division.workspace
+            workspace = budget if chosen.plan is None else chosen.plan.division.workspace
+            needed = device_of(call.input.device).held() + _result_bytes(call) + workspace
             if needed > self._allowance.limit:
                 return None
         return chosen
@@ -124,15 +126,15 @@ class StepBudget:
     def records(self) -> list[Record]:
         """A record for each budget, as the limit."""
         with self._lock:
-            return [chosen.plan.record for chosen in self._within.values() if chosen is not None]
+            return [record for chosen in self._within.values() if chosen is not None for record in chosen.records()]
 
     def moment(self, live: int, budget: int) -> Moment:
         """A call in the recorded step."""
         chosen = self._within.get(budget)
-        workspace = 0 if chosen is None else chosen.plan.division.workspace
+        workspace = 0 if chosen is None or chosen.plan is None else chosen.plan.division.workspace
         return Moment(self._name, live, workspace, budget)
 
-    def _made(self, call: Call, budget: int) -> FixedLimit | None:
+    def _made(self, call: Call, budget: int) -> FixedLimit | Live | None:
         with self._lock:
             if budget not in self._within:
                 self._within[budget] = self._plan(call, budget)

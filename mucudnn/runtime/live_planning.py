@@ -1,0 +1,100 @@
+"""Live planning: what all convolutions of a session that are explored on their own calls have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+
+import torch
+
+from mucudnn.convolution.call import Call, Outline
+from mucudnn.convolution.problem import ConvProblem, Shape
+from mucudnn.devices import device_of
+from mucudnn.optimizer import Key
+from mucudnn.planning.planner import Planner
+from mucudnn.planning.prospects import Prospects, experience
+from mucudnn.recent import Recent
+from mucudnn.reporting.record import Record
+from mucudnn.runtime.explored import Budget, Explored
+from mucudnn.runtime.live import Live, Site
+from mucudnn.settings import Settings
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
+
+MOST_SHAPES = 4096
+"""So many problems are explored at once, and of so many convolutions it is known that they were called once."""
+
+
+class LivePlanning:
+    """Makes what explores a convolution on its own calls, within one limit or several."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        planner_for: Callable[[Call], Planner | None],
+        planner_on: Callable[[torch.device], Planner | None],
+    ) -> None:
+        """
+        Args:
+            store: of what earlier runs found.
+            planner_for: who plans a call; `None` where it is left to torch.
+            planner_on: who plans on a device; `None` where its convolutions are left to torch.
+        """
+        self._policy, self._planner_for, self._planner_on = settings.policy, planner_for, planner_on
+        known = experience(store.settlements())
+        self._budget, self._shapes = Budget(known.lessons), known.shapes
+        self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
+        self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
+        self._called_once: Recent[Hashable, None] = Recent(MOST_SHAPES)
+
+    def awaits(self, key: Hashable, device: torch.device) -> bool:
+        """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
+
+        That is so of the first call where the database cannot tell of it: a program may meet new shapes at every step,
+        and those that it does not meet again are to cost next to nothing.
+        """
+        if self._shapes or key in self._called_once or device_of(device).is_deterministic:
+            return False
+        self._called_once[key] = None
+        return True
+
+    def live(self, key: Hashable, call: Call, limit: float, leave: Callable[[Hashable], None]) -> Live:
+        """What explores the convolutions of a call's shape and direction within a limit.
+
+        Args:
+            key: of these convolutions in the session.
+            limit: bytes of workspace.
+            leave: told of the key where they are left to torch's own kernel.
+        """
+        shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
+        is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
+        geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
+        layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
+        site = Site(self._budget, partial(self._explored_by, limit), partial(self._stock_record, limit), leave)
+        return Live(site, key, layer, call.input.numel(), is_expected, int(key in self._called_once))
+
+    def _explored_by(self, limit: float, call: Call, result: torch.Tensor) -> Explored | None:
+        """What explores the problem of a call, which may be other layers' too; `None` where it is left to torch."""
+        problem = call.problem(result)
+        planner = None if problem is None else self._planner_for(call)
+        if problem is None or planner is None:
+            return None
+        same = problem, result.stride(), planner.device, Environment.current(planner.device)
+        with self._budget.lock:
+            if (same, limit) not in self._explored:
+                if same not in self._launches:
+                    self._launches[same] = {}
+                prospects = self._prospects(problem, planner, result.stride(), limit)
+                explored = Explored(self._budget, prospects, result.stride(), self._launches[same])
+                self._explored[same, limit] = explored
+            return self._explored[same, limit]
+
+    def _stock_record(self, limit: float, outline: Outline, device: torch.device, seconds: float) -> Record | None:
+        problem, planner = outline.problem(), self._planner_on(device)
+        if problem is None or planner is None:
+            return None
+        return self._prospects(problem, planner, None, limit).stock(seconds).record
+
+    def _prospects(self, problem: ConvProblem, planner: Planner, strides: Shape | None, limit: float) -> Prospects:
+        return Prospects(planner, planner.measurement(problem, None, strides), limit, self._policy)

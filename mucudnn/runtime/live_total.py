@@ -1,0 +1,57 @@
+"""Live total: convolutions of one shape that are explored within the whole total before they get a share of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from mucudnn.convolution.call import Call
+from mucudnn.planning.plan import Plan
+from mucudnn.reporting.record import Record
+from mucudnn.runtime.live import Live
+from mucudnn.runtime.shared_total import SharedTotal, Workspace
+
+
+class LiveTotal:
+    """The convolutions of one shape and direction under a total, where planning is live.
+
+    Which division a layer gets depends on what all others would gain, so none holds a share before its launches are
+    known. Until then a trial may use whatever of the total no other call uses at that moment.
+    """
+
+    def __init__(self, workspace: Workspace, live: Live, limit: float, shared: Callable[[Plan], SharedTotal]) -> None:
+        """
+        Args:
+            live: explores the convolutions within the limit.
+            limit: bytes that one convolution may use, the total at most.
+            shared: what serves them from then on, by the plan that was found.
+        """
+        self._workspace, self._live, self._limit, self._shared_by = workspace, live, limit, shared
+        self._shared: SharedTotal | None = None
+        self._lock = threading.Lock()
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel is to compute it."""
+        shared = self._shared or self._begin()
+        if shared is not None:
+            return shared.run(call)
+        if self._live.is_left or not self._workspace.ledger.take(self._limit):
+            return None
+        try:
+            return self._live.run(call)
+        finally:
+            self._workspace.ledger.give(self._limit)
+
+    def records(self) -> list[Record]:
+        """A record for each kernel, or what is known of them while they are explored."""
+        return self._live.records() if self._shared is None else self._shared.records()
+
+    def _begin(self) -> SharedTotal | None:
+        """What serves the convolutions, once it is known what they would gain."""
+        with self._lock:
+            plan = self._live.plan
+            if self._shared is None and plan is not None and not plan.is_stock:
+                self._shared = self._shared_by(plan)
+            return self._shared
