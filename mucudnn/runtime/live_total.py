@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 
@@ -28,7 +29,8 @@ class LiveTotal:
             limit: bytes that one convolution may use, the total at most.
             shared: what serves them from then on, by the plan that was found.
         """
-        self._workspace, self._live, self._limit, self._shared_by = workspace, live, limit, shared
+        self._workspace, self._live, self._shared_by = workspace, live, shared
+        self._limit = int(min(limit, sys.maxsize))
         self._shared: SharedTotal | None = None
         self._lock = threading.Lock()
 
