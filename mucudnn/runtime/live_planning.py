@@ -46,7 +46,8 @@ class LivePlanning:
         self._budget, self._shapes = Budget(known.lessons), known.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
-        self._called_once: Recent[Hashable, None] = Recent(MOST_SHAPES)
+        # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
+        self._called_once: Recent[int, None] = Recent(MOST_SHAPES)
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
         """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
@@ -54,25 +55,32 @@ class LivePlanning:
         That is so of the first call where the database cannot tell of it: a program may meet new shapes at every step,
         and those that it does not meet again are to cost next to nothing.
         """
-        if self._shapes or key in self._called_once or device_of(device).is_deterministic:
+        name = hash(key)
+        if self._shapes or name in self._called_once or device_of(device).is_deterministic:
             return False
-        self._called_once[key] = None
+        self._called_once[name] = None
         return True
 
-    def live(self, key: Hashable, call: Call, limit: float, leave: Callable[[Hashable], None]) -> Live:
-        """What explores the convolutions of a call's shape and direction within a limit.
+    def site(self, limit: float, leave: Callable[[Hashable], None]) -> Site:
+        """What convolutions that are explored within a limit need of this.
+
+        Args:
+            limit: bytes of workspace.
+            leave: told of a key whose convolutions are left to torch's own kernel.
+        """
+        return Site(self._budget, partial(self._explored_by, limit), partial(self._stock_record, limit), leave)
+
+    def live(self, site: Site, key: Hashable, call: Call) -> Live:
+        """What explores the convolutions of a call's shape and direction.
 
         Args:
             key: of these convolutions in the session.
-            limit: bytes of workspace.
-            leave: told of the key where they are left to torch's own kernel.
         """
         shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
         is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
         geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
         layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
-        site = Site(self._budget, partial(self._explored_by, limit), partial(self._stock_record, limit), leave)
-        return Live(site, key, layer, call.input.numel(), is_expected, int(key in self._called_once))
+        return Live(site, key, layer, call.input.numel(), is_expected, int(hash(key) in self._called_once))
 
     def _explored_by(self, limit: float, call: Call, result: torch.Tensor) -> Explored | None:
         """What explores the problem of a call, which may be other layers' too; `None` where it is left to torch."""

@@ -75,6 +75,7 @@ class Session:
         self._live: LivePlanning | None = None
         if settings.planning == "live" and board is None:
             self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on)
+            self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
@@ -132,7 +133,7 @@ class Session:
         if self._workspace is not None:
             return self._shared_total(self._workspace, call)
         if live is not None:
-            found = self._made[key] = live.live(key, call, self.settings.workspace_limit, self._leave)
+            found = self._made[key] = live.live(self._site, key, call)
             return found
         return self._fixed_limit(call)
 
@@ -178,13 +179,14 @@ class Session:
         def shared(plan: Plan) -> SharedTotal:
             return SharedTotal(workspace, plan.undivided(), self._live_within)
 
-        decision = self._made[key] = LiveTotal(workspace, live.live(key, call, limit, self._leave), limit, shared)
+        exploring = live.live(live.site(limit, self._leave), key, call)
+        decision = self._made[key] = LiveTotal(workspace, exploring, limit, shared)
         return decision
 
     def _live_within(self, call: Call, limit: int) -> Live:
         """What explores the convolutions of a call within so many bytes."""
         assert self._live is not None, "what explores was asked for"
-        return self._live.live((call.direction, limit), call, limit, lambda key: None)
+        return self._live.live(self._live.site(limit, lambda key: None), (call.direction, limit), call)
 
     def _within(self, call: Call, limit: int) -> FixedLimit | None:
         """The best plan of a call within so many bytes, measured as a whole; None where it cannot be measured."""

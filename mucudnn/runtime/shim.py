@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from mucudnn.providers import stock_kernel
 from mucudnn.runtime.session import Session
 
 _UNMET: Any = object()
+_GRADIENTS = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _session: Session | None = None
@@ -107,7 +108,7 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
 
 def _convolution_backward(stock: Any, device: type[Device]) -> Any:
     """The kernel of `aten::convolution_backward` above torch's own."""
-    directions, switches = (Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER), device.switches
+    switches = device.switches
 
     def convolution_backward(
         keyset: Any,
@@ -122,7 +123,7 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
         output_padding: Sequence[int],
         groups: int,
         output_mask: Sequence[bool],
-    ) -> tuple[torch.Tensor | None, ...]:
+    ) -> Sequence[torch.Tensor | None]:
         def by_torch(mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
             found: Sequence[torch.Tensor | None] = stock.call_boxed(
                 keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
@@ -130,50 +131,76 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
             )  # fmt: skip
             return found
 
-        def input_gradient() -> None:
-            # Torch computes it before the weight's gradient, which is not alive yet then. The other way round the peak
-            # of memory would be higher than in the step that was recorded.
-            gradients[0], left[0] = by_torch([True, False, False])[0], False
-
-        def weight_gradient() -> torch.Tensor:
-            # With that of the bias, as ever: without it oneDNN would have to make another kernel ready.
-            _, found, bias = by_torch([False, True, left[2]])
-            if left[2]:
-                gradients[2], left[2] = bias, False
-            assert found is not None, "it was asked for"
-            return found
-
         session = _session
-        left = list(output_mask)
-        gradients: list[torch.Tensor | None] = [None, None, None]
-        if session is not None:
-            geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
-            for place, direction in enumerate(directions):
-                if not left[place]:
-                    continue
+        if session is None:
+            return by_torch(output_mask)
+        geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+        looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
+        decided: dict[Direction, Any] = {}
+        for direction, is_wanted in zip(_GRADIENTS, output_mask, strict=False):
+            if is_wanted:
                 decision = session.decisions.get((direction, *looks), _UNMET)
-                if decision is None or (decision is _UNMET and session.awaits((direction, *looks), input.device)):
-                    continue
-                before = input_gradient if place == 1 and left[0] else None
-                stock_gradient = weight_gradient if place == 1 else None
-                call = Call(direction, input, weight, None, grad_output, *geometry, before, stock_gradient)
-                if decision is _UNMET:
-                    decision = session.decide((direction, *looks), call)
-                gradients[place] = None if decision is None else decision.run(call)
-                left[place] = gradients[place] is None
-            if left[2] and not left[1] and left != list(output_mask):
-                # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
-                gradients[2] = grad_output.sum((0, *range(2, grad_output.dim())))
-                left[2] = False
-        if any(left):
-            rest = by_torch(left)
-            for place, wanted in enumerate(left):
-                if wanted:
-                    gradients[place] = rest[place]
-        return tuple(gradients)
+                awaits = decision is _UNMET and session.awaits((direction, *looks), input.device)
+                if decision is not None and not awaits:
+                    decided[direction] = decision
+        if not decided:
+            return by_torch(output_mask)
+        operands = input, weight, None, grad_output, *geometry
+        return _Gradients(by_torch, output_mask).served(session, decided, looks, operands)
 
     return convolution_backward
+
+
+class _Gradients:
+    """Those of one call of `aten::convolution_backward`: some by what was decided, the others by torch at once."""
+
+    def __init__(self, by_torch: Callable[..., Sequence[torch.Tensor | None]], mask: Sequence[bool]) -> None:
+        self._by_torch, self._mask = by_torch, list(mask)
+        self._left = list(mask)
+        self._found: list[torch.Tensor | None] = [None, None, None]
+
+    def served(
+        self, session: Session, decided: Mapping[Direction, Any], looks: tuple[Any, ...], operands: tuple[Any, ...]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of input, weight and bias that are asked for.
+
+        Args:
+            decided: by direction; `_UNMET` for what is to be decided now.
+            looks: what the session knows the directions by.
+            operands: of a `Call`, after the direction.
+        """
+        found, left = self._found, self._left
+        for place, direction in enumerate(_GRADIENTS):
+            decision = decided.get(direction)
+            if decision is None:
+                continue
+            before = self._input_gradient if place == 1 and left[0] else None
+            call = Call(direction, *operands, before, self._weight_gradient if place == 1 else None)
+            if decision is _UNMET:
+                decision = session.decide((direction, *looks), call)
+            found[place] = None if decision is None else decision.run(call)
+            left[place] = found[place] is None
+        if left[2] and not left[1] and left != self._mask:
+            # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
+            grad_output = operands[3]
+            found[2], left[2] = grad_output.sum((0, *range(2, grad_output.dim()))), False
+        if any(left):
+            rest = self._by_torch(left)
+            found[:] = [new if is_left else known for new, is_left, known in zip(rest, left, found, strict=True)]
+        return tuple(found)
+
+    def _input_gradient(self) -> None:
+        # Torch computes it before the weight's gradient, which is not alive yet then. The other way round the peak of
+        # memory would be higher than in the step that was recorded.
+        self._found[0], self._left[0] = self._by_torch([True, False, False])[0], False
+
+    def _weight_gradient(self) -> torch.Tensor:
+        # With that of the bias, as ever: without it oneDNN would have to make another kernel ready.
+        _, weight, bias = self._by_torch([False, True, self._left[2]])
+        if self._left[2]:
+            self._found[2], self._left[2] = bias, False
+        assert weight is not None, "it was asked for"
+        return weight
 
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
