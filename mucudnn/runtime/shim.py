@@ -175,7 +175,8 @@ class _Gradients:
             if decision is None:
                 continue
             before = self._input_gradient if place == 1 and left[0] else None
-            call = Call(direction, *operands, before, self._weight_gradient if place == 1 else None)
+            by_torch = self._weight_gradient if place == 1 else None
+            call = Call(direction, *operands, before=before, by_torch=by_torch)
             if decision is _UNMET:
                 decision = session.decide((direction, *looks), call)
             found[place] = None if decision is None else decision.run(call)
