@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -145,8 +146,8 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
                     decided[direction] = decision
         if not decided:
             return by_torch(output_mask)
-        operands = input, weight, None, grad_output, *geometry
-        return _Gradients(by_torch, output_mask).served(session, decided, looks, operands)
+        call = Call(Direction.BACKWARD_DATA, input, weight, None, grad_output, *geometry)
+        return _Gradients(by_torch, output_mask, call).served(session, decided, looks)
 
     return convolution_backward
 
@@ -154,20 +155,21 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
 class _Gradients:
     """Those of one call of `aten::convolution_backward`: some by what was decided, the others by torch at once."""
 
-    def __init__(self, by_torch: Callable[..., Sequence[torch.Tensor | None]], mask: Sequence[bool]) -> None:
-        self._by_torch, self._mask = by_torch, list(mask)
+    def __init__(
+        self, by_torch: Callable[..., Sequence[torch.Tensor | None]], mask: Sequence[bool], call: Call
+    ) -> None:
+        self._by_torch, self._mask, self._call = by_torch, list(mask), call
         self._left = list(mask)
         self._found: list[torch.Tensor | None] = [None, None, None]
 
     def served(
-        self, session: Session, decided: Mapping[Direction, Any], looks: tuple[Any, ...], operands: tuple[Any, ...]
+        self, session: Session, decided: Mapping[Direction, Any], looks: tuple[Any, ...]
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of input, weight and bias that are asked for.
 
         Args:
             decided: by direction; `_UNMET` for what is to be decided now.
             looks: what the session knows the directions by.
-            operands: of a `Call`, after the direction.
         """
         found, left = self._found, self._left
         for place, direction in enumerate(_GRADIENTS):
@@ -176,14 +178,15 @@ class _Gradients:
                 continue
             before = self._input_gradient if place == 1 and left[0] else None
             by_torch = self._weight_gradient if place == 1 else None
-            call = Call(direction, *operands, before=before, by_torch=by_torch)
+            call = replace(self._call, direction=direction, before=before, by_torch=by_torch)
             if decision is _UNMET:
                 decision = session.decide((direction, *looks), call)
             found[place] = None if decision is None else decision.run(call)
             left[place] = found[place] is None
         if left[2] and not left[1] and left != self._mask:
             # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
-            grad_output = operands[3]
+            grad_output = self._call.grad_output
+            assert grad_output is not None, "what goes backward has one"
             found[2], left[2] = grad_output.sum((0, *range(2, grad_output.dim()))), False
         if any(left):
             rest = self._by_torch(left)
