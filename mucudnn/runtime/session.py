@@ -25,6 +25,7 @@ from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 from mucudnn.runtime.live_planning import LivePlanning
 from mucudnn.runtime.live_total import LiveTotal
+from mucudnn.runtime.own_or_alike import OwnOrAlike
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -73,17 +74,24 @@ class Session:
         for notice in self.notices:
             _log.warning(notice)
         self._live: LivePlanning | None = None
-        if settings.planning == "live" and board is None:
+        if settings.planning == "live" and not self.notices:
             self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on)
             self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
+    @property
+    def explores_own_work(self) -> bool:
+        """Whether it is of use to mark the convolutions that no other process computes too."""
+        return self._live is not None and self._board is not None
+
     def awaits(self, key: Hashable, device: torch.device) -> bool:
         """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
 
-        That may be so where planning is live. Budgets and totals count every call.
+        That may be so where planning is live. Budgets and totals count every call, and ranks are to do so alike.
         """
-        return self._live is not None and self._is_by_convolution and self._live.awaits(key, device)
+        if self._live is None or not self._is_by_convolution or self._board is not None:
+            return False
+        return self._live.awaits(key, device)
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -105,10 +113,9 @@ class Session:
         with self._lock:
             decisions = list(self._made.values())
         records = [record for decision in decisions for record in decision.records()]
-        if self._live is None or not self._is_by_convolution:
-            return records
         # Layers that explore a problem together all tell of it.
-        return list({record.problem: record for record in records}.values())
+        is_shared = self._live is not None and self._is_by_convolution
+        return list(dict.fromkeys(records)) if is_shared else records
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
@@ -132,10 +139,14 @@ class Session:
             return self._live_total(self._workspace, key, call, live)
         if self._workspace is not None:
             return self._shared_total(self._workspace, call)
-        if live is not None:
+        if live is None:
+            return self._fixed_limit(call)
+        if self._board is None:
             found = self._made[key] = live.live(self._site, key, call)
             return found
-        return self._fixed_limit(call)
+        exploring = live.live(live.site(self.settings.workspace_limit, lambda key: None), key, call)
+        either = self._made[key] = OwnOrAlike(exploring, self._alike)
+        return either
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
         met = self._met(call)
@@ -149,6 +160,17 @@ class Session:
     def _leave(self, key: Hashable) -> None:
         """Leaves a convolution to torch's own kernel."""
         self.decisions[key] = None
+
+    def _alike(self, call: Call) -> FixedLimit | None:
+        """The plan on which all ranks agree for a call; `None` where torch's own kernel computes it."""
+        with self._lock:
+            try:
+                return self._fixed_limit(call)
+            except RuntimeError as error:
+                if not ends_measurement(error):
+                    raise
+                _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
+                return None
 
     def _step_budget(self, allowance: Allowance, call: Call, live: LivePlanning | None) -> StepBudget | None:
         problem = call.problem()
@@ -243,11 +265,11 @@ class Session:
 
 
 def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
-    if settings.planning == "live" and board is not None:
-        yield (
-            "planning=live is for one process: on several ranks, which must come to the same plans, convolutions are "
-            "measured ahead."
-        )
+    if settings.planning != "live" or board is None:
+        return
+    where = "under budgets by step" if settings.is_by_step else "within a total"
+    if settings.is_by_step or settings.total_workspace_size is not None:
+        yield f"planning=live is for a limit by convolution on several ranks: {where} convolutions are measured ahead."
 
 
 def _may_explore(call: Call) -> bool:

@@ -45,6 +45,11 @@ def current() -> Session | None:
     return _session
 
 
+def explores_own_work() -> bool:
+    """Whether it is of use to mark the convolutions that no other process computes too: see `own_work`."""
+    return _session is not None and _session.explores_own_work
+
+
 def _register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key, device in SERVED.items():

@@ -191,14 +191,20 @@ def test_layers_of_one_shape_explore_together(monkeypatch: pytest.MonkeyPatch) -
         assert len(explored(session)) == 1 and len(session.records()) == 1
 
 
-def test_where_live_planning_does_not_reach_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [({"workspace_limit": "peak"}, "under budgets by step"), ({"total_workspace_size": "1MiB"}, "within a total")],
+)
+def test_where_live_planning_does_not_reach_is_told(
+    settings: dict[str, Any], where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mucudnn.patched(planning="live", database=":memory:", board=Alone(), **settings) as session:
         functional.conv2d(X, W)
-        assert [record.trials for record in session.records()] == [0]
+        assert sum(record.trials for record in session.records()) == 0
     (notice,) = session.outcome().notices
-    assert "on several ranks" in notice and "measured ahead" in notice
+    assert where in notice and "several ranks" in notice and "measured ahead" in notice
     assert notice in caplog.messages
-    with mucudnn.patched(planning="live", database=":memory:") as session:
+    with mucudnn.patched(planning="live", database=":memory:", **settings) as session:
         assert not session.outcome().notices
 
 

@@ -35,6 +35,8 @@ from distconv.transfer.exchange import Exchange
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 from mucudnn.convolution.geometry import Interval, length
+from mucudnn.runtime.own_work import OwnWork
+from mucudnn.runtime.shim import explores_own_work
 
 
 def _plan_of(
@@ -76,6 +78,13 @@ def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Se
 
 def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's y, from its x and its block of the weight. Collective over the axes that the plan exchanges along."""
+    if plan.is_own and explores_own_work():
+        with OwnWork():
+            return _convolved(plan, x, weight, bias)
+    return _convolved(plan, x, weight, bias)
+
+
+def _convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = plan.split
     local = LocalConvolution(plan, weight)
     halos = [side.inputs for side in plan.sides]
@@ -103,6 +112,15 @@ def convolution_gradients(
     plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those asked for of this rank's dL/dx and of its shares of dL/dweight and dL/dbias. Collective, too."""
+    if plan.is_own and explores_own_work():
+        with OwnWork():
+            return _convolution_gradients(plan, grad, x, weight, mask)
+    return _convolution_gradients(plan, grad, x, weight, mask)
+
+
+def _convolution_gradients(
+    plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     parts, local = plan.split, LocalConvolution(plan, weight)
     dx: Tensor | None = None
     dw: Tensor | None = None

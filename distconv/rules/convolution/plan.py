@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Shard
 
 from distconv.channels import ChannelMap
 from distconv.layouts import box_at, coordinate, local_shape, owners, shard_axes
@@ -96,6 +96,8 @@ class ConvolutionPlan:
     """Whether channels and filters are computed piece by piece while others of them travel."""
     onednn: bool
     """Whether torch hands the whole to oneDNN on a CPU."""
+    is_own: bool
+    """Whether no other rank computes what this rank does, as some dim is sharded along every axis of the mesh."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -206,8 +208,9 @@ def make_convolution_plan(
     onednn = mesh.device_type == "cpu" and goes_to_onednn(
         *(shape, weight, dtypes[0], (*arguments, transposed, out_arguments, groups))
     )
+    is_own = all(isinstance(p, Shard) or mesh.size(axis) == 1 for axis, p in enumerate(placements))
     return ConvolutionPlan(
-        *(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn)
+        *(layer, split, *strides, tuple(sides), out_shape, out_local, *paddings, overlap, by_channels, onednn, is_own)
     )
 
 

@@ -1,0 +1,47 @@
+"""Own or alike: convolutions of one shape that a process computes alone, or as other processes do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mucudnn.convolution.call import Call
+from mucudnn.reporting.record import Record
+from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.live import Live
+from mucudnn.runtime.own_work import is_own_work
+
+_UNKNOWN: Any = object()
+
+
+class OwnOrAlike:
+    """The convolutions of one shape and direction on several ranks, where planning is live.
+
+    Those of a rank's own work are explored on its calls. All others are measured ahead, by one rank for all.
+    """
+
+    def __init__(self, own: Live, alike: Callable[[Call], FixedLimit | None]) -> None:
+        """
+        Args:
+            own: explores them.
+            alike: the plan on which all ranks agree for a call; `None` where torch's own kernel computes it.
+        """
+        self._own, self._alike_by = own, alike
+        self._alike: FixedLimit | None = _UNKNOWN
+        self._lock = threading.Lock()
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel is to compute it."""
+        if is_own_work():
+            return None if self._own.is_left else self._own.run(call)
+        with self._lock:
+            if self._alike is _UNKNOWN:
+                self._alike = self._alike_by(call)
+        return None if self._alike is None else self._alike.run(call)
+
+    def records(self) -> list[Record]:
+        """What is found for the rank's own work; the plans of the others are recorded where they are made."""
+        return self._own.records()

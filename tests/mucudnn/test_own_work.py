@@ -1,0 +1,43 @@
+"""Own work: convolutions that no other process computes too."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from made_up_clock import MadeUp
+from torch.nn import functional
+
+import mucudnn
+from mucudnn.runtime.own_work import OwnWork, is_own_work
+from mucudnn.timing.board import Alone
+
+X, W = torch.randn(8, 3, 12, 12), torch.randn(5, 3, 5, 5)
+
+
+def test_on_several_ranks_own_work_alone_is_explored(monkeypatch: pytest.MonkeyPatch) -> None:
+    MadeUp(monkeypatch, fft=0.1)
+    with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
+        for _ in range(60):
+            functional.conv2d(X, W)
+        assert [(record.trials, record.tries) for record in session.records()] == [(0, ())]
+        for _ in range(60):
+            with OwnWork():
+                functional.conv2d(X, W)
+        own = [record for record in session.records() if record.trials]
+        assert len(own) == 1 and {algorithm for _, algorithm in own[0].parts} == {"fft"}
+
+
+def test_work_is_marked_as_own_in_one_thread_and_until_its_end() -> None:
+    elsewhere = []
+    with contextlib.suppress(KeyError), OwnWork():
+        with OwnWork():
+            assert is_own_work()
+        assert is_own_work()
+        thread = threading.Thread(target=lambda: elsewhere.append(is_own_work()))
+        thread.start()
+        thread.join()
+        raise KeyError
+    assert elsewhere == [False] and not is_own_work()
