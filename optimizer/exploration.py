@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mucudnn.optimizer.option import Division
@@ -114,11 +114,15 @@ class Exploration:
         """Median of the baseline's calls, the first left out where there are others: it does more than the others."""
         return statistics.median(self._baseline[1:] or self._baseline)
 
-    def trial(self) -> Trial | None:
-        """What the next call is to be computed by; `None` for the baseline where nothing is to be learnt of it."""
+    def trial(self, is_elsewhere: Callable[[Sequence[Key]], bool] = lambda keys: False) -> Trial | None:
+        """What the next call is to be computed by; `None` for the baseline where nothing is to be learnt of it.
+
+        Args:
+            is_elsewhere: whether launches that were never timed are being timed elsewhere and so left out for now.
+        """
         while self.settled is None:
             if not self._surveyed:
-                trial = self._survey()
+                trial = self._survey(is_elsewhere)
                 if trial is not None or not self._surveyed:
                     return trial
             elif self._playoff is None:
@@ -162,6 +166,17 @@ class Exploration:
         elif self._playoff is not None:
             self._playoff.learn(trial.place, total)
 
+    def fresh(self, dim: str, division: Division) -> list[Key]:
+        """The launches of a division that were never timed, each once."""
+        keys = {(dim, option.algorithm, option.extent) for option in division.options}
+        return sorted(keys.difference(self.launches.seconds))
+
+    def adopt(self, ratios: Mapping[Key, float]) -> None:
+        """Notes what launches took elsewhere, in units of the baseline there."""
+        self._wanted = None
+        for key, ratio in ratios.items():
+            self.launches.seconds.setdefault(key, []).append(ratio * self.baseline_seconds)
+
     def fail(self, trial: Trial, algorithm: str, extent: int) -> None:
         """Leaves out an algorithm that failed at an extent, there and above."""
         self._wanted = None
@@ -169,7 +184,7 @@ class Exploration:
         if self._playoff is not None and trial.place != BASELINE:
             self._playoff.drop(trial.place)
 
-    def _survey(self) -> Trial | None:
+    def _survey(self, is_elsewhere: Callable[[Sequence[Key]], bool]) -> Trial | None:
         """The next trial of launches; `None` if it is too dear now, or, `_surveyed` being set, if there is none.
 
         Where none is granted, the fastest division of what was timed pays for the next one sooner than the baseline.
@@ -182,7 +197,8 @@ class Exploration:
             self._surveyed = not self._wanted
         if self._surveyed:
             return None
-        whole = next((whole for whole in self._wanted if self._purse.grants(whole[1].seconds - stock)), None)
+        granted = (whole for whole in self._wanted if self._purse.grants(whole[1].seconds - stock))
+        whole = next((whole for whole in granted if not is_elsewhere(self.fresh(*whole))), None)
         if whole is None:
             faster = (whole for whole in self.launches.wholes() if whole[1].seconds < stock)
             whole = min(faster, key=lambda whole: whole[1].seconds, default=None)

@@ -22,6 +22,9 @@ class StoreBoard(Board):
     def post(self, name: str, text: str) -> None:
         self._store.set(f"{_PREFIX}{name}", text)
 
+    def look(self, name: str) -> str | None:
+        return self.read(name) if self._store.check([f"{_PREFIX}{name}"]) else None
+
     def read(self, name: str) -> str | None:
         try:
             return bytes(self._store.get(f"{_PREFIX}{name}")).decode()

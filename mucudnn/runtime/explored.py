@@ -19,6 +19,7 @@ from mucudnn.planning.tryout import Tryout
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.timing.schedule import LaunchError
 
 WATCHED = 2
@@ -78,12 +79,21 @@ class Explored:
         fixed: what computes it from now on; `None` while that is being found out.
     """
 
-    def __init__(self, budget: Budget, prospects: Prospects, strides: Shape, launches: dict[Key, list[float]]) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        prospects: Prospects,
+        strides: Shape,
+        launches: dict[Key, list[float]],
+        pool: PooledLaunches | None = None,
+    ) -> None:
         """
         Args:
             strides: of what torch's own kernel returns.
             launches: times of the problem's launches, shared with what explores it within other limits.
+            pool: shared with other processes that meet the problem, if there are any.
         """
+        self._pool = pool
         self.problem = prospects.problem
         self._budget, self._prospects, self._strides, self._launches = budget, prospects, strides, launches
         self._device = device_of(prospects.planner.device)
@@ -135,7 +145,12 @@ class Explored:
         exploration = self._exploration
         if exploration is None:
             return None
-        trial = exploration.trial()
+        if self._pool is None:
+            trial = exploration.trial()
+        else:
+            start = time.perf_counter()
+            trial = shared_out(exploration, self._pool)
+            self._budget.purse.count(0, time.perf_counter() - start)
         if trial is None and exploration.settled is None:
             self._budget.purse.count(exploration.baseline_seconds)
         self._settle(exploration)
@@ -186,6 +201,9 @@ class Explored:
                 self._budget.purse.count(sum(laps))
             else:
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
+                if trial.by_launch and self._pool is not None:
+                    known = self._exploration.launches.seconds
+                    self._pool.tell(trial, known, self._exploration.baseline_seconds)
                 if trial.by_launch:
                     # Others learn at once: where shapes change, none may be explored to the end for long.
                     self._prospects.teach(self._budget.lessons, self._exploration)
@@ -203,6 +221,19 @@ class Explored:
             if not self._device.is_asynchronous:
                 self._read()
         return result
+
+
+def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
+    """The next trial, other processes trying other launches."""
+    while True:
+        for ratios in pool.news():
+            exploration.adopt(ratios)
+        trial = exploration.trial(pool.waits)
+        if trial is None or trial.division is None or not trial.by_launch:
+            return trial
+        fresh = exploration.fresh(trial.dim, trial.division)
+        if not fresh or pool.claim(trial, fresh):
+            return trial
 
 
 def is_worth(calls: int, stock_seconds: float, preparing: float) -> bool:

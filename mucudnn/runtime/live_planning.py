@@ -13,11 +13,14 @@ from mucudnn.devices import device_of
 from mucudnn.optimizer import Key
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.prospects import Prospects, experience
+from mucudnn.providers import STOCK
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Budget, Explored
 from mucudnn.runtime.live import Live, Site
+from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
+from mucudnn.timing.board import Board
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
 
@@ -34,13 +37,16 @@ class LivePlanning:
         store: Store,
         planner_for: Callable[[Call], Planner | None],
         planner_on: Callable[[torch.device], Planner | None],
+        board: Board | None = None,
     ) -> None:
         """
         Args:
             store: of what earlier runs found.
             planner_for: who plans a call; `None` where it is left to torch.
             planner_on: who plans on a device; `None` where its convolutions are left to torch.
+            board: of processes that run the same program, among which trials are shared out.
         """
+        self._board = board
         self._policy, self._planner_for, self._planner_on = settings.policy, planner_for, planner_on
         known = experience(store.settlements())
         self._budget, self._shapes = Budget(known.lessons), known.shapes
@@ -94,9 +100,17 @@ class LivePlanning:
                 if same not in self._launches:
                     self._launches[same] = {}
                 prospects = self._prospects(problem, planner, result.stride(), limit)
-                explored = Explored(self._budget, prospects, result.stride(), self._launches[same])
+                pool = self._pool(prospects, result.stride())
+                explored = Explored(self._budget, prospects, result.stride(), self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
+
+    def _pool(self, prospects: Prospects, strides: Shape) -> PooledLaunches | None:
+        if self._board is None:
+            return None
+        problem, terms = prospects.problem, {"live": True, "strides": list(strides), **prospects.terms}
+        key = prospects.measurement.logbook.key(problem)
+        return PooledLaunches(self._board, {**key, "extent": problem.extent, **terms}, STOCK)
 
     def _stock_record(self, limit: float, outline: Outline, device: torch.device, seconds: float) -> Record | None:
         problem, planner = outline.problem(), self._planner_on(device)

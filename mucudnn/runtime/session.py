@@ -75,7 +75,7 @@ class Session:
             _log.warning(notice)
         self._live: LivePlanning | None = None
         if settings.planning == "live" and not self.notices:
-            self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on)
+            self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on, board)
             self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 

@@ -33,6 +33,10 @@ class Board(ABC):
     def read(self, name: str) -> str | None:
         """The text under a claimed name, waited for; None where it does not come."""
 
+    @abstractmethod
+    def look(self, name: str) -> str | None:
+        """The text under a name, if it is there; never waits."""
+
     def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
         """What one of the processes measures, plain values; its own where that one fails."""
         return self.take(key, measure) if self.claim(name_of(key)) else self.given(key, measure)
@@ -67,6 +71,9 @@ class Alone(Board):
         pass
 
     def read(self, name: str) -> str | None:
+        return None
+
+    def look(self, name: str) -> str | None:
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +17,11 @@ from torch.nn import functional
 import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
-from mucudnn.optimizer import Purse
+from mucudnn.optimizer import Key, Purse, Trial
 from mucudnn.planning import planner
 from mucudnn.planning.tryout import Tryout
-from mucudnn.runtime import explored, live
+from mucudnn.runtime import explored, live, live_planning, pooled_launches
+from mucudnn.runtime.pooled_launches import PooledLaunches
 
 pytestmark = pytest.mark.gloo
 
@@ -111,6 +112,36 @@ def test_own_parts_are_explored(ranks: Callable[[int], Ranks], size: int, partit
                 assert one.equal(same), "what ranks hold of a gradient is the same to the bit"
         assert found["trials after"] == found["trials"] and found["notices"] == []
     assert all(found["alike"] == answers[0]["alike"] for found in answers), "to the bit"
+
+
+def shared_out(prefix: str) -> list[tuple[Any, ...]]:
+    """What this rank claims to try, where the other one is waited for."""
+    board = StoreBoard(dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
+    claimed: dict[tuple[Any, ...], None] = {}
+
+    class Noted(PooledLaunches):
+        def claim(self, trial: Trial, fresh: Sequence[Key]) -> bool:
+            is_ours = super().claim(trial, fresh)
+            if is_ours:
+                claimed.update(((str(self._problem), *key[:2]), None) for key in fresh if key[1] != "stock")
+            return is_ours
+
+    with MonkeyPatch.context() as eager:
+        eager.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+        eager.setattr(explored, "WORTH", 0)
+        eager.setattr(pooled_launches, "PATIENCE", math.inf)
+        eager.setattr(live_planning, "PooledLaunches", Noted)
+        for module in (live, explored):
+            eager.setattr(module, "is_too_short", lambda seconds: False)
+        with mucudnn.patched(board=board, planning="live", database=":memory:", progress="off"):
+            stepped(distconv.parallelize(Net(), distconv.init("sample=2", device_type="cpu")))
+    return list(claimed)
+
+
+def test_each_rank_tries_others(ranks: Callable[[int], Ranks]) -> None:
+    first, second = ranks(2).run(shared_out, "shared out")
+    assert first and second and not set(first) & set(second)
+    assert {name[0] for name in first} & {name[0] for name in second}, "of the same problem"
 
 
 def held_whole(prefix: str) -> tuple[int, list[bytes]]:

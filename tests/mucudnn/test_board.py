@@ -55,6 +55,9 @@ class Shared(Board):
             self._texts[name] = text
             self._changed.notify_all()
 
+    def look(self, name: str) -> str | None:
+        return self._texts.get(name)
+
     def read(self, name: str) -> str | None:
         with self._changed:
             self._changed.wait_for(lambda: name in self._texts, self.patience)

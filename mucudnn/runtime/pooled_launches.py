@@ -1,0 +1,99 @@
+"""Pooled launches: processes that meet the same problem each try other algorithms, and all learn of what was tried."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from mucudnn.optimizer import Key, Trial
+from mucudnn.timing.board import Board, name_of
+
+PATIENCE = 20
+"""What another process has claimed is tried here, too, once so many looks have found no news of it."""
+
+Name = tuple[str, str]
+"""(dim, algorithm): what one process tries all sizes of."""
+
+
+class PooledLaunches:
+    """The launches of one problem, as the processes that share a board try them.
+
+    Who comes first to an algorithm along a dim tries it, and posts what its launches take. Times are told in units of
+    torch's own kernel on the whole, which may differ from process to process. Launches of that kernel are nobody's:
+    they compute what others' leave.
+
+    Messages have numbers, whoever posts them, so that one look tells whether there is one more.
+    """
+
+    def __init__(self, board: Board, problem: Mapping[str, Any], baseline: str) -> None:
+        """
+        Args:
+            problem: what the times of its launches depend on, plain values, the same in all processes.
+            baseline: the algorithm that is nobody's.
+        """
+        self._board, self._problem, self._baseline = board, problem, baseline
+        self._ours: set[Name] = set()
+        self._elsewhere: dict[Name, int] = {}  # and how many looks have found no news of it
+        self._untold: dict[Hashable, Sequence[Key]] = {}
+        self._read, self._posted = 0, set[int]()
+
+    def waits(self, fresh: Sequence[Key]) -> bool:
+        """Whether launches that were never timed here are another process's to try."""
+        return any(key[:2] in self._elsewhere for key in fresh)
+
+    def claim(self, trial: Trial, fresh: Sequence[Key]) -> bool:
+        """Whether this process is to try launches that were never timed here; if not, another one does.
+
+        Args:
+            trial: what tries them.
+        """
+        for name in dict.fromkeys(key[:2] for key in fresh if key[1] != self._baseline):
+            if name not in self._ours:
+                if not self._board.claim(self._name_of("claim", *name)):
+                    self._elsewhere[name] = 0
+                    return False
+                self._ours.add(name)
+        self._untold[_shape(trial)] = fresh
+        return True
+
+    def news(self) -> Iterator[dict[Key, float]]:
+        """What others have found since: ratios by launch."""
+        self._elsewhere = {name: looks + 1 for name, looks in self._elsewhere.items()}
+        while (text := self._board.look(self._name_of("message", self._read))) is not None:
+            if self._read not in self._posted:
+                found = {(dim, algorithm, size): ratio for dim, algorithm, size, ratio in json.loads(text)}
+                self._elsewhere.update((key[:2], 0) for key in found if key[:2] in self._elsewhere)
+                yield found
+            self._read += 1
+        for name in [name for name, looks in self._elsewhere.items() if looks > PATIENCE]:
+            # Who claimed it may have ended, or have better things to do. From now on both may try the same.
+            del self._elsewhere[name]
+            self._ours.add(name)
+
+    def tell(self, trial: Trial, seconds: Mapping[Key, Sequence[float]], baseline: float) -> None:
+        """Tells the others what a trial has found, once all its launches are timed.
+
+        Args:
+            seconds: by launch, all that is known here.
+            baseline: seconds of torch's own kernel on the whole, here.
+        """
+        keys = self._untold.get(_shape(trial), ())
+        if not keys or not all(key in seconds for key in keys):
+            return
+        del self._untold[_shape(trial)]
+        number = self._read
+        while number in self._posted or not self._board.claim(self._name_of("number", number)):
+            number += 1
+        self._posted.add(number)
+        found = [(*key, statistics.median(seconds[key]) / baseline) for key in keys]
+        self._board.post(self._name_of("message", number), json.dumps(found))
+
+    def _name_of(self, *what: str | int) -> str:
+        return name_of({**self._problem, "pooled": what})
+
+
+def _shape(trial: Trial) -> Hashable:
+    assert trial.division is not None, "torch's own kernel on the whole is no launch to be tried"
+    return trial.dim, trial.division.runs()
