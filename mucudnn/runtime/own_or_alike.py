@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mucudnn.convolution.call import Call
+from mucudnn.devices import device_of
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
@@ -37,6 +38,8 @@ class OwnOrAlike:
         """The call's result; `None` where torch's own kernel is to compute it."""
         if is_own_work():
             return None if self._own.is_left else self._own.run(call)
+        if self._alike is _UNKNOWN and device_of(call.input.device).is_capturing():
+            return None  # nothing can be measured in a CUDA graph's capture
         with self._lock:
             if self._alike is _UNKNOWN:
                 self._alike = self._alike_by(call)

@@ -11,14 +11,20 @@ from made_up_clock import MadeUp
 from torch.nn import functional
 
 import mucudnn
+from mucudnn.devices import Host
 from mucudnn.runtime.own_work import OwnWork, is_own_work
 from mucudnn.timing.board import Alone
 
 X, W = torch.randn(8, 3, 12, 12), torch.randn(5, 3, 5, 5)
 
 
-def test_on_several_ranks_own_work_alone_is_explored(monkeypatch: pytest.MonkeyPatch) -> None:
-    MadeUp(monkeypatch, fft=0.1)
+@pytest.fixture
+def fast_fft(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    return MadeUp(monkeypatch, fft=0.1)
+
+
+@pytest.mark.usefixtures("fast_fft")
+def test_on_several_ranks_own_work_alone_is_explored() -> None:
     with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
         for _ in range(60):
             functional.conv2d(X, W)
@@ -28,6 +34,19 @@ def test_on_several_ranks_own_work_alone_is_explored(monkeypatch: pytest.MonkeyP
                 functional.conv2d(X, W)
         own = [record for record in session.records() if record.trials]
         assert len(own) == 1 and {algorithm for _, algorithm in own[0].parts} == {"fft"}
+
+
+@pytest.mark.usefixtures("fast_fft")
+def test_nothing_is_measured_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
+        with OwnWork():
+            functional.conv2d(X, W)
+        with monkeypatch.context() as capture:
+            capture.setattr(Host, "is_capturing", lambda device: True)
+            functional.conv2d(X, W)
+        assert session.records() == []
+        functional.conv2d(X, W)
+        assert len(session.records()) == 1
 
 
 def test_work_is_marked_as_own_in_one_thread_and_until_its_end() -> None:
