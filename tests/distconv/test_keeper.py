@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PARTING = """
-import os, time
+import os, signal, time
 from distconv.job import keeper
 from distconv.job.files.private import make_folder
 from distconv.place import Place
@@ -35,6 +35,7 @@ def notices(meeting):
 
 
 keeper.Watch, keeper._Meeting.notices = Ended, notices
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests' own process may have been told to ignore it
 if isinstance(keeper.keep_rank(Place(1, 2, 1, mpi=False), captures=False), keeper.Watcher):
     make_folder()
     os._exit(0)

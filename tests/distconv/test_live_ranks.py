@@ -104,7 +104,7 @@ def test_own_parts_are_explored(ranks: Callable[[int], Ranks], size: int, partit
     losses, gradients, _ = stepped(Net())
     answers = ranks(size).run(explored_by_all, f"live {partition}", partition)
     for rank, found in enumerate(answers):
-        assert (found["trials"] >= 10) is (rank % 2 == 0), "a rank's own parts were tried in some ways"
+        assert (found["trials"] > 0) is (rank % 2 == 0), "a rank's own parts were tried in some ways"
         assert found["losses"] == pytest.approx(losses, rel=1e-9)
         for step, right, elsewhere in zip(found["gradients"], gradients, answers[0]["gradients"], strict=True):
             for one, other, same in zip(step, right, elsewhere, strict=True):
