@@ -1,14 +1,15 @@
 """The first steps of training under live planning, beside plain torch and measuring ahead.
 
-    python benchmarks/planning.py                                     # all networks, stock and live
-    python benchmarks/planning.py --arms stock live ahead --save      # ahead takes minutes per network
-    python benchmarks/planning.py --networks slices --steps 50
-    python benchmarks/planning.py --networks resnet18 --arms stock ahead --steps 10 --policy all
+    python benchmarks/planning.py                                     # all networks and arms, about half an hour
+    python benchmarks/planning.py --networks resnet18 shapes --rounds 3
+    python benchmarks/planning.py --networks slices --arms live --steps 50
+    python benchmarks/planning.py --networks resnet18 --arms ahead --steps 10 --policy all
 
-Every arm is a process of its own with a new database. Seconds of the first steps are sums from the first call on, which
-pays for whatever is measured or tried. Settled is the median of the last tenth of the steps; "again" is the median in a
-second process that finds the database of the first. Planning is what all steps took more than as many settled ones, in
-settled steps of stock. Changing shapes: every step has images of another size.
+Every arm is a process of its own with a new database; with several rounds the arms take turns, and every figure is the
+median of the rounds. Seconds of the first steps are sums from the first call on, which pays for whatever is measured or
+tried. Settled is the median of the last tenth of the steps; "again" is the median in a second process that finds the
+database of the first. Planning is what all steps took more than as many settled ones, in settled steps of stock.
+Changing shapes: every step has images of another size.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 import mucudnn
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks.models import NETWORKS
 
 RESULT = "planning-cpu"
-ARMS = "stock", "live", "ahead"
+ARMS = "live", "ahead"
+"""What is measured beside stock."""
 MARKS = 1, 10, 50, 200
 SIZES = 200
 """Different sizes among the changing shapes."""
@@ -76,20 +82,28 @@ def same(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
-PROGRAMS: dict[str, Callable[[], tuple[nn.Module, Iterator[Tensor]]]] = {
-    "slices": slices,
-    "resnet18": network("resnet18", 8),
-    "resnet50": network("resnet50", 4),
-    "vgg16": network("vgg16", 2),
-    "unet3d": network("unet3d", 1),
-    "shapes": shapes,
+@dataclass(frozen=True)
+class Program:
+    """What is trained: makes the model and its images, for as many steps as its slowness allows."""
+
+    make: Callable[[], tuple[nn.Module, Iterator[Tensor]]]
+    steps: int
+
+
+PROGRAMS = {
+    "slices": Program(slices, 200),
+    "resnet18": Program(network("resnet18", 8), 200),
+    "resnet50": Program(network("resnet50", 4), 200),
+    "vgg16": Program(network("vgg16", 2), 50),
+    "unet3d": Program(network("unet3d", 1), 20),
+    "shapes": Program(shapes, 200),
 }
 
 
 def train(program: str, arm: str, steps: int, database: str, policy: str) -> dict[str, Any]:
     """Seconds of every step, and what was tried."""
     torch.manual_seed(0)
-    model, inputs = PROGRAMS[program]()
+    model, inputs = PROGRAMS[program].make()
     seconds = []
     patched = contextlib.nullcontext()
     if arm != "stock":
@@ -103,7 +117,7 @@ def train(program: str, arm: str, steps: int, database: str, policy: str) -> dic
             y = y[0] if isinstance(y, tuple) else y
             y.square().mean().backward()
             seconds.append(time.perf_counter() - start)
-        records = [] if session is None else session.records()
+        records: list[Any] = [] if session is None else session.records()
     trials, cost = sum(record.trials for record in records), sum(record.cost for record in records)
     return {"seconds": seconds, "trials": trials, "cost": cost}
 
@@ -130,32 +144,41 @@ def settled(seconds: list[float]) -> float:
     return statistics.median(seconds[-max(5, len(seconds) // 10) :])
 
 
-def table(program: str, figures: dict[str, dict[str, Any]], steps: int) -> Table:
-    marks = [mark for mark in MARKS if mark <= steps]
+def table(program: str, figures: dict[str, list[dict[str, Any]]]) -> Table:
+    stock = figures["stock"]
+    marks = [mark for mark in MARKS if mark <= len(stock[0]["seconds"])]
+    settled_stock = median(stock, itemgetter("settled"))
+
+    def told(found: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float], over: float) -> str:
+        seconds = median(found, figure)
+        return f"{seconds:.3f} ({seconds / over:.2f})"
+
     rows = []
-    stock = figures.get("stock")
     for arm, found in figures.items():
+        sums = [partial(first_steps, mark) for mark in marks]
+        cells = [arm, *(told(found, figure, median(stock, figure)) for figure in sums)]
+        for name in ("settled", "again"):
+            cells.append(told(found, itemgetter(name), settled_stock) if name in found[0] else "-")
+        cells.append("-" if program == "shapes" else f"{median(found, planning) / settled_stock:.1f}")
+        rows.append((*cells, f"{median(found, itemgetter('trials')):.0f}", f"{median(found, itemgetter('cost')):.3f}"))
+    heads = [f"{mark} steps" if mark > 1 else "1 step" for mark in marks]
+    heads += ["settled", "again", "planning", "trials", "their cost"]
+    return Table(f"{program}: seconds (over stock)", ("", *heads), rows)
 
-        def told(seconds: float, by_stock: float | None) -> str:
-            return f"{seconds:.3f}" + ("" if not by_stock else f" ({seconds / by_stock:.2f})")
 
-        sums = [told(sum(found["seconds"][:m]), stock and sum(stock["seconds"][:m])) for m in marks]
-        cells = [
-            told(found[name], stock and stock["settled"]) if name in found else "-" for name in ("settled", "again")
-        ]
-        planning = sum(found["seconds"]) - len(found["seconds"]) * found["settled"]
-        cells.append("-" if stock is None or program == "shapes" else f"{planning / stock['settled']:.1f}")
-        rows.append((arm, *sums, *cells, str(found["trials"]), f"{found['cost']:.3f}"))
-    heads = (
-        "",
-        *(f"{mark} steps" if mark > 1 else "1 step" for mark in marks),
-        "settled",
-        "again",
-        "planning",
-        "trials",
-        "their cost",
-    )
-    return Table(f"{program}: seconds (over stock)", heads, rows)
+def median(rounds: list[dict[str, Any]], figure: Callable[[dict[str, Any]], float]) -> float:
+    return statistics.median(figure(found) for found in rounds)
+
+
+def first_steps(count: int, found: dict[str, Any]) -> float:
+    """Seconds of the first `count` steps."""
+    return sum(found["seconds"][:count])
+
+
+def planning(found: dict[str, Any]) -> float:
+    """Seconds that all steps took more than as many settled ones."""
+    seconds: float = sum(found["seconds"]) - len(found["seconds"]) * found["settled"]
+    return seconds
 
 
 def main() -> None:
@@ -165,19 +188,21 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: all")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["stock", "live"], help="default: stock and live")
-    parser.add_argument("--steps", type=int, default=200, help="of each arm (default %(default)s)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside stock (default: both)")
+    parser.add_argument("--steps", type=int, help="of each arm (default: 20 to 200, fewer of what is slow)")
+    parser.add_argument("--rounds", type=int, default=1, help="of all arms in turn (default %(default)s)")
     parser.add_argument("--policy", default="powerOfTwo", help="sizes of parts (default %(default)s)")
     parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
     chosen = parser.parse_args()
-    about = f"{(__doc__ or '').split(chr(10) * 2)[2]}\n\n{conditions()}"
-    figures = {
-        program: {arm: run(program, arm, chosen.steps, chosen.policy) for arm in chosen.arms}
-        for program in chosen.networks
-    }
-    tables = [table(program, found, chosen.steps) for program, found in figures.items()]
+    figures: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    turns = [(p, arm) for p in chosen.networks for _ in range(chosen.rounds) for arm in ("stock", *chosen.arms)]
+    for program, arm in tqdm(turns, unit="run"):
+        found = run(program, arm, chosen.steps or PROGRAMS[program].steps, chosen.policy)
+        figures.setdefault(program, {}).setdefault(arm, []).append(found)
+    tables = [table(program, found) for program, found in figures.items()]
     if chosen.save:
-        save(RESULT, "The first steps under live planning", about, figures, tables)
+        about = f"{(__doc__ or '').split(chr(10) * 2)[2]}\n\nRounds: {chosen.rounds}. {conditions()}"
+        save(RESULT, "The first steps of training under live planning", about, figures, tables)
     show(tables)
 
 
