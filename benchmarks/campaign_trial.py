@@ -158,6 +158,7 @@ def surroundings(case: Case) -> Iterator[Any]:
         yield None
         return
     settings = {"workspace_limit": case["limit"], "policy": case["policy"], "database": ":memory:", "progress": "off"}
+    settings["planning"] = "ahead"  # the first step is divided
     with drawn_times(case["seed"]), mucudnn.patched(**settings) as session:
         yield session
 

@@ -41,6 +41,9 @@ VOLUME_LIMIT = "1MiB"
 PARTITION = "depth=2,height=2"
 RANKS = 4
 
+AHEAD = "--planning", "ahead"
+"""Every arm is to show settled speeds after few steps."""
+
 EXACT = ("--dtype", "float64", "--steps", "4")
 """Arguments of the runs whose losses must agree. They may use twice the workspace, as each number takes twice."""
 
@@ -51,7 +54,7 @@ def _doubled(limit: str) -> str:
 
 def _mucudnn(folder: Path, name: str, limit: str, policy: str) -> Arm:
     report = folder / f"{file_name(name)}-plans.json"
-    options = ["--workspace-limit", limit, "--policy", policy, "--database", str(folder / "times.sqlite")]
+    options = ["--workspace-limit", limit, "--policy", policy, "--database", str(folder / "times.sqlite"), *AHEAD]
     return Arm(name, ["-m", "mucudnn", "run", *options, "--report", str(report)], report=report)
 
 
@@ -74,6 +77,7 @@ def _four_ranks(folder: Path, name: str, limit: str, policy: str) -> Arm:
         "MUCUDNN_WORKSPACE_LIMIT": limit,
         "MUCUDNN_BATCH_SIZE_POLICY": policy,
         "MUCUDNN_DATABASE": str(folder / "times.sqlite"),
+        "MUCUDNN_PLANNING": "ahead",
     }
     return Arm(name, command, {**ONE_THREAD, **environment}, report, ranks=RANKS)
 

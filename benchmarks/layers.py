@@ -142,7 +142,8 @@ def measure(case: Case, database: str) -> Row:
     """Runs the three arms in turn."""
 
     def session(policy: str) -> Session:
-        return Session(Settings.from_environment({}, workspace_limit=case.limit, policy=policy, database=database))
+        given = {"workspace_limit": case.limit, "policy": policy, "database": database, "planning": "ahead"}
+        return Session(Settings.from_environment({}, **given))
 
     arms: dict[str, Session | None] = {
         "stock": None,

@@ -104,7 +104,7 @@ class Trial:
 
     def __init__(self, arm: str, database: Path) -> None:
         self.arm, self.dtype = arm, torch.bfloat16 if "bfloat16" in arm else torch.float32
-        self.settings = {"database": str(database), "progress": "off", **SETTINGS[arm]}
+        self.settings = {"database": str(database), "progress": "off", "planning": "ahead", **SETTINGS[arm]}
         if self.dtype is torch.bfloat16:
             # In half types oneDNN has kernels (seen with torch 2.13) that write beyond their memory for small layers.
             torch.backends.mkldnn.set_flags(False)

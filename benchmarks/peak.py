@@ -79,6 +79,8 @@ def run(arm: str, database: Path, record: Path, own: list[str], measure: bool = 
         ARMS[arm],
         "--database",
         str(database),
+        "--planning",
+        "ahead",
         "--report",
         str(record.with_suffix(".plans")),
     ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import os
@@ -109,6 +110,7 @@ def train(program: str, arm: str, steps: int, database: str, policy: str) -> dic
     if arm != "stock":
         patched = mucudnn.patched(planning=arm, database=database, policy=policy, progress="off")  # type: ignore[assignment]
     with patched as session:
+        gc.collect()  # what importing torch left to collect is no step's
         for _ in range(steps):
             x = next(inputs)
             start = time.perf_counter()

@@ -101,7 +101,7 @@ class Trained:
 
 
 def settings(**given: Any) -> Settings:
-    return Settings.from_environment({}, **given)
+    return Settings.from_environment({}, planning="ahead", **given)
 
 
 def totals(layers: list[LayerCall], known: Times) -> list[int]:

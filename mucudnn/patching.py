@@ -29,7 +29,8 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
             having its own; if not given, they reuse one of `workspace_limit`.
         policy: the micro-batch sizes that are tried: "undivided", "powerOfTwo" or "all".
         planning: "ahead": algorithms are measured before a convolution's first call; "live": on the program's own
-            calls, each computed by what is tried.
+            calls, each computed by what is tried; "auto": live on a processor, ahead on a GPU and where torch is asked
+            for deterministic algorithms.
         database: the file of measured times, or ":memory:".
         engines: of cuDNN that are tried on a GPU: "heuristic", those that it proposes, or "all".
         benchmark_devices: GPUs that share the measuring: "all" or their numbers; if not given, a call's own alone.

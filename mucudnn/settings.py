@@ -49,7 +49,7 @@ def _parse_engines(value: object) -> str:
 
 
 def _parse_planning(value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() in ("ahead", "live"):
+    if isinstance(value, str) and value.strip().lower() in ("auto", "ahead", "live"):
         return value.strip().lower()
     raise ValueError
 
@@ -158,9 +158,9 @@ SETTINGS = {
     ),
     "planning": Setting(
         "MUCUDNN_PLANNING",
-        lambda: "ahead",
-        "ahead or live",
-        "when algorithms are measured: before a convolution's first call, or on the calls that are made anyway",
+        lambda: "auto",
+        "auto, ahead or live",
+        "when algorithms are measured: before a convolution's first call, or on its calls; auto: live on a processor",
         _parse_planning,
     ),
     "database": Setting(
@@ -227,7 +227,7 @@ class Settings:
         memory_limit: bytes that all of the program's memory may come to; `None` where nobody asked for it.
         total_workspace_size: bytes that the workspaces of all convolutions may add up to; `None` where they reuse one.
         policy: the micro-batch sizes that are tried, a name of `optimizer.POLICIES`.
-        planning: "ahead", measured before a convolution's first call, or "live", on the calls themselves.
+        planning: "ahead", measured before a convolution's first call, "live", on the calls themselves, or "auto".
         database: path of the database of times, or `:memory:`.
         engines: of cuDNN that are tried: "heuristic", those that it proposes, or "all".
         benchmark_devices: GPUs that share the measuring, all if empty; `None` for a call's own alone.

@@ -63,6 +63,12 @@ class Launches:
         self._correction: dict[tuple[str, str], float] = {}
         self._failed: dict[tuple[str, str], int] = {}
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that any of them may need."""
+        needs = (bytes for way in self.ways for bytes in (*way.workspaces.values(), *way.rests.values()))
+        return max(needs, default=0)
+
     def fail(self, dim: str, algorithm: str, extent: int) -> None:
         """Leaves out an algorithm that failed at an extent, there and above."""
         key = dim, algorithm

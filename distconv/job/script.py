@@ -92,9 +92,12 @@ def _run_distributed(job: Job, store: Store) -> None:
             import mucudnn
             from distconv.job.board import StoreBoard
 
-            # What the environment says wins: a strategy's limit is that of a prediction.
+            # What the environment says wins: a strategy's limit is that of a prediction, for which these very
+            # convolutions were measured, so that nothing is left to explore.
             limit = None if divides_locally() else chosen
-            session = around.enter_context(mucudnn.patched(board=StoreBoard(store), workspace_limit=limit))
+            planning = None if divides_locally() or "MUCUDNN_PLANNING" in os.environ else "ahead"
+            board = StoreBoard(store)
+            session = around.enter_context(mucudnn.patched(board=board, workspace_limit=limit, planning=planning))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
         around.enter_context(common_handlers(store, dist.get_rank(), size))

@@ -63,7 +63,7 @@ def check_shim() -> str:
     w = torch.randn(_SMALL.w_shape, generator=generator)
     expected = torch.nn.functional.conv2d(x, w, padding=_SMALL.padding)
     try:
-        with mucudnn.patched(workspace_limit="64MiB", database=MEMORY, progress="off") as session:
+        with mucudnn.patched(workspace_limit="64MiB", database=MEMORY, planning="ahead", progress="off") as session:
             result = torch.nn.functional.conv2d(x, w, padding=_SMALL.padding)
             records = session.records()
         torch.testing.assert_close(result, expected)

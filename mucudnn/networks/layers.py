@@ -128,7 +128,7 @@ def measure(layers: list[LayerCall], settings: Settings, store: Store) -> list[R
     with progress.bar(len(layers), "convolutions", settings.progress) as advance:
         for layer in layers:
             measurement = planner.measurement(layer.problem)
-            if settings.planning == "live":
+            if settings.planning != "ahead":
                 prospects = Prospects(planner, measurement, settings.workspace_limit, settings.policy)
                 records.append(rehearsed(prospects, lessons).record)
             else:

@@ -107,6 +107,13 @@ class Explored:
         if kept is not None:
             self.fixed = FixedLimit(kept, strides, self._device.is_asynchronous)
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call may need now."""
+        if self.fixed is not None:
+            return self.fixed.workspace
+        return 0 if self._exploration is None else self._exploration.launches.workspace
+
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
         if self.fixed is None:

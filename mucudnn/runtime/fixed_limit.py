@@ -46,6 +46,11 @@ class FixedLimit:
         """Whether torch's own kernel computes the convolutions from now on."""
         return self.plan.is_stock
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call needs."""
+        return self.plan.division.workspace
+
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; an algorithm that fails is left out of the plan from then on, with one warning.
 

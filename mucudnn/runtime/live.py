@@ -84,6 +84,11 @@ class Live:
         fixed = None if self._explored is None else self._explored.fixed
         return None if fixed is None else fixed.plan
 
+    @property
+    def workspace(self) -> int:
+        """Bytes that a call may need now: of what was found, or of anything that may be tried."""
+        return 0 if self._explored is None else self._explored.workspace
+
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
         explored = self._explored

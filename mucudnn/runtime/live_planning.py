@@ -46,7 +46,7 @@ class LivePlanning:
             planner_on: who plans on a device; `None` where its convolutions are left to torch.
             board: of processes that run the same program, among which trials are shared out.
         """
-        self._board = board
+        self._is_chosen, self._board = settings.planning == "live", board
         self._policy, self._planner_for, self._planner_on = settings.policy, planner_for, planner_on
         known = experience(store.settlements())
         self._budget, self._shapes = Budget(known.lessons), known.shapes
@@ -54,6 +54,18 @@ class LivePlanning:
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
         # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
         self._called_once: Recent[int, None] = Recent(MOST_SHAPES)
+
+    def serves(self, device_type: str) -> bool:
+        """Whether convolutions on such devices may be explored: unless asked for, not where it was never measured."""
+        return self._is_chosen or device_type == "cpu"
+
+    def reaches(self, device: torch.device) -> bool:
+        """Whether the convolutions of a device are explored on their calls; otherwise they are measured ahead.
+
+        Unless live planning is asked for, deterministic algorithms are measured ahead: the first run of a program is
+        then to compute what all others compute.
+        """
+        return self._is_chosen or (self.serves(device.type) and not device_of(device).is_deterministic)
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
         """Whether nothing is decided before the next call of a convolution, so that torch computes this one.

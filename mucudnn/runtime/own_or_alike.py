@@ -11,23 +11,24 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.reporting.record import Record
+from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live
 from mucudnn.runtime.own_work import is_own_work
 
 _UNKNOWN: Any = object()
 
 
 class OwnOrAlike:
-    """The convolutions of one shape and direction on several ranks, where planning is live.
+    """The convolutions of one shape and direction on several ranks, where these may decide differently.
 
-    Those of a rank's own work are explored on its calls. All others are measured ahead, by one rank for all.
+    They may for a rank's own work, as where that is explored on the rank's calls or has a budget of the rank's memory.
+    What several ranks compute alike is computed by what all have agreed on.
     """
 
-    def __init__(self, own: Live, alike: Callable[[Call], FixedLimit | None]) -> None:
+    def __init__(self, own: Decision, alike: Callable[[Call], FixedLimit | None]) -> None:
         """
         Args:
-            own: explores them.
+            own: what serves them for this rank alone.
             alike: the plan on which all ranks agree for a call; `None` where torch's own kernel computes it.
         """
         self._own, self._alike_by = own, alike
@@ -37,7 +38,7 @@ class OwnOrAlike:
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
         if is_own_work():
-            return None if self._own.is_left else self._own.run(call)
+            return self._own.run(call)
         if self._alike is _UNKNOWN and device_of(call.input.device).is_capturing():
             return None  # nothing can be measured in a CUDA graph's capture
         with self._lock:

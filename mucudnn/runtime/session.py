@@ -72,26 +72,28 @@ class Session:
         self.notices = list(_notices(settings, board))
         """What a user should know about the settings, a sentence each."""
         for notice in self.notices:
-            _log.warning(notice)
+            _log.info(notice)
         self._live: LivePlanning | None = None
-        if settings.planning == "live" and not self.notices:
+        if settings.planning != "ahead":
             self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on, board)
             self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
-    @property
-    def explores_own_work(self) -> bool:
-        """Whether it is of use to mark the convolutions that no other process computes too."""
-        return self._live is not None and self._board is not None
+    def marks_own_work(self, device_type: str) -> bool:
+        """Whether it matters which convolutions no other process computes too, on such devices."""
+        if self._board is None:
+            return False
+        return not self._is_by_convolution or (self._live is not None and self._live.serves(device_type))
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
         """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
 
         That may be so where planning is live. Budgets and totals count every call, and ranks are to do so alike.
         """
-        if self._live is None or not self._is_by_convolution or self._board is not None:
+        live = self._live_on(device)
+        if live is None or not self._is_by_convolution or self._board is not None:
             return False
-        return self._live.awaits(key, device)
+        return live.awaits(key, device)
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -132,13 +134,13 @@ class Session:
         self.store.close()
 
     def _decision(self, key: Hashable, call: Call) -> Decision | None:
-        live = self._live
+        live = self._live_on(call.input.device)
         if self._allowance is not None:
-            return self._step_budget(self._allowance, call, live)
+            return self._apart(self._step_budget(self._allowance, call, live))
         if self._workspace is not None and live is not None and _may_explore(call):
-            return self._live_total(self._workspace, key, call, live)
+            return self._apart(self._live_total(self._workspace, key, call, live))
         if self._workspace is not None:
-            return self._shared_total(self._workspace, call)
+            return self._apart(self._shared_total(self._workspace, call))
         if live is None:
             return self._fixed_limit(call)
         if self._board is None:
@@ -147,6 +149,17 @@ class Session:
         exploring = live.live(live.site(self.settings.workspace_limit, lambda key: None), key, call)
         either = self._made[key] = OwnOrAlike(exploring, self._alike)
         return either
+
+    def _apart(self, decision: Decision | None) -> Decision | None:
+        """A decision that depends on this process's own memory or total, for its own work where there are others.
+
+        Another process may decide otherwise. So torch's own kernel computes what several of them compute alike.
+        """
+        return decision if decision is None or self._board is None else OwnOrAlike(decision, lambda call: None)
+
+    def _live_on(self, device: torch.device) -> LivePlanning | None:
+        """What explores the convolutions of a device on their calls; `None` where they are measured ahead."""
+        return self._live if self._live is not None and self._live.reaches(device) else None
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
         met = self._met(call)
@@ -265,11 +278,10 @@ class Session:
 
 
 def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
-    if settings.planning != "live" or board is None:
-        return
-    where = "under budgets by step" if settings.is_by_step else "within a total"
-    if settings.is_by_step or settings.total_workspace_size is not None:
-        yield f"planning=live is for a limit by convolution on several ranks: {where} convolutions are measured ahead."
+    is_by_convolution = not settings.is_by_step and settings.total_workspace_size is None
+    if board is not None and not is_by_convolution:
+        what = "budgets by step are" if settings.is_by_step else "the total is"
+        yield f"{what} each rank's own: convolutions that several ranks compute alike are torch's own there"
 
 
 def _may_explore(call: Call) -> bool:

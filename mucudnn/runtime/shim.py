@@ -45,9 +45,9 @@ def current() -> Session | None:
     return _session
 
 
-def explores_own_work() -> bool:
-    """Whether it is of use to mark the convolutions that no other process computes too: see `own_work`."""
-    return _session is not None and _session.explores_own_work
+def marks_own_work(device_type: str) -> bool:
+    """Whether it matters which convolutions no other process computes too, on such devices: see `own_work`."""
+    return _session is not None and _session.marks_own_work(device_type)
 
 
 def _register() -> torch.library.Library:

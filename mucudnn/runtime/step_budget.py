@@ -117,8 +117,7 @@ class StepBudget:
             return None
         if self._allowance.limit < math.inf:
             # More may be alive than when the step was recorded.
-            workspace = budget if chosen.plan is None else chosen.plan.division.workspace
-            needed = device_of(call.input.device).held() + _result_bytes(call) + workspace
+            needed = device_of(call.input.device).held() + _result_bytes(call) + chosen.workspace
             if needed > self._allowance.limit:
                 return None
         return chosen

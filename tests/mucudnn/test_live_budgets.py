@@ -94,6 +94,15 @@ def test_no_step_s_peak_rises_while_its_budgets_are_explored() -> None:
     torch.testing.assert_close(patched.losses, plain.losses, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.usefixtures("fast_fft")
+def test_a_limit_of_memory_is_explored_too() -> None:
+    with mucudnn.patched(planning="live", memory_limit="64GiB", database=":memory:") as session:
+        trained(60)
+        records = session.records()
+    assert any("fft" in record.division for record in records)
+    assert sum(record.trials for record in records) > 0
+
+
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("budget", [{"workspace_limit": "peak"}, {"total_workspace_size": "1MiB"}])
 def test_what_is_to_be_the_same_in_every_run_is_measured_ahead(
