@@ -4,6 +4,7 @@
     python benchmarks/planning.py --networks resnet18 shapes --rounds 3
     python benchmarks/planning.py --networks slices --arms live --steps 50
     python benchmarks/planning.py --networks resnet18 --arms ahead --steps 10 --policy all
+    python benchmarks/planning.py --device cuda:0 --save              # as planning-cuda
 
 Every arm is a process of its own with a new database; with several rounds the arms take turns, and every figure is the
 median of the rounds. Seconds of the first steps are sums from the first call on, which pays for whatever is measured or
@@ -42,7 +43,6 @@ import mucudnn
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks.models import NETWORKS
 
-RESULT = "planning-cpu"
 ARMS = "live", "ahead"
 """What is measured beside stock."""
 MARKS = 1, 10, 50, 200
@@ -101,10 +101,11 @@ PROGRAMS = {
 }
 
 
-def train(program: str, arm: str, steps: int, database: str, policy: str) -> dict[str, Any]:
+def train(program: str, arm: str, steps: int, database: str, policy: str, device: torch.device) -> dict[str, Any]:
     """Seconds of every step, and what was tried."""
     torch.manual_seed(0)
     model, inputs = PROGRAMS[program].make()
+    model.to(device)
     seconds = []
     patched = contextlib.nullcontext()
     if arm != "stock":
@@ -112,25 +113,27 @@ def train(program: str, arm: str, steps: int, database: str, policy: str) -> dic
     with patched as session:
         gc.collect()  # what importing torch left to collect is no step's
         for _ in range(steps):
-            x = next(inputs)
+            x = next(inputs).to(device)
             start = time.perf_counter()
             model.zero_grad()
             y = model(x)
             y = y[0] if isinstance(y, tuple) else y
             y.square().mean().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
         records: list[Any] = [] if session is None else session.records()
     trials, cost = sum(record.trials for record in records), sum(record.cost for record in records)
     return {"seconds": seconds, "trials": trials, "cost": cost}
 
 
-def run(program: str, arm: str, steps: int, policy: str) -> dict[str, Any]:
+def run(program: str, arm: str, steps: int, policy: str, device: torch.device) -> dict[str, Any]:
     """An arm in processes of its own: the steps, and, but for stock, a tenth of them again."""
     with tempfile.TemporaryDirectory() as folder:
         database = os.path.join(folder, "times.sqlite")
 
         def process(count: int) -> dict[str, Any]:
-            words = [sys.executable, __file__, "--child", program, arm, str(count), database, policy]
+            words = [sys.executable, __file__, "--child", program, arm, str(count), database, policy, str(device)]
             done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
             found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
             return found
@@ -140,6 +143,11 @@ def run(program: str, arm: str, steps: int, policy: str) -> dict[str, Any]:
         if arm != "stock" and program != "shapes":
             found["again"] = settled(process(max(10, steps // 10))["seconds"])
     return found
+
+
+def name_of(device: torch.device) -> str:
+    """Of a GPU; a processor's does not tell more than its cores."""
+    return f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
 
 
 def settled(seconds: list[float]) -> float:
@@ -185,8 +193,8 @@ def planning(found: dict[str, Any]) -> float:
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
-        program, arm, steps, database, policy = sys.argv[2:]
-        print(json.dumps(train(program, arm, int(steps), database, policy)))
+        program, arm, steps, database, policy, device = sys.argv[2:]
+        print(json.dumps(train(program, arm, int(steps), database, policy, torch.device(device))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: all")
@@ -194,17 +202,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="of each arm (default: 20 to 200, fewer of what is slow)")
     parser.add_argument("--rounds", type=int, default=1, help="of all arms in turn (default %(default)s)")
     parser.add_argument("--policy", default="powerOfTwo", help="sizes of parts (default %(default)s)")
-    parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default: %(default)s")
+    parser.add_argument("--save", action="store_true", help="keep the figures as benchmarks/results/planning-DEVICE")
     chosen = parser.parse_args()
     figures: dict[str, dict[str, list[dict[str, Any]]]] = {}
     turns = [(p, arm) for p in chosen.networks for _ in range(chosen.rounds) for arm in ("stock", *chosen.arms)]
     for program, arm in tqdm(turns, unit="run"):
-        found = run(program, arm, chosen.steps or PROGRAMS[program].steps, chosen.policy)
+        found = run(program, arm, chosen.steps or PROGRAMS[program].steps, chosen.policy, chosen.device)
         figures.setdefault(program, {}).setdefault(arm, []).append(found)
     tables = [table(program, found) for program, found in figures.items()]
     if chosen.save:
-        about = f"{(__doc__ or '').split(chr(10) * 2)[2]}\n\nRounds: {chosen.rounds}. {conditions()}"
-        save(RESULT, "The first steps of training under live planning", about, figures, tables)
+        what, where = (__doc__ or "").split("\n\n")[2], f"{name_of(chosen.device)}{conditions()}"
+        about = f"{what}\n\nRounds: {chosen.rounds}. {where}"
+        save(
+            f"planning-{chosen.device.type}", "The first steps of training under live planning", about, figures, tables
+        )
     show(tables)
 
 

@@ -47,8 +47,9 @@ def cuda(device: torch.device) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
-def unpatched(device: torch.device) -> Iterator[None]:
-    """Every test leaves torch as it was, and starts at strict float32."""
+def unpatched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test leaves torch as it was, and starts at strict float32, planned ahead on a host as on a GPU."""
+    monkeypatch.setenv("MUCUDNN_PLANNING", "ahead")
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     yield
