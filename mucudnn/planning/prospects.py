@@ -138,12 +138,17 @@ class Prospects:
         for dim in dims(self.problem):
             for option in exploration.launches.measured(dim):
                 self.measurement.adopt(dim, option)
-        logbook, problem = self.measurement.logbook, self.problem
-        logbook.record(problem, Option(problem.extent, STOCK, plan.stock_seconds, 0))
+        self.record_stock(plan.stock_seconds)
         if not plan.is_stock:
+            logbook, problem = self.measurement.logbook, self.problem
             whole = Option(problem.extent, plan.schedule.name, plan.seconds, plan.division.workspace)
             logbook.record(problem, whole)
         self._settle(plan, _ratios(exploration))
+
+    def record_stock(self, seconds: float) -> None:
+        """Writes the time of torch's own kernel on the whole to the database."""
+        whole = Option(self.problem.extent, STOCK, seconds, 0)
+        self.measurement.logbook.record(self.problem, whole)
 
     def keep_stock(self, seconds: float) -> None:
         """Writes torch's own kernel to the database as the plan, until another is found."""

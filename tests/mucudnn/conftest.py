@@ -23,3 +23,9 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "times.sqlite"
     monkeypatch.setenv("MUCUDNN_DATABASE", str(path))
     return path
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions are measured before their first call, where a test does not say otherwise."""
+    monkeypatch.setenv("MUCUDNN_PLANNING", "ahead")

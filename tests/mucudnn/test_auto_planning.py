@@ -59,10 +59,21 @@ def test_a_gpus_convolutions_are_explored_only_where_that_is_asked_for() -> None
         session.close()
 
 
-def test_where_nobody_asked_for_live_planning_nobody_is_told_that_it_does_not_reach() -> None:
-    with mucudnn.patched(database=":memory:", board=Alone(), total_workspace_size="1MiB") as session:
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [({"workspace_limit": "peak"}, "budgets by step are"), ({"total_workspace_size": "1MiB"}, "the total is")],
+)
+def test_that_a_budget_is_one_rank_s_own_is_told(
+    settings: dict[str, str], start: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mucudnn")
+    with mucudnn.patched(database=":memory:", board=Alone(), **settings) as session:  # type: ignore[arg-type]
+        (notice,) = session.outcome().notices
+        assert notice.startswith(start) and "several ranks compute alike are torch's own" in notice
+        assert notice in caplog.messages
+        assert session.marks_own_work("cpu")
+    with mucudnn.patched(database=":memory:", **settings) as session:  # type: ignore[arg-type]
         assert not session.outcome().notices
-        assert not session.marks_own_work("cpu")
 
 
 def test_the_device_decides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from mucudnn.providers.stock import Stock
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Candidate, Measurement
 
+pytestmark = pytest.mark.usefixtures("ahead")
+
 SECONDS = {"eng1": 0.1, "eng0": 0.2, "legacy_fft": 0.3, "legacy_fft_tiling": 0.4, STOCK: 0.5}
 """Of a sample, beside a second of torch's own kernel undivided. Others take forever."""
 

@@ -23,7 +23,6 @@ from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import live, shim
 from mucudnn.runtime.explored import Explored
 from mucudnn.runtime.session import Session
-from mucudnn.timing.board import Alone
 from mucudnn.timing.schedule import Schedule
 
 
@@ -189,23 +188,6 @@ def test_layers_of_one_shape_explore_together(monkeypatch: pytest.MonkeyPatch) -
         for number in range(60):
             functional.conv2d(X, W * number)
         assert len(explored(session)) == 1 and len(session.records()) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "where"),
-    [({"workspace_limit": "peak"}, "under budgets by step"), ({"total_workspace_size": "1MiB"}, "within a total")],
-)
-def test_where_live_planning_does_not_reach_is_told(
-    settings: dict[str, Any], where: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mucudnn.patched(planning="live", database=":memory:", board=Alone(), **settings) as session:
-        functional.conv2d(X, W)
-        assert sum(record.trials for record in session.records()) == 0
-    (notice,) = session.outcome().notices
-    assert where in notice and "several ranks" in notice and "measured ahead" in notice
-    assert notice in caplog.messages
-    with mucudnn.patched(planning="live", database=":memory:", **settings) as session:
-        assert not session.outcome().notices
 
 
 def test_shapes_that_are_met_a_few_times_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import plan
 from mucudnn.optimizer import Option, best_division
+from mucudnn.planning import tryout
 from mucudnn.planning.on_record import Times, times
 from mucudnn.settings import Settings
 from mucudnn.timing.environment import Environment
@@ -138,7 +139,17 @@ def test_the_command_plans_from_another_machine(
     assert "holds no times of --machine H100: there are device cpu a" in capsys.readouterr().err
 
 
-def test_the_command_tells_what_is_missing_and_measures_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("planning", ["ahead", "live"])
+@pytest.mark.parametrize("is_short", [True, False])
+def test_the_command_tells_what_is_missing_and_measures_it(
+    is_short: bool,
+    planning: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MUCUDNN_PLANNING", planning)
+    monkeypatch.setattr(tryout, "is_too_short", lambda seconds: is_short)
     arguments = ["plan", NETWORK, "--input", "3,21,21", "--batch", "2", "--database", str(tmp_path / "times.sqlite")]
     with pytest.raises(SystemExit) as ended:
         main(arguments)

@@ -22,6 +22,8 @@ from mucudnn.providers.onednn import OneDnn
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
+pytestmark = pytest.mark.usefixtures("ahead")
+
 KIB = 2**10
 MIB = 2**20
 

@@ -17,6 +17,8 @@ from mucudnn.providers.stock import Stock
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
+pytestmark = pytest.mark.usefixtures("ahead")
+
 HOST = device_of(torch.device("cpu"))
 
 
