@@ -94,6 +94,7 @@ def rehearsed(prospects: Prospects, lessons: Lessons) -> Plan:
     stock = [sum(tryout.laps(Trial(), measurement.turn())) for _ in range(STOCK_CALLS)]
     if is_too_short(min(stock)):
         prospects.record_stock(min(stock))
+        prospects.keep_stock(min(stock))
         return prospects.stock(min(stock))
     exploration = prospects.exploration(stock, Purse(rate=math.inf), lessons)
     while (trial := exploration.trial()) is not None:

@@ -202,7 +202,7 @@ def test_losses_are_the_same_within_any_limit(alone, limit):
 @pytest.mark.parametrize("limit", ["WORKSPACE_LIMIT=64MiB", "TOTAL_WORKSPACE_SIZE=64MiB"])
 def test_ranks_share_the_times_that_they_plan_with(limit, tmp_path):
     name, value = limit.split("=")
-    within = {f"MUCUDNN_{name}": value, "MUCUDNN_DATABASE": ":memory:"}
+    within = {f"MUCUDNN_{name}": value, "MUCUDNN_DATABASE": ":memory:", "MUCUDNN_PLANNING": "ahead"}
     report = tmp_path / "plans.json"
     options = ("--print-all-ranks", "--report", str(report), "--partition", "sample=2")
     done = launch("alone", 2, *options, SHARES, **within)

@@ -124,6 +124,7 @@ def command(*arguments: str, cwd: Path = SCRIPTS) -> tuple[int, str, str]:
     return outcome("-m", "mucudnn", *arguments, cwd=cwd)
 
 
+@pytest.mark.usefixtures("ahead")
 def test_a_training_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
     plain = outcome("train.py")
     file = tmp_path / "plans.json"
@@ -135,6 +136,7 @@ def test_a_training_script_prints_what_it_prints_alone(tmp_path: Path) -> None:
     assert "2 convolutions" in divided[2] and "4x2x4096" in divided[2]
 
 
+@pytest.mark.usefixtures("ahead")
 def test_a_failing_script_still_reports(tmp_path: Path) -> None:
     file = tmp_path / "plans.json"
     plain = outcome("train.py", "fail")

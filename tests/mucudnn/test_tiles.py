@@ -116,6 +116,7 @@ def test_every_kind_of_layer_in_tiles(kind: str, algorithm: str) -> None:
         assert divided() >= len(spatial)
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("direction", Direction)
 def test_one_volume_stays_within_the_limit(direction: Direction, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's own kernel made to look slow, a mini-batch of one is cut along depth."""

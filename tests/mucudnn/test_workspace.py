@@ -88,6 +88,7 @@ def test_declared_workspace_is_not_much_too_large(algorithm: str, direction: Dir
     assert 0.75 * declared <= memory.peak <= declared
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.parametrize("limit", [2**18, 2**20, 2**22])
 @pytest.mark.parametrize("direction", Direction)
 def test_a_patched_call_stays_within_the_limit(

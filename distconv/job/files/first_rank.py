@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import posix
 import stat
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from distconv.job.files.layer import Layer, copy, is_folder, is_there, make_folders
 from distconv.job.files.names import Names
@@ -119,9 +119,9 @@ class FirstRank:
     def read(self, path: str, action: Callable[[str], T]) -> T:
         return action(path)
 
-    def is_untouched(self, folder: str) -> bool:
-        """Whether a folder holds what it held when the job began."""
-        return not self._before.touches(folder)
+    def scan(self, folder: str, written: Any) -> Iterator[os.DirEntry[Any]] | None:
+        """What posix.scandir gives of a folder, by its path as the program wrote it; None where that is to be sorted."""
+        return None if self._before.touches(folder) else posix.scandir(written)
 
     def list(self, folder: str) -> list[str]:
         """In the file system's order; sorted where the script has changed something, as on the other ranks."""

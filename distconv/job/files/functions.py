@@ -154,8 +154,11 @@ class Functions:
 
     def scandir(self, path: Any = None) -> Any:
         name = self._folder_name(path)
-        if self._files.is_untouched(name) and _is_same(name, "." if path is None else path):
-            return posix.scandir(path)
+        written = "." if path is None else path
+        if _is_same(name, written):
+            found = self._files.scan(name, written)
+            if found is not None and _is_same(name, written):  # no link on the way was replaced meanwhile
+                return found
         if isinstance(path, bytes):
             return Scan([_in_bytes(entry) for entry in self._entries(name, os.fsdecode(path))])
         shown = "" if isinstance(path, int) else "." if path is None else os.fspath(path)

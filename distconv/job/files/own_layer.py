@@ -6,9 +6,10 @@ import errno
 import os
 import posix
 import stat
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+from distconv.job.files.entry import Scan
 from distconv.job.files.layer import make_folders
 from distconv.job.files.view import View
 
@@ -161,9 +162,15 @@ class OwnLayer:
         """An action that changes nothing."""
         return self.view.steadily(path, action)
 
-    def is_untouched(self, folder: str) -> bool:
-        """Whether a folder holds what it holds on the disk."""
-        return self.view.is_apart(folder) or self.view.is_untouched(folder)
+    def scan(self, folder: str, written: Any) -> Iterator[os.DirEntry[Any]] | None:
+        """What posix.scandir gives of a folder, by its path as the program wrote it; None where the disk cannot tell."""
+        if self.view.is_apart(folder):
+            return posix.scandir(written)
+        try:
+            # All at once: the first rank may change the folder before the last entry is taken.
+            return self.view.untouched(folder, lambda: Scan(list(posix.scandir(written))))
+        except OSError:
+            return None
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, in the order of `View.list`."""
@@ -182,10 +189,9 @@ class OwnLayer:
             raise self.view.missing(path)
         if not stat.S_ISDIR(status.st_mode):
             raise error(errno.ENOTDIR, path)
-        found = self.view.find(folder)
-        if found == folder and not posix.access(folder, os.W_OK | os.X_OK):
-            read_only = posix.statvfs(folder).f_flag & os.ST_RDONLY
-            raise error(errno.EROFS if read_only else errno.EACCES, path)
+        number = self.view.steadily(folder, lambda found: _refusal(found) if found == folder else 0)
+        if number:
+            raise error(number, path)
         make_folders(self._own.at(folder))
         self._own.changed()
 
@@ -202,13 +208,18 @@ class OwnLayer:
             found = self.view.beneath(path)
             if found is None:
                 raise self.view.missing(path)
-            link = self.view.names.link_at(path) is not None
-            if check and not link and not posix.access(found, os.W_OK):
-                raise error(errno.EACCES, path)
-            self._own.copy_in(found, path, content=content)
+            try:
+                link = self.view.names.link_at(path) is not None
+                if check and not link and not posix.access(found, os.W_OK):
+                    raise error(errno.EACCES, path)
+                self._own.copy_in(found, path, content=content)
+            except OSError:
+                if self.view.beneath(path) == found:
+                    raise
+                continue  # the first rank was changing it
             if self.view.beneath(path) == found:
                 return
-            posix.unlink(self._own.at(path))  # the first rank was changing it
+            posix.unlink(self._own.at(path))
 
     def _bring_up_all(self, path: str, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
@@ -248,3 +259,10 @@ class OwnLayer:
     def _leave_links(self) -> None:
         self._own.changed()
         self.view.names.forget()
+
+
+def _refusal(folder: str) -> int:
+    """The number of the error of making something in a folder on the disk; 0 where it may be made."""
+    if posix.access(folder, os.W_OK | os.X_OK):
+        return 0
+    return errno.EROFS if posix.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES

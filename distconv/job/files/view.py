@@ -75,16 +75,22 @@ class View:
         """The same beneath the rank's own layer."""
         if self.own.hides(path):
             return path if is_there(self.shared.gone + path) else None
+        # Asked first: the first rank keeps what a path was before it hides the path.
+        is_hidden = self._before.hides(path)
         if self._before.has(path):
             kept = self._before.at(path)
             return path if is_folder(kept) and is_folder(path) else kept
-        if self._before.hides(path):
+        if is_hidden:
             return path if is_there(self.shared.gone + path) else None
         return path
 
     def has_beneath(self, path: str) -> bool:
-        found = self.beneath(path)
-        return found is not None and is_there(found)
+        """Whether there is anything at the path beneath the rank's own layer."""
+        while True:
+            found = self.beneath(path)
+            is_found = found is not None and is_there(found)
+            if self.beneath(path) == found:
+                return is_found
 
     def steadily(self, path: str, action: Callable[[str], T], undo: Callable[[T], None] | None = None) -> T:
         """The action on the file of an absolute path; again where the first rank has changed the file meanwhile.
@@ -135,8 +141,11 @@ class View:
 
         Sorted, because every rank must see one order, and the ranks' disks differ.
         """
-        if self.is_apart(folder) or self.is_untouched(folder):
+        if self.is_apart(folder):
             return posix.listdir(folder)
+        names = self.untouched(folder, lambda: posix.listdir(folder))
+        if names is not None:
+            return names
         found: set[str] = set()
         # Real names first: what the first rank has changed since is then told by `before`.
         if not self.own.hides(folder):
@@ -160,10 +169,21 @@ class View:
 
     def _link_at(self, path: str) -> str | None:
         try:
-            found = self.find(path)
-            return None if found is None else posix.readlink(found)
+            return self.steadily(path, posix.readlink)
         except OSError:
             return None
+
+    def untouched(self, folder: str, action: Callable[[], T]) -> T | None:
+        """The result of an action on a folder; `None` unless no layer has said anything of the folder by its end."""
+        if not self.is_untouched(folder):
+            return None
+        try:
+            found = action()
+        except OSError:
+            if self.is_untouched(folder):
+                raise
+            return None
+        return found if self.is_untouched(folder) else None
 
     def is_untouched(self, folder: str) -> bool:
         """Whether no layer says anything of a folder or what lies in it."""
