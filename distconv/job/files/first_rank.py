@@ -120,7 +120,7 @@ class FirstRank:
         return action(path)
 
     def scan(self, folder: str, written: Any) -> Iterator[os.DirEntry[Any]] | None:
-        """What posix.scandir gives of a folder, by its path as the program wrote it; None where that is to be sorted."""
+        """What posix.scandir gives of a folder, by its path as it was written; None where that is to be sorted."""
         return None if self._before.touches(folder) else posix.scandir(written)
 
     def list(self, folder: str) -> list[str]:

@@ -15,6 +15,7 @@ import posix
 import shutil
 import stat
 import threading
+import time
 
 _COUNT_BYTES = 8
 
@@ -29,6 +30,8 @@ class Layer:
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self.there, self.gone = folder + "/there", folder + "/gone"
+        self._replacing = folder + "/replacing"  # is there while a folder of markers gives way to a marker
+        self._one_at_a_time = threading.Lock()
         for path in (folder, self.there, self.gone):
             with contextlib.suppress(FileExistsError):  # ranks make those that they share at the same time
                 posix.mkdir(path, 0o700)
@@ -64,23 +67,43 @@ class Layer:
 
     def hides(self, path: str) -> bool:
         """Whether nothing beneath the layer is to be seen at the path."""
-        try:
-            return not stat.S_ISDIR(posix.lstat(self.gone + path).st_mode)
-        except FileNotFoundError:
-            return False
-        except NotADirectoryError:
-            return True
+        while not self._has_marker(path):
+            if not is_there(self._replacing):
+                return False
+            time.sleep(0)
+        return True
 
     def hide(self, path: str) -> None:
         """From now on nothing beneath the layer is to be seen at the path, nor beneath it."""
         if self.hides(path):
             return
         marker = self.gone + path
-        if is_there(marker):
-            _remove_tree(marker)
         make_folders(os.path.dirname(marker))
-        posix.close(posix.open(marker, os.O_WRONLY | os.O_CREAT, 0o600))
+        if not is_there(marker):
+            posix.close(posix.open(marker, os.O_WRONLY | os.O_CREAT, 0o600))
+        else:
+            self._replace(marker)
         self.changed()
+
+    def _replace(self, folder: str) -> None:
+        """Puts a marker in the place of a folder of markers."""
+        aside = f"{self._folder}/part{posix.getpid()}-{threading.get_ident()}"
+        with self._one_at_a_time:
+            posix.close(posix.open(self._replacing, os.O_WRONLY | os.O_CREAT, 0o600))
+            try:
+                posix.rename(folder, aside)
+                posix.close(posix.open(folder, os.O_WRONLY | os.O_CREAT, 0o600))
+            finally:
+                posix.unlink(self._replacing)
+        _remove_tree(aside)
+
+    def _has_marker(self, path: str) -> bool:
+        try:
+            return not stat.S_ISDIR(posix.lstat(self.gone + path).st_mode)
+        except FileNotFoundError:
+            return False
+        except NotADirectoryError:
+            return True
 
     def hidden_names(self, folder: str) -> set[str]:
         """The names in a folder that are gone by themselves."""

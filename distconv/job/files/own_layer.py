@@ -163,7 +163,7 @@ class OwnLayer:
         return self.view.steadily(path, action)
 
     def scan(self, folder: str, written: Any) -> Iterator[os.DirEntry[Any]] | None:
-        """What posix.scandir gives of a folder, by its path as the program wrote it; None where the disk cannot tell."""
+        """What posix.scandir gives of a folder, by its path as it was written; None where the disk cannot tell."""
         if self.view.is_apart(folder):
             return posix.scandir(written)
         try:

@@ -146,15 +146,22 @@ class View:
         names = self.untouched(folder, lambda: posix.listdir(folder))
         if names is not None:
             return names
+        while True:
+            is_hidden = self._before.hides(folder)
+            found = self._listed(folder, is_hidden)
+            if self._before.hides(folder) == is_hidden:
+                return sorted(found)
+
+    def _listed(self, folder: str, is_hidden: bool) -> set[str]:
         found: set[str] = set()
         # Real names first: what the first rank has changed since is then told by `before`.
         if not self.own.hides(folder):
-            if not self._before.hides(folder):
+            if not is_hidden:
                 found = {entry.name for entry in entries(folder)}
             found = (found - self._before.hidden_names(folder)) | self._before.names(folder)
         found = (found - self.own.hidden_names(folder)) | self.own.names(folder)
         shared = {entry.name for entry in entries(self.shared.gone + folder)}
-        return sorted(found | {name for name in shared if is_there(f"{folder}/{name}")})
+        return found | {name for name in shared if is_there(f"{folder}/{name}")}
 
     def _changes(self) -> tuple[int, int, int]:
         return self.own.changes, self._before.changes, self.shared.changes
