@@ -1,6 +1,6 @@
 """The first steps of training under live planning, beside plain torch and measuring ahead.
 
-    python benchmarks/planning.py                                     # all networks and arms, about half an hour
+    python benchmarks/planning.py                                     # all networks and arms, 40 minutes
     python benchmarks/planning.py --networks resnet18 shapes --rounds 3
     python benchmarks/planning.py --networks slices --arms live --steps 50
     python benchmarks/planning.py --networks resnet18 --arms ahead --steps 10 --policy all
@@ -85,10 +85,11 @@ def same(x: Tensor) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Program:
-    """What is trained: makes the model and its images, for as many steps as its slowness allows."""
+    """What is trained: makes the model and its images, for as many steps and rounds as its slowness allows."""
 
     make: Callable[[], tuple[nn.Module, Iterator[Tensor]]]
     steps: int
+    rounds: int = 1
 
 
 PROGRAMS = {
@@ -97,7 +98,7 @@ PROGRAMS = {
     "resnet50": Program(network("resnet50", 4), 200),
     "vgg16": Program(network("vgg16", 2), 50),
     "unet3d": Program(network("unet3d", 1), 20),
-    "shapes": Program(shapes, 200),
+    "shapes": Program(shapes, 200, rounds=9),
 }
 
 
@@ -127,21 +128,25 @@ def train(program: str, arm: str, steps: int, database: str, policy: str, device
     return {"seconds": seconds, "trials": trials, "cost": cost}
 
 
+def in_a_process(
+    program: str, arm: str, steps: int, database: str, policy: str, device: torch.device
+) -> dict[str, Any]:
+    """What `train` tells, in a process of its own."""
+    words = [sys.executable, __file__, "--child", program, arm, str(steps), database, policy, str(device)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def run(program: str, arm: str, steps: int, policy: str, device: torch.device) -> dict[str, Any]:
     """An arm in processes of its own: the steps, and, but for stock, a tenth of them again."""
     with tempfile.TemporaryDirectory() as folder:
         database = os.path.join(folder, "times.sqlite")
-
-        def process(count: int) -> dict[str, Any]:
-            words = [sys.executable, __file__, "--child", program, arm, str(count), database, policy, str(device)]
-            done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-            return found
-
-        found = process(steps)
+        found = in_a_process(program, arm, steps, database, policy, device)
         found["settled"] = settled(found["seconds"])
         if arm != "stock" and program != "shapes":
-            found["again"] = settled(process(max(10, steps // 10))["seconds"])
+            again = in_a_process(program, arm, max(10, steps // 10), database, policy, device)
+            found["again"] = settled(again["seconds"])
     return found
 
 
@@ -200,20 +205,21 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: all")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside stock (default: both)")
     parser.add_argument("--steps", type=int, help="of each arm (default: 20 to 200, fewer of what is slow)")
-    parser.add_argument("--rounds", type=int, default=1, help="of all arms in turn (default %(default)s)")
+    parser.add_argument("--rounds", type=int, help="of all arms in turn (default: 1, 9 of changing shapes)")
     parser.add_argument("--policy", default="powerOfTwo", help="sizes of parts (default %(default)s)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="default: %(default)s")
     parser.add_argument("--save", action="store_true", help="keep the figures as benchmarks/results/planning-DEVICE")
     chosen = parser.parse_args()
     figures: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    turns = [(p, arm) for p in chosen.networks for _ in range(chosen.rounds) for arm in ("stock", *chosen.arms)]
+    rounds = {program: chosen.rounds or PROGRAMS[program].rounds for program in chosen.networks}
+    turns = [(p, arm) for p in chosen.networks for _ in range(rounds[p]) for arm in ("stock", *chosen.arms)]
     for program, arm in tqdm(turns, unit="run"):
         found = run(program, arm, chosen.steps or PROGRAMS[program].steps, chosen.policy, chosen.device)
         figures.setdefault(program, {}).setdefault(arm, []).append(found)
     tables = [table(program, found) for program, found in figures.items()]
     if chosen.save:
         what, where = (__doc__ or "").split("\n\n")[2], f"{name_of(chosen.device)}{conditions()}"
-        about = f"{what}\n\nRounds: {chosen.rounds}. {where}"
+        about = f"{what}\n\nRounds: {', '.join(f'{count} of {program}' for program, count in rounds.items())}. {where}"
         save(
             f"planning-{chosen.device.type}", "The first steps of training under live planning", about, figures, tables
         )

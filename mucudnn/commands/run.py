@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         _run,
         "run a script or a module with its convolutions divided",
         "Runs a script as plain python does, its convolutions divided where that is faster within the\n"
-        "workspace limit. The first run measures what it meets and keeps the times; later runs start at once.",
+        "workspace limit. What the first run finds out is kept in a database, with which later runs begin.",
         "train.py --epochs 3",
         "--workspace-limit 256MiB --report plans.json train.py --epochs 3",
         "--policy all -m package.train --epochs 3",
