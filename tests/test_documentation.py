@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import shlex
+import statistics
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -249,6 +250,22 @@ def test_the_figures_of_parameters_in_shards() -> None:
         assert cells[0] == f"`{row['partition']}`"
         numbers = [float(cell.removesuffix(" MiB")) for cell in cells[1:]]
         assert numbers == pytest.approx([whole, held, held / whole, reduced, sent], abs=0.051)
+
+
+def test_the_figures_of_the_first_steps() -> None:
+    told = rows((ROOT / "docs" / "measured.md").read_text(), "program")
+    found = results("planning-found-cpu")
+    for (name, *cells), (program, arms) in zip(told, results("planning-cpu").items(), strict=True):
+        assert f"`{program}`" in name
+        expected = []
+        for mark in 10, 50:
+            sums = {arm: [sum(one["seconds"][:mark]) for one in rounds] for arm, rounds in arms.items()}
+            is_met = len(arms["stock"][0]["seconds"]) >= mark
+            over = (statistics.median(sums[arm]) / statistics.median(sums["stock"]) for arm in ("live", "ahead"))
+            expected += [f"{ratio:.2f}" if is_met else "-" for ratio in over]
+        pairs = zip(found[program]["live"], found[program]["ahead"], strict=True) if program in found else ()
+        ratios = [live / ahead for live, ahead in pairs]
+        assert cells == [*expected, f"{statistics.median(ratios):.2f}" if ratios else "-"]
 
 
 @pytest.fixture

@@ -20,8 +20,12 @@ PARTS_MARGIN = 0.15
 the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
 
 ONCE, ONCE_IF_LONG, LONG = 1.7, 1.25, 0.005
-"""A first call that takes more than so many times what would be of use is not repeated: what it does beside its work
-takes less, above all where a call takes more than `LONG` seconds."""
+"""A first call of a convolution that takes more than so many times what would be of use is not repeated: what it does
+beside its work takes less, above all where a call takes more than `LONG` seconds."""
+
+READYING = 0.025
+"""A first call that takes fewer seconds is repeated if nothing is known of the algorithm: what it readies for all later
+calls of the process may take ten times as long as its own work."""
 
 HOPELESS = 1.3
 """If the parts that are timed first take more than so many times torch's time per sample, no other is timed."""
@@ -147,10 +151,14 @@ class Search:
     def _timed(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
         share, is_new = self._share(dim, size), not self._measurement.is_known(candidate, dim, size)
         most = self._bar(candidate[1]) * share
-        option = self._measurement.option(candidate, dim, size, (ONCE_IF_LONG if most > LONG else ONCE) * most, most)
+        abandon = (ONCE_IF_LONG if most > LONG else ONCE) * most
+        part = middle(self._problem, dim, size).problem
+        if self._groups(candidate[1], part, 1) == 0:
+            abandon = max(abandon, READYING)
+        option = self._measurement.option(candidate, dim, size, abandon, most)
         if option is not None:
             if is_new:
-                self._add(candidate[1], middle(self._problem, dim, size).problem, option.seconds)
+                self._add(candidate[1], part, option.seconds)
             yield option
 
     def _hoped(self, candidate: Candidate, dim: Dim, size: int, is_first: bool) -> float:
@@ -159,20 +167,21 @@ class Search:
         Args:
             is_first: whether it is the first size; that is timed all the same while few convolutions tell of its kind.
         """
-        forecast = self._forecast(candidate[1], middle(self._problem, dim, size).problem)
+        part = middle(self._problem, dim, size).problem
+        forecast = self._forecast(candidate[1], part)
         if forecast is None:
             return 0.0
         least = forecast.least * extent(self._problem, dim) / size
         bar = self._bar(candidate[1]) * self._stock_seconds
-        if is_first and least < ODD * bar and self._is_new(candidate[1], dim, size):
+        # Torch's own kernel is noted on the whole of each convolution.
+        enough = 2 if candidate[1] == STOCK else 1
+        if is_first and least < ODD * bar and self._groups(candidate[1], part, enough) < LEAST_TRIED:
             return least
         return least if least < bar else math.inf
 
-    def _is_new(self, algorithm: str, dim: Dim, size: int) -> bool:
-        """Whether parts were timed of few convolutions of the kind."""
-        kind = kind_of(algorithm, middle(self._problem, dim, size).problem, self._measurement.logbook.environment)
-        # Torch's own kernel is noted on the whole of each.
-        return self._costs.groups(kind, 2 if algorithm == STOCK else 1) < LEAST_TRIED
+    def _groups(self, algorithm: str, part: ConvProblem, least: int) -> int:
+        """Of how many convolutions at least so many launches of the kind are known."""
+        return self._costs.groups(kind_of(algorithm, part, self._measurement.logbook.environment), least)
 
     def _is_promising(self, seen: Mapping[int, float], dim: Dim) -> bool:
         return any(seconds <= HOPELESS * self._share(dim, size) for size, seconds in seen.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.convolution.tile import Part
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
-from mucudnn.planning.search import PATIENCE
+from mucudnn.planning.search import PATIENCE, READYING
 from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.settings import Settings
 from mucudnn.timing import clock
@@ -202,6 +203,18 @@ def test_one_odd_time_rules_no_algorithm_out(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 0.5 / 16 * extent
     found = planner.plan(planner.measurement(problem(16, channels=4)))
     assert {option.algorithm for option in found.division.options} == {"fast"}
+
+
+@pytest.mark.parametrize(("readying", "calls"), [(0.9 * READYING, 2), (1.1 * READYING, 1)])
+def test_what_the_first_call_of_all_readies_does_not_count(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, readying: float, calls: int
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "STOCK_SECONDS", 0.004)
+    took = iter([readying])
+    machine.seconds["fast"] = lambda extent: next(took, 0.0001 * extent)
+    found = plan(machine, 16, math.inf)
+    assert found.is_stock is (calls == 1), "a part of four samples takes 0.4 ms, of torch's own kernel 1 ms"
+    assert machine.launches[:2] == [("fast", (4,))] * calls
 
 
 def test_what_was_measured_once_is_taken_again(machine: Machine) -> None:
