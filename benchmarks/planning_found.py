@@ -6,9 +6,9 @@
 
 First every network is trained by `benchmarks/planning.py`, once planned live and once measured ahead, each in a process
 of its own with a new database. Then, in one process, a few steps of plain torch, under what live planning has found,
-and under what measuring ahead has found, take turns, so that a change of the machine's speed falls on all three. The
-first step of every turn is left out: in it torch's own kernels compute. Seconds are medians of the turns' medians; the
-ratio is the median of those of the rounds, behind it their quartiles.
+and under what measuring ahead has found, take turns, every other round in the opposite order, so that a change of the
+machine's speed falls on all three. The first step of every turn is left out: in it torch's own kernels compute. Seconds
+are medians of the turns' medians; the ratio is the median of those of the rounds, behind it their quartiles.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def turns(program: str, databases: dict[str, str], rounds: int) -> dict[str, lis
     found: dict[str, list[float]] = {arm: [] for arm in ("stock", *databases)}
     steps = dict.fromkeys(found, 1)
     for place in range(rounds + 1):
-        for arm, medians in found.items():
+        for arm, medians in list(found.items())[:: -1 if place % 2 else 1]:
             patched: Any = contextlib.nullcontext()
             if arm != "stock":
                 patched = mucudnn.patched(planning=arm, database=databases[arm], progress="off")
