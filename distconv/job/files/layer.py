@@ -66,7 +66,7 @@ class Layer:
         return is_there(self.there + path)
 
     def hides(self, path: str) -> bool:
-        """Whether nothing beneath the layer is to be seen at the path."""
+        """Whether nothing beneath the layer is to be seen at the path; waits while `hide` replaces markers."""
         while not self._has_marker(path):
             if not is_there(self._replacing):
                 return False
