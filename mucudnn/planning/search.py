@@ -42,6 +42,10 @@ LEAST_TRIED, ODD = 3, 2.0
 """Until so many convolutions tell of an algorithm, its first size is timed if it may win were it so many times as fast
 as what they tell: a single time that is odd does not rule out all others."""
 
+VAGUE = 10.0
+"""An algorithm's first size is timed whatever is forecast of it with more doubt than this: such a forecast is carried far
+beyond what was timed, as from kernels of 3x3 to one of 31x31."""
+
 PROBE_SECONDS = 0.25
 
 SHARE = 4
@@ -165,7 +169,7 @@ class Search:
         """The least seconds that the whole may take in parts of a size; infinite where those cannot win.
 
         Args:
-            is_first: whether it is the first size; that is timed all the same while few convolutions tell of its kind.
+            is_first: whether it is the first size; that is timed all the same where little is known of its like.
         """
         part = middle(self._problem, dim, size).problem
         forecast = self._forecast(candidate[1], part)
@@ -175,7 +179,8 @@ class Search:
         bar = self._bar(candidate[1]) * self._stock_seconds
         # Torch's own kernel is noted on the whole of each convolution.
         enough = 2 if candidate[1] == STOCK else 1
-        if is_first and least < ODD * bar and self._groups(candidate[1], part, enough) < LEAST_TRIED:
+        few = self._groups(candidate[1], part, enough) < LEAST_TRIED
+        if is_first and (forecast.doubt > VAGUE or (few and least < ODD * bar)):
             return least
         return least if least < bar else math.inf
 

@@ -22,9 +22,10 @@ STOCK_SECONDS = 1.0
 ROWS = 8
 
 
-def problem(extent: int, channels: int = 2) -> ConvProblem:
-    shapes = (extent, channels, ROWS, ROWS), (3, channels, 3, 3)
-    return ConvProblem.of_convolution(Direction.FORWARD, *shapes, stride=(1, 1), padding=(1, 1), dilation=(1, 1))
+def problem(extent: int, channels: int = 2, kernel: int = 3) -> ConvProblem:
+    shapes = (extent, channels, ROWS, ROWS), (3, channels, kernel, kernel)
+    padding = kernel // 2, kernel // 2
+    return ConvProblem.of_convolution(Direction.FORWARD, *shapes, stride=(1, 1), padding=padding, dilation=(1, 1))
 
 
 class Machine:
@@ -202,6 +203,19 @@ def test_one_odd_time_rules_no_algorithm_out(machine: Machine) -> None:
     assert planner.plan(planner.measurement(problem(16))).is_stock
     machine.seconds["fast"] = lambda extent: 0.5 / 16 * extent
     found = planner.plan(planner.measurement(problem(16, channels=4)))
+    assert {option.algorithm for option in found.division.options} == {"fast"}
+
+
+def test_small_kernels_rule_no_algorithm_out_for_a_far_larger_one(machine: Machine) -> None:
+    planner = Planner(Settings.from_environment({}, workspace_limit="unlimited"), Store(":memory:"), (machine,))
+    machine.seconds["fast"] = lambda extent: 4.0 / 16 * extent
+    for channels in (2, 3, 4, 5, 6):
+        assert planner.plan(planner.measurement(problem(16, channels))).is_stock
+    machine.launches.clear()
+    assert planner.plan(planner.measurement(problem(16, 7))).is_stock
+    assert machine.launches == [], "a convolution like the others is left to torch unseen"
+    machine.seconds["fast"] = lambda extent: 0.5 / 16 * extent
+    found = planner.plan(planner.measurement(problem(16, 7, kernel=31)))
     assert {option.algorithm for option in found.division.options} == {"fast"}
 
 
