@@ -6,9 +6,9 @@
 
 First every network is trained by `benchmarks/planning.py`, once planned live and once measured ahead, each in a process
 of its own with a new database. Then, in one process, a step of plain torch, one under what live planning has found, and
-one under what measuring ahead has found take turns, every other round in the opposite order, so that a change of the
-machine's speed falls on all three. Seconds are medians; a ratio is the median of those of the rounds, behind it their
-quartiles.
+one under what measuring ahead has found take turns, in every round in an order that is drawn, so that a change of the
+machine's speed falls on all three, and so does what a long step of plain torch leaves in its caches. Seconds are
+medians; a ratio is the median of those of the rounds, behind it their quartiles.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import random
 import statistics
 import sys
 import tempfile
@@ -63,8 +64,9 @@ def turns(program: str, databases: dict[str, str], seconds: float) -> dict[str, 
         rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, round(seconds / sum(first[-1]))))
         gc.collect()
         found: dict[str, list[float]] = {arm: [] for arm in arms}
-        for place in range(rounds):
-            for arm in list(arms)[:: -1 if place % 2 else 1]:
+        draw = random.Random(0)
+        for _ in range(rounds):
+            for arm in draw.sample(list(arms), len(arms)):
                 found[arm].append(step(arms[arm]))
     return found
 
@@ -103,7 +105,7 @@ def main() -> None:
     headings = ("", "rounds", "stock", *ARMS, *(f"{arm} over stock" for arm in ARMS), "live over ahead")
     table = Table("seconds of a step", headings, rows)
     if chosen.save:
-        about = f"{(__doc__ or '').split(chr(10) * 2)[2]}\n\n{conditions()}"
+        about = f"{(__doc__ or '').split(chr(10) * 2)[2].strip()}\n\n{conditions()}"
         save("planning-found-cpu", "What live planning finds, and what measuring ahead finds", about, figures, [table])
     show([table])
 

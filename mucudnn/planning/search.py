@@ -43,8 +43,8 @@ LEAST_TRIED, ODD = 3, 2.0
 as what they tell: a single time that is odd does not rule out all others."""
 
 VAGUE = 10.0
-"""An algorithm's first size is timed whatever is forecast of it with more doubt than this: such a forecast is carried far
-beyond what was timed, as from kernels of 3x3 to one of 31x31."""
+"""An algorithm's first size is timed whatever is forecast of it with more doubt than this: such a forecast is carried
+far beyond what was timed, as from kernels of 3x3 to one of 31x31."""
 
 PROBE_SECONDS = 0.25
 

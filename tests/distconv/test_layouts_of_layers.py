@@ -12,6 +12,8 @@ from reference import errors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+pytestmark = pytest.mark.gloo
+
 
 class Whole(nn.Module):
     """A layer of a tensor that every rank has whole, whose result meets a sharded one."""

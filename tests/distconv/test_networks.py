@@ -148,6 +148,7 @@ def inferred(name: str, partition: str) -> tuple[float, float]:
         return network.loss(model(inputs), targets).item(), expected
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("partition", ["height=4", "sample=2,channel=2"])
 @pytest.mark.parametrize("name", ["resnet18", "vgg16", "meshtangling1k", "unet3d", "cosmoflow"])
 def test_inference_mode(ranks: Callable[[int], Ranks], name: str, partition: str) -> None:

@@ -13,6 +13,8 @@ from reference import errors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.gloo
+
 Network = tuple[Callable[[], nn.Module], list[tuple[int, ...]]]
 
 
