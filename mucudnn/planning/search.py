@@ -179,8 +179,9 @@ class Search:
         bar = self._bar(candidate[1]) * self._stock_seconds
         # Torch's own kernel is noted on the whole of each convolution.
         enough = 2 if candidate[1] == STOCK else 1
-        few = self._groups(candidate[1], part, enough) < LEAST_TRIED
-        if is_first and (forecast.doubt > VAGUE or (few and least < ODD * bar)):
+        if is_first and forecast.doubt > VAGUE:
+            return least
+        if is_first and least < ODD * bar and self._groups(candidate[1], part, enough) < LEAST_TRIED:
             return least
         return least if least < bar else math.inf
 
