@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from typing import Any
@@ -10,6 +11,7 @@ import mucudnn
 from mucudnn import program
 from mucudnn.commands.arguments import METAVARS, Commands, add_settings, check_writable, flags, settings, usage
 from mucudnn.commands.output import show
+from mucudnn.reporting.gain import gained
 from mucudnn.reporting.run_file import Outcome
 from mucudnn.reporting.tables import summary, table
 
@@ -30,6 +32,11 @@ def add(commands: Commands) -> None:
     add_settings(running)
     running.add_argument("--report", metavar="FILE", help="write what was chosen to FILE, as JSON, at the end")
     running.add_argument("--verbose", action="store_true", help="print what was chosen to stderr at the end")
+    running.add_argument(
+        "--summary",
+        action=argparse.BooleanOptionalAction,
+        help="tell at the end, on stderr, what the run gained, in two or three lines (default: on a terminal)",
+    )
 
 
 def separated(words: list[str]) -> tuple[list[str], list[str]]:
@@ -78,3 +85,6 @@ def _tell(arguments: Any, outcome: Outcome) -> None:
             print(f"{arguments.parser.prog}: --report {arguments.report}: {error.strerror}", file=sys.stderr)
     if arguments.verbose:
         show(sys.stderr, table(outcome.records), summary(outcome.records), *outcome.notices)
+    if arguments.summary or (arguments.summary is None and sys.stderr.isatty()):
+        for sentence in gained(outcome, arguments.report):
+            print(f"mucudnn: {sentence}", file=sys.stderr)

@@ -29,6 +29,7 @@ class Record:
         trials: calls of the program that tried something, where planning is live.
         cost: seconds that these took more than torch's own kernel would have; negative where they were faster.
         tries: algorithms, and how many of these calls tried each.
+        calls: of the program, in this run, that the division computed.
     """
 
     problem: ConvProblem
@@ -44,6 +45,12 @@ class Record:
     trials: int = 0
     cost: float = 0.0
     tries: tuple[tuple[str, int], ...] = ()
+    calls: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Seconds of this run that torch's own kernel would have taken more; negative where trials cost more."""
+        return self.calls * (self.stock_seconds - self.seconds) - self.cost
 
     @property
     def is_divided(self) -> bool:

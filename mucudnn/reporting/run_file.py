@@ -38,11 +38,13 @@ class Outcome:
         records: of every convolution met.
         timeline: of one step; empty where none was recorded.
         notices: what a user should know about the settings, a sentence each.
+        met: convolutions, by shape and direction, that the program called, timed or not.
     """
 
     records: Sequence[Record]
     timeline: Sequence[Moment] = field(default=())
     notices: Sequence[str] = field(default=())
+    met: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`; a limit or budget of `null` means unlimited."""
@@ -50,7 +52,8 @@ class Outcome:
             asdict(moment) | {"budget": None if moment.budget == math.inf else moment.budget}
             for moment in self.timeline
         ]
-        return {"plans": to_json(self.records), "timeline": timeline, "notices": list(self.notices)}
+        plans = to_json(self.records)
+        return {"plans": plans, "timeline": timeline, "notices": list(self.notices), "met": self.met}
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that `run --report` promises.
@@ -73,6 +76,7 @@ class Outcome:
                 for moment in values["timeline"]
             ]
             plans, notices = values["plans"], tuple(map(str, values.get("notices", ())))
-        except (TypeError, KeyError, AttributeError) as error:
+            met = int(values.get("met", 0))
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no report of a run: {type(error).__name__}: {error}") from error
-        return cls(from_json(plans), timeline, notices)
+        return cls(from_json(plans), timeline, notices, met)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ class FixedLimit:
 
     Attributes:
         plan: how the convolutions are computed now.
+        calls: how many it has computed.
     """
 
     def __init__(self, plan: Plan, strides: Shape, is_lasting: bool = False) -> None:
@@ -33,6 +35,7 @@ class FixedLimit:
         self._is_lasting = is_lasting
         self._strides = strides
         self._warned = False
+        self.calls = 0
 
         self._adopt(plan)
 
@@ -60,6 +63,7 @@ class FixedLimit:
             target = call.input.new_empty_strided(plan.problem.target_shape, self._strides)
             try:
                 plan.schedule.run(call.operands(target))
+                self.calls += 1
                 return target
             except LaunchError as error:
                 del target
@@ -69,7 +73,7 @@ class FixedLimit:
 
     def records(self) -> list[Record]:
         """The record of the plan."""
-        return [self.plan.record]
+        return [replace(self.plan.record, calls=self.calls)]
 
     def _warn(self, error: LaunchError) -> None:
         if not self._warned:

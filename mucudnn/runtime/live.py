@@ -85,6 +85,12 @@ class Live:
         return None if fixed is None else fixed.plan
 
     @property
+    def calls(self) -> int:
+        """How many what was found has computed."""
+        fixed = None if self._explored is None else self._explored.fixed
+        return 0 if fixed is None else fixed.calls
+
+    @property
     def workspace(self) -> int:
         """Bytes that a call may need now: of what was found, or of anything that may be tried."""
         return 0 if self._explored is None else self._explored.workspace

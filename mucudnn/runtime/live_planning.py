@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 
 import torch
@@ -78,6 +78,10 @@ class LivePlanning:
             return False
         self._called_once[name] = None
         return True
+
+    def met(self, keys: Iterable[Hashable]) -> set[int]:
+        """The convolutions, as the hashes of these keys and of those that were called once."""
+        return self._called_once.keys() | set(map(hash, keys))
 
     def site(self, limit: float, leave: Callable[[Hashable], None]) -> Site:
         """What convolutions that are explored within a limit need of this.

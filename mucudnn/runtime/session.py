@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -53,10 +54,7 @@ class Session:
     """Settings, database and plans of one `patch`."""
 
     def __init__(self, settings: Settings, board: Board | None = None) -> None:
-        """
-        Args:
-            board: where other processes with the same program post what they measure.
-        """
+        """With a board, on which other processes with the same program post what they measure."""
         self.settings = settings
         self.decisions: Recent[Hashable, Decision | None] = Recent(MOST_SHAPES)
         """By the shim's key: None where torch's own kernel computes the convolution."""
@@ -86,10 +84,8 @@ class Session:
         return not self._is_by_convolution or (self._live is not None and self._live.serves(device_type))
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
-        """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
-
-        That may be so where planning is live. Budgets and totals count every call, and ranks are to do so alike.
-        """
+        """Whether nothing is decided before a convolution's next call, so that torch computes this one: so it may be
+        where planning is live. Budgets and totals count every call, and ranks are to do so alike."""
         live = self._live_on(device)
         if live is None or not self._is_by_convolution or self._board is not None:
             return False
@@ -116,8 +112,9 @@ class Session:
             decisions = list(self._made.values())
         records = [record for decision in decisions for record in decision.records()]
         # Layers that explore a problem together all tell of it.
-        is_shared = self._live is not None and self._is_by_convolution
-        return list(dict.fromkeys(records)) if is_shared else records
+        if self._live is None or not self._is_by_convolution:
+            return records
+        return list({replace(record, calls=0): record for record in records}.values())
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
@@ -125,7 +122,8 @@ class Session:
 
     def outcome(self) -> Outcome:
         """All of it, as `run --report` writes it."""
-        return Outcome(self.records(), self.timeline(), self.notices)
+        met = self.decisions if self._live is None else self._live.met(list(self.decisions))
+        return Outcome(self.records(), self.timeline(), self.notices, len(met))
 
     def close(self) -> None:
         """Closes the database, and ends a recording that is going on."""

@@ -79,7 +79,11 @@ class SharedTotal:
         """A record for each kernel, its share as the limit."""
         with self._workspace.lock:
             kernels = [kernel for kernel in self._workspace.shares.kernels.values() if kernel.menu is self._menu]
-            return [self._plan(kernel.division or self._stock.division, kernel.share).record for kernel in kernels]
+            return [self._record(kernel.division or self._stock.division, kernel.share) for kernel in kernels]
+
+    def _record(self, division: Division, share: int) -> Record:
+        within = self._within.get(share)
+        return replace(self._plan(division, share).record, calls=0 if within is None else within.calls)
 
     def _plan(self, division: Division, share: int) -> Plan:
         """What runs within a share, or would by the times of its launches."""
