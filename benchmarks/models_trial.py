@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import distconv
 from benchmarks.models_zoo import Entry
-from distconv.rules import small
+from distconv.rules import whole as small
 from distconv.user_lines import line_of
 
 small.MOST_BYTES = 0  # the models are tried on small inputs, and shall show what runs on large ones

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import distconv
 from benchmarks.operator_samples import Module, ModuleSample, Operator, Sample
 from distconv.mesh import placements
-from distconv.rules import small
+from distconv.rules import whole as small
 
 TOLERANCE = 1e-9
 """The largest difference from one process, relative to the largest element, in float64."""

@@ -8,7 +8,9 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from distconv import settings
 from distconv.channels import check_algorithm
@@ -24,6 +26,7 @@ from distconv.reading.opening import open
 from distconv.refusal import UnsupportedOperation
 from distconv.rules import decompositions
 from distconv.rules.registry import discover, install_guard
+from distconv.rules.texts import described
 from distconv.transfer import compilers
 from distconv.transfer.redistribution import redistribute
 
@@ -33,6 +36,7 @@ __all__ = [
     "gather",
     "init",
     "is_first",
+    "layout",
     "open",
     "parallelize",
     "redistribute",
@@ -105,6 +109,14 @@ def is_first() -> bool:
     must not call the model.
     """
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def layout(x: Tensor) -> str:
+    """How a tensor lies on the ranks, for people: shape, dtype, the dims that are sharded, and this rank's shape.
+
+    ``print(x)`` shows the elements of the whole tensor instead, for which all ranks must call it; nothing is sent here.
+    """
+    return described(x) if isinstance(x, DTensor) else f"{tuple(x.shape)} {x.dtype} on this rank alone"
 
 
 def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:

@@ -18,18 +18,20 @@ class UnsupportedOperation(NotImplementedError):
 
     ``operator`` is its name, ``why`` the reason, ``operands`` the shapes of its whole distributed tensors with their
     layouts in words, ``line`` the line of the program that asked for it; empty where they are not known.
+    ``whole_helps`` tells whether the operator can run on whole tensors instead.
     """
 
     operator = ""
     why = ""
     operands: tuple[tuple[tuple[int, ...], str], ...] = ()
     line = ""
+    whole_helps = True
 
 
-def refuse(func: Any, why: str) -> UnsupportedOperation:
-    """The error to raise for an operator that cannot run on these shards."""
+def refuse(func: Any, why: str, *, whole_helps: bool = True) -> UnsupportedOperation:
+    """The error to raise for an operator that cannot run on these shards, or on whole tensors either."""
     error = UnsupportedOperation(f"{func}: {why}")
-    error.operator, error.why = str(func), why
+    error.operator, error.why, error.whole_helps = str(func), why, whole_helps
     return error
 
 

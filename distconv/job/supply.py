@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.gathering.memory import free_on_host
 from distconv.job.slab_exchange import SlabExchange, Task
-from distconv.mesh import whole_group
 from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.store import Key, Store
 from distconv.settings import StoreOption
 
 GIB = 1 << 30
-
-_CONTAINER = Path("/sys/fs/cgroup")
 
 DEFAULT_SHARE = 0.5
 """Of the memory that is free when the job starts, what all ranks of a machine keep together where no limit is given."""
@@ -53,7 +46,7 @@ class Supply:
     def __init__(self, mesh: DeviceMesh, share: Share, option: StoreOption) -> None:
         self._share, self._option = share, option
         self._limit_of = f"memory={option.gib:g}" if option.gib is not None else "memory"
-        self.store = Store(int(option.gib * GIB) if option.gib is not None else _free_memory(mesh))
+        self.store = Store(int(option.gib * GIB) if option.gib is not None else int(DEFAULT_SHARE * free_on_host(mesh)))
         self._exchange = SlabExchange.along_samples(mesh)
         self._owners: dict[Sample, int] = {}
         self._begun: set[int] = set()
@@ -164,18 +157,3 @@ class Supply:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.3g}"
-
-
-def _free_memory(mesh: DeviceMesh) -> int:
-    """Of this rank, among those of its machine. Collective."""
-    names: list[str] = [""] * mesh.size()
-    dist.all_gather_object(names, socket.gethostname(), group=whole_group(mesh))
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"
-        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, max(limit - used, 0))
-    return int(DEFAULT_SHARE * free) // names.count(socket.gethostname())

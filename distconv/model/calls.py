@@ -27,6 +27,7 @@ from distconv import user_lines
 from distconv.agreement.ledger import ledger, note_state
 from distconv.direct.activation import Activation
 from distconv.direct.paths import is_open
+from distconv.gathering.calls import model_call
 from distconv.mesh import is_ours, is_the_programs
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
@@ -116,7 +117,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if made is not None and fixed is not None and not (fixed.uniform and theirs in (None, mesh)):
         compiled.leave(module, compiled.MESHES)
     elif made is not None:
-        with contextlib.suppress(compiled.NotCompiled):
+        with contextlib.suppress(compiled.NotCompiled), model_call():
             result = compiled.run(module, made, mesh, lambda: meshes_of(module.modules(), known, mesh), args, kwargs)
             return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))

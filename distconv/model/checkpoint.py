@@ -7,13 +7,11 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from distconv.mesh import is_ours
 from distconv.model.shard_gather import whole
@@ -41,37 +39,25 @@ def whole_state(state: T) -> T:
 
 @contextlib.contextmanager
 def saving_whole() -> Iterator[None]:
-    """Within it, torch.save and safetensors write the whole of what is sharded, as one process would write it.
+    """Within it, safetensors writes the whole of what is sharded, as pickles do (see `distconv.rules.pickles`).
 
-    Every rank must call them, as ranks that run one script do. ValueError for a module with sharded parameters itself.
+    Every rank must call it, as ranks that run one script do.
     """
     with contextlib.ExitStack() as undo:
-
-        def replace(module: ModuleType, name: str, around: Callable[[Any], Any]) -> None:
-            real = getattr(module, name)
-            setattr(module, name, around(real))
-            undo.callback(setattr, module, name, real)
-
-        replace(torch, "save", _of_whole_state)
         if importlib.util.find_spec("safetensors") is not None:
             safetensors = importlib.import_module("safetensors.torch")
-            for name in ("save", "save_file"):
-                replace(safetensors, name, _of_whole_state)
-            for name in ("save_model", "load_model"):
-                replace(safetensors, name, _of_model_with_whole_state)
+            around = {name: _of_whole_state for name in ("save", "save_file")}
+            around |= {name: _of_model_with_whole_state for name in ("save_model", "load_model")}
+            for name, wrapped in around.items():
+                real = getattr(safetensors, name)
+                setattr(safetensors, name, wrapped(real))
+                undo.callback(setattr, safetensors, name, real)
         yield
 
 
 def _of_whole_state(save: Callable[..., Any]) -> Callable[..., Any]:
-    name = f"{save.__module__.partition('.')[0]}.{save.__name__}"
-
     @functools.wraps(save)
     def save_whole(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        for module in (leaf for leaf in tree_leaves(obj) if isinstance(leaf, nn.Module)):
-            if any(isinstance(p, DTensor) and is_ours(p.device_mesh) for p in module.parameters()):
-                raise ValueError(
-                    f"{name} of a {type(module).__name__}, whose parameters are sharded; accepted: its state_dict()"
-                )
         return save(whole_state(obj), *args, **kwargs)
 
     return save_whole

@@ -28,6 +28,7 @@ from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.compiled import original
+from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
 from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
@@ -115,6 +116,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     watch_plain_tensors()
     discover()
     open_functions()
+    read_distributed_numbers()
     open_checkpoints(within_this_run)
     mix_plain_tensors()
     if mesh.device_type == "cuda":
@@ -233,7 +235,7 @@ def distributed_script(
     """Within it, modules with parameters run distributed at their outermost call, and plain tensors mix with DTensors.
 
     This is what `distconv run` puts around a script. Where the mesh splits channels, a model's parameters are sharded
-    at its first call, and optimizers that were made earlier follow; `torch.save` writes whole tensors.
+    at its first call, and optimizers that were made earlier follow.
 
     Args:
         mesh: of `distconv.init`.

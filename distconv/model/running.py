@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distconv.direct.activation import from_dtensor
+from distconv.gathering.calls import model_call
 from distconv.mesh import is_ours, is_the_programs
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
@@ -104,7 +105,7 @@ def entered(run: Run) -> Iterator[None]:
         module.__dict__["_parameters"] = _Reading(own, run.use)
     inside.run = run
     try:
-        with waiting(run.modules), Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext():
+        with model_call(), waiting(run.modules), Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext():
             yield
     finally:
         inside.run = outer

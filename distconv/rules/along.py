@@ -22,7 +22,7 @@ from distconv.mesh import sharded_dims
 from distconv.rules.losses import common_layout
 from distconv.rules.reduction import reduced_layout
 from distconv.rules.registry import rule
-from distconv.rules.small import permit, small_or_refused
+from distconv.rules.whole import permit, whole_or_refused
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -144,16 +144,16 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
     x, ndim = tensors[0], tensors[0].dim()
     alike = [t for t in tensors if t.dim() == ndim]
     if not any(isinstance(t, DTensor) for t in alike):
-        return small_or_refused(func, args, kwargs, "beside a plain tensor of other dims it is not computed in parts")
+        return whole_or_refused(func, args, kwargs, "beside a plain tensor of other dims it is not computed in parts")
     mesh, placements = common_layout(*alike)
     if not ndim or not x.numel() or any(p.is_shard() and not isinstance(p, Shard) for p in placements):
-        return small_or_refused(func, args, kwargs, "it has no elements or no dims")
+        return whole_or_refused(func, args, kwargs, "it has no elements or no dims")
     meeting = {dim % ndim for dim in meets.dims(arguments, ndim)}
     # Along a dim in which its tensors differ they cannot be cut alike.
     apart = meeting | {d for t in alike for d in range(ndim) if t.shape[d] != x.shape[d]}
     target = layout_beside(mesh, placements, tuple(x.shape), frozenset(apart))
     if target is None:
-        return small_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")
+        return whole_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")
     others = [t for t in tensors if t.dim() != ndim and isinstance(t, DTensor)]
     permit(func, others, f"it is needed whole beside one of other dims {tuple(x.shape)}")
 

@@ -14,7 +14,7 @@ from distconv.dtensors import wrap
 from distconv.layouts import dim_axes, layout
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 
 
 @rule("aten::_conj", "aten::_neg_view")
@@ -39,5 +39,5 @@ def complexes(func: Any, x: DTensor) -> DTensor:
     """(..., 2) real numbers as (...) complex ones."""
     mesh, placements = layout(x)
     if dim_axes(mesh, placements, x.dim() - 1):
-        return small_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
+        return whole_or_refused(func, (x,), {}, "its last dim, the pairs, is sharded")
     return wrap(func(x._local_tensor), mesh, placements, x.shape[:-1])

@@ -154,6 +154,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
                         f"it changes a tensor {tuple(tensor.shape)} in place that in one process is a view, but here,"
                         f" where its dims are sharded, a copy; accepted: the operator that makes a new tensor, or"
                         f" .clone() first",
+                        whole_helps=False,
                     )
                 copies.append((tensor, copy))
             _history(tensor._local_tensor).add(None)
@@ -168,6 +169,7 @@ def _stale(func: Any, tensor: Tensor) -> UnsupportedOperation:
         func,
         f"of a tensor {tuple(tensor.shape)} that in one process is a view, but here, where its dims are sharded, a"
         f" copy, made before its tensor was changed; accepted: to make it again afterwards",
+        whole_helps=False,
     )
 
 

@@ -21,6 +21,7 @@ from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.mesh import is_ours
 from distconv.refusal import UnsupportedOperation, complete, operands_of, refuse
+from distconv.rules.outside import answered
 from distconv.user_lines import asked_for
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
@@ -81,7 +82,7 @@ def install() -> None:
         if not is_ours(op_info.compute_mesh) or has_strategy(func):
             return search(func, args, kwargs, op_info, try_cache)
         try:
-            return without_strategy(func, args, kwargs)
+            return answered(lambda func, *args, **kwargs: without_strategy(func, args, kwargs), func, args, kwargs)
         except UnsupportedOperation as error:
             complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
             raise

@@ -22,7 +22,7 @@ from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import is_tensor, rule, unruled
-from distconv.rules.small import NO_RULE, small_or_refused
+from distconv.rules.whole import NO_RULE, whole_or_refused
 from distconv.rules.stock import leave
 from distconv.transfer.local_part import local_as
 
@@ -32,9 +32,8 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     name = func._schema.name.removeprefix("aten::")
     refusal: UnsupportedOperation | None = None
     if torch.Tag.inplace_view in func.tags:
-        raise refuse(
-            func, "it changes the shape of a sharded tensor in place; accepted: the operator that makes a view"
-        )
+        why = "it changes the shape of a sharded tensor in place; accepted: the operator that makes a view"
+        raise refuse(func, why, whole_helps=False)
     functional = _without_suffix(func, "_") if name.endswith("_") else None
     if functional is not None:
         return _assigned(func, functional, args, kwargs)
@@ -51,7 +50,7 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
             return without_strategy(func, args, kwargs)
         except UnsupportedOperation as error:
             refusal = error
-    return small_or_refused(func, args, kwargs, refusal or NO_RULE)
+    return whole_or_refused(func, args, kwargs, refusal or NO_RULE)
 
 
 def _without_suffix(func: Any, suffix: str) -> Any:

@@ -19,7 +19,7 @@ from distconv.rules.losses import common_layout
 from distconv.rules.operands import part_of
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.transfer.local_part import local_as
 
 ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
@@ -56,7 +56,7 @@ def _became(x: DTensor, result: DTensor) -> DTensor:
 def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
     """Slices at the indices of a dim that is not sharded."""
     if not isinstance(x, DTensor):
-        return small_or_refused(func, (x, dim, index), {}, "indices of a plain tensor are sharded")
+        return whole_or_refused(func, (x, dim, index), {}, "indices of a plain tensor are sharded")
     mesh, placements = common_layout(x)
     dim %= max(x.dim(), 1)
     if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
@@ -69,7 +69,7 @@ def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
 def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
     """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
     if len({tensor.dim() for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
-        return small_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
+        return whole_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
     dim %= max(x.dim(), 1)
     tensors = [tensor for tensor in (index, source, x) if isinstance(tensor, Tensor)]
     mesh, placements = sharding(tensors, x.shape)
@@ -91,7 +91,7 @@ def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
     """x at some numbers; by a mask a result has as many elements as all shards together select."""
     if any(_is_mask(index) for index in indices):
         why = "by a mask; accepted: torch.where, masked_fill, or multiplication by the mask"
-        return small_or_refused(func, (x, indices), {}, why)
+        return whole_or_refused(func, (x, indices), {}, why)
     return read(func, x, indices)
 
 
@@ -104,7 +104,7 @@ def assign(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tenso
     (mask, *others) = indices
     if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
         why = "through a mask; accepted: a mask of the tensor's shape and one number"
-        return small_or_refused(func, (x, indices, values, *rest), {}, why)
+        return whole_or_refused(func, (x, indices, values, *rest), {}, why)
     mesh, placements = common_layout(x if isinstance(x, DTensor) else mask, values)
     if isinstance(x, DTensor):
         placements = added_up(x.placements)

@@ -23,7 +23,7 @@ from distconv.layouts import added_up, coordinate, find_layout, replicated, undo
 from distconv.rules.along import layout_beside
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.reduction import all_reduce, towards_parameter
-from distconv.rules.small import permit, small_or_refused
+from distconv.rules.whole import permit, whole_or_refused
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -138,7 +138,7 @@ def read(func: Any, x: Tensor, indices: Indices) -> DTensor:
     lookup = make_lookup(x.shape, indices)
     beside = _beside(x, mesh, lookup.counted)
     if beside is None:
-        whole: DTensor = small_or_refused(func, (x, indices), {}, WHOLE)
+        whole: DTensor = whole_or_refused(func, (x, indices), {}, WHOLE)
         return whole
     numbers = [index for index in indices if index is not None]
     result: list[Placement] = []
@@ -169,7 +169,7 @@ def write(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate: bo
     lookup, in_place = make_lookup(x.shape, indices), func._schema.name.endswith("_")
     beside = _beside(x, mesh, lookup.counted)
     if beside is None:
-        changed: Tensor = small_or_refused(func, (x, indices, values, accumulate, *rest), {}, WHOLE)
+        changed: Tensor = whole_or_refused(func, (x, indices, values, accumulate, *rest), {}, WHOLE)
         return changed
     numbers = [index for index in indices if index is not None]
     of_values = range(len(lookup.shape) - values.dim(), len(lookup.shape))

@@ -23,7 +23,7 @@ from distconv.rules.decompositions import without_strategy
 from distconv.rules.operands import part_of
 from distconv.rules.reduction import all_reduce
 from distconv.rules.registry import above_autograd, rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.transfer.local_part import local_as
 
 NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
@@ -162,7 +162,7 @@ def nll(
 ) -> tuple[DTensor, DTensor]:
     """Negative log likelihood of class numbers, and the whole sum of their weights."""
     if x.dim() == 1:
-        return small_or_refused(func, (x, target, weight, reduction, ignore_index), {}, "of one sample")
+        return whole_or_refused(func, (x, target, weight, reduction, ignore_index), {}, "of one sample")
     (mesh, placements), of_target, operands, ignore_index = _operands(func, x, target, weight, ignore_index)
     own, count = torch.ops.aten.nll_loss2d_forward(*operands, NONE if reduction == NONE else SUM, ignore_index)
     if reduction == NONE:
@@ -189,7 +189,7 @@ def nll_backward(
     """The gradient of the scores, laid out as they are."""
     if x.dim() == 1:
         given = (grad, x, target, weight, reduction, ignore_index, total_weight)
-        return small_or_refused(func, given, {}, "of one sample")
+        return whole_or_refused(func, given, {}, "of one sample")
     (mesh, placements), of_target, operands, ignore_index = _operands(func, x, target, weight, ignore_index, grad)
     own = local_as(grad, mesh, of_target if reduction == NONE else replicated(mesh))
     dx = torch.ops.aten.nll_loss2d_backward(
@@ -233,5 +233,5 @@ def nll_of_any_dims(
 def multilabel_margin(func: Any, x: Tensor, target: Tensor, reduction: int) -> Any:
     """Taken apart as torch does, but for one sample, of which the parts would keep a dim."""
     if x.dim() < 2:
-        return small_or_refused(func, (x, target, reduction), {}, "of one sample")
+        return whole_or_refused(func, (x, target, reduction), {}, "of one sample")
     return without_strategy(func, (x, target, reduction), {})

@@ -1,4 +1,4 @@
-"""One number out of a distributed tensor: `.item()`, `float()`, `bool()`, formatting, lists and arrays."""
+"""What leaves torch as numbers: `.item()`, `float()`, `bool()`, formatting, lists, and arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.agreement.ledger import settle
-from distconv.refusal import UnsupportedOperation
 from distconv.rules.elementwise import in_place
 from distconv.rules.plain_updates import whole_beside
-from distconv.rules.reduction import settled
 from distconv.rules.registry import method, rule
+from distconv.rules.whole import whole_value
 from distconv.transfer.local_part import everywhere
 from distconv.transfer.partial_sums import added
 
@@ -21,40 +19,41 @@ from distconv.transfer.partial_sums import added
 @rule("aten::_local_scalar_dense")
 def item(func: Any, x: DTensor) -> float | int | bool:
     """The element of a tensor of one element, the same on every rank."""
-    return torch.ops.aten._local_scalar_dense.default(_replicated(x, ".item()"))
-
-
-def _replicated(x: DTensor, what: str) -> Tensor:
-    """The plain tensor of a DTensor without shards, or of one element."""
     x = everywhere(added(x), range(x.dim())) if x.numel() == 1 else x
-    local, (mesh, placements) = settled(what, x)
-    if any(p.is_shard() and mesh.size(axis) > 1 for axis, p in enumerate(placements)):
-        raise UnsupportedOperation(
-            f"{what} of a tensor {tuple(x.shape)} laid out as {placements}: use distconv.gather first"
-        )
-    settle(x.device_mesh)
-    return local
+    return torch.ops.aten._local_scalar_dense.default(whole_value(".item()", x))
 
 
-# PyTorch refuses these three for every subclass.
+# PyTorch refuses most of these for every subclass.
 @method("__format__")
 def formatted(stock_method: Any, x: DTensor, spec: str) -> str:
     """A number, as one process writes it."""
-    return format(x.item(), spec) if x.dim() == 0 and spec else object.__format__(x, spec)
+    return format(x.item(), spec) if x.dim() == 0 else object.__format__(x, spec)
 
 
 @method("tolist")
 def as_list(stock_method: Any, x: DTensor) -> Any:
-    """Numbers in lists, of a tensor without shards."""
-    return _replicated(x, ".tolist()").tolist()
+    """Numbers in lists."""
+    return whole_value(".tolist()", x).tolist()
 
 
 @method("numpy")
 def as_array(stock_method: Any, x: DTensor, *, force: bool = False) -> Any:
-    """An array, of a tensor without shards."""
+    """An array of the whole tensor, whose memory no tensor shares."""
     if x.requires_grad and not force:
         raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-    return _replicated(x, ".numpy()").numpy(force=force)
+    return whole_value(".numpy()", x).clone().numpy(force=force)
+
+
+@method("__dlpack__")
+def as_capsule(stock_method: Any, x: DTensor, **options: Any) -> Any:
+    """The whole tensor for another library."""
+    return whole_value(".__dlpack__()", x.detach()).clone().__dlpack__(**options)
+
+
+@method("__dlpack_device__")
+def capsule_device(stock_method: Any, x: DTensor) -> Any:
+    """Where that is."""
+    return x._local_tensor.__dlpack_device__()
 
 
 @rule("aten::add_.Tensor")

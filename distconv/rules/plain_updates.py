@@ -34,6 +34,7 @@ def whole_beside(func: Any, x: Any) -> Any:
             func,
             f"in place on a plain tensor, with a tensor {tuple(x.shape)} laid out as {x.placements}: use"
             f" distconv.gather on that first, or .detach() where no gradient is wanted",
+            whole_helps=False,
         )
     whole: Tensor = moved(x, mesh, replicated(mesh))._local_tensor
     return whole

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from distconv.rules.along import Meeting, computed_along
 from distconv.rules.reduction import Reduction, all_reduce
 from distconv.rules.registry import above_autograd, rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.transfer.all_reduce import PRODUCT
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def total(
     work = Reduction(func, x, dim, keepdim)
     if x.is_complex() and work.axes:  # of these, no allreduce makes products
         if dim is None:
-            return small_or_refused(func, (x,), {"dtype": dtype}, "of complex numbers; accepted: .prod(dim)")
+            return whole_or_refused(func, (x,), {"dtype": dtype}, "of complex numbers; accepted: .prod(dim)")
         return computed_along(func, (x, dim, keepdim), {"dtype": dtype}, ALONG)
     own = work.local.to(dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64))
     for each in work.dims:

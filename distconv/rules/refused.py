@@ -11,7 +11,7 @@ import torch
 
 from distconv.refusal import refuse
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 
 REFUSED = (
     "nonzero",
@@ -29,7 +29,7 @@ REFUSED = (
 
 
 def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return small_or_refused(func, args, kwargs)
+    return whole_or_refused(func, args, kwargs)
 
 
 for _name in REFUSED:

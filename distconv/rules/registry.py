@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -18,10 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from distconv.gathering.calls import in_model_call
+from distconv.gathering.record import admit
 from distconv.layouts import undoes_shard
 from distconv.mesh import is_ours
 from distconv.plain_tensors import entering, plain
 from distconv.refusal import UnsupportedOperation, complete, operands_of
+from distconv.rules.outside import answered, may_run_whole
 from distconv.rules.stock import leave, leave_to_torch
 from distconv.user_lines import asked_for
 
@@ -52,9 +56,9 @@ def rule(*operators: str) -> Callable[[H], H]:
             try:
                 args = entering(func, args, mesh)
                 if not checks:
-                    return handler(func, *args, **kwargs)
+                    return answered(handler, func, args, kwargs)
                 then = [check(func, args, kwargs) for check in checks]
-                result = handler(func, *args, **kwargs)
+                result = answered(handler, func, args, kwargs)
                 for finish in then:
                     if finish is not None:
                         finish()
@@ -91,6 +95,8 @@ def above_autograd(operator: str) -> Callable[[H], H]:
             try:
                 return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
             except UnsupportedOperation as error:
+                if may_run_whole(error):
+                    return as_before.call_boxed(keyset, *args, **kwargs)
                 complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
                 raise
 
@@ -111,11 +117,16 @@ def _plain(value: Any) -> Any:
 _library = torch.library.Library("aten", "IMPL")
 
 
+methods: set[str] = set()
+"""The methods of DTensor that have a handler."""
+
+
 def method(name: str) -> Callable[[H], H]:
     """Register ``handler(stock_method, x, *args)`` for a method of DTensor, called for tensors on our meshes."""
 
     def register(handler: H) -> H:
         stock_method = getattr(DTensor, name)
+        methods.add(name)
 
         @functools.wraps(stock_method)
         def chosen(self: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -214,7 +225,9 @@ def watch_plain_tensors() -> None:
 
 
 def install_guard() -> None:
-    """Make every silent gather of a shard on one of our meshes an ``UnsupportedOperation``, before it communicates."""
+    """Make every silent gather of a shard on one of our meshes an ``UnsupportedOperation``, before it communicates, or
+    count it where it stands outside every model's call.
+    """
     dispatcher = DTensor._op_dispatcher
     redistribute = dispatcher.redistribute_local_args
     if getattr(redistribute, "refuses_gathers", False):
@@ -229,6 +242,9 @@ def install_guard() -> None:
             pairs = zip(before.placements, after.placements, strict=True)
             target = [b if b.is_replicate() and a.is_partial("sum") else a for b, a in pairs]
             if undoes_shard(before.mesh, before.placements, target):
+                if not in_model_call():
+                    admit(suggested.op, math.prod(before.shape) * before.tensor_meta.dtype.itemsize, before.mesh)
+                    continue
                 error = UnsupportedOperation(
                     f"{suggested.op}: no rule runs it on a tensor {tuple(before.shape)} laid out as"
                     f" {before.placements}; DTensor would gather it to {after.placements}."

@@ -23,7 +23,7 @@ from distconv.layouts import added_up, dim_axes, find_layout, owners, replicated
 from distconv.rules.operands import part_of
 from distconv.rules.reduction import all_reduce, precise
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
@@ -217,7 +217,7 @@ class _Sampling:
 def sample(func: Any, x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> DTensor:
     """x (N, C, space...) at the points of a grid (N, space..., dims)."""
     if mode == BICUBIC:
-        return small_or_refused(func, (x, grid, mode, padding, align), {}, "bicubic; accepted: bilinear and nearest")
+        return whole_or_refused(func, (x, grid, mode, padding, align), {}, "bicubic; accepted: bilinear and nearest")
     work = _Sampling(func, x, grid, mode, padding, align)
     return wrap(work.forward(), work.mesh, work.plan.result, work.shape)
 
@@ -228,7 +228,7 @@ def sample_backward(
 ) -> tuple[DTensor | None, DTensor | None]:
     """The gradients of x and of the grid."""
     if mode == BICUBIC:
-        return small_or_refused(func, (grad, x, grid, mode, padding, align, wanted), {}, "bicubic")
+        return whole_or_refused(func, (grad, x, grid, mode, padding, align, wanted), {}, "bicubic")
     work = _Sampling(func, x, grid, mode, padding, align)
     dx, dgrid = work.backward(part_of(grad, work.mesh, work.plan.result))
     return (

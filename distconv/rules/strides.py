@@ -18,7 +18,7 @@ from distconv.refusal import refuse
 from distconv.rules.along import named
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
-from distconv.rules.small import permit, undone
+from distconv.rules.whole import permit, undone
 from distconv.transfer.partial_sums import added
 from distconv.transfer.redistribution import moved
 
@@ -29,7 +29,8 @@ def strided(func: Any, *args: Any, **kwargs: Any) -> DTensor:
     arguments = named(func, args, kwargs)
     x = arguments["self"]
     if arguments["storage_offset"] and (x._is_view() or x.is_inference()):
-        raise refuse(func, "positions in the memory of a tensor that may be a view of another; accepted: no offset")
+        why = "positions in the memory of a tensor that may be a view of another; accepted: no offset"
+        raise refuse(func, why, whole_helps=False)
     distributed = [value for value in arguments.values() if isinstance(value, DTensor)]
     permit(func, distributed, "its strides are those of the whole tensor's memory; accepted: slices, select, unfold")
     mesh = distributed[0].device_mesh

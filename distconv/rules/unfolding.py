@@ -16,7 +16,7 @@ from distconv.rules.along import layout_beside
 from distconv.rules.copies import copy_of
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved
@@ -54,7 +54,7 @@ def unfold_backward(func: Any, grad: DTensor, shape: list[int], dim: int, size: 
     mesh, placements = layout(grad)
     whole = layout_beside(mesh, tuple(placements), tuple(grad.shape), frozenset({grad.dim() - 1}))
     if whole is None:
-        return small_or_refused(func, (grad, shape, dim, size, step), {}, "it needs the last dim whole")
+        return whole_or_refused(func, (grad, shape, dim, size, step), {}, "it needs the last dim whole")
     own, placements = moved(grad, mesh, whole)._local_tensor, whole
     dim = dim % max(len(shape), 1)
     axes = dim_axes(mesh, placements, dim) if shape else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from distconv.rules import small
+from distconv.rules import whole as small
 
 
 @contextlib.contextmanager

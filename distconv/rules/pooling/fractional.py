@@ -15,7 +15,7 @@ from distconv.layouts import local_shape
 from distconv.rules.along import layout_beside
 from distconv.rules.losses import common_layout
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -45,7 +45,7 @@ def pool(func: Any, x: Tensor, kernel: Sequence[int], size: Sequence[int], draws
     """Largest elements and their places, of maps (N, C, spatial...) and draws (N, C, dims of space) from 0 to 1."""
     mesh, placements, whole, before = _maps(func, x, draws)
     if whole is None:
-        gathered: tuple[DTensor, DTensor] = small_or_refused(func, (x, kernel, size, draws), {}, WHY)
+        gathered: tuple[DTensor, DTensor] = whole_or_refused(func, (x, kernel, size, draws), {}, WHY)
         return gathered
     of_draws = tuple(Shard(p.dim + 2 - before) if isinstance(p, Shard) else Replicate() for p in whole)
     shape = (*x.shape[:before], *size)
@@ -66,7 +66,7 @@ def pool_backward(
     """The gradient of x, laid out as x is."""
     mesh, placements, whole, _ = _maps(func, x, grad, places)
     if whole is None:
-        gathered: DTensor = small_or_refused(func, (grad, x, kernel, size, places), {}, WHY)
+        gathered: DTensor = whole_or_refused(func, (grad, x, kernel, size, places), {}, WHY)
         return gathered
     own_grad, own, own_places = (_here(each, mesh, whole) for each in (grad, x, places))
     local = func(own_grad, own, kernel, size, own_places) if own.numel() else own.new_zeros(own.shape)

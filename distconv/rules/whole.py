@@ -1,8 +1,11 @@
-"""Small tensors, which an operator may read whole on every rank where it cannot be computed in parts.
+"""Operators that run on whole tensors, where they cannot be computed in parts.
 
-A matrix to invert, a table of relative positions or the scores of some classes are needed whole, and to gather them
-costs next to nothing. An activation is not small: for it the operator stays refused. What is small is decided by shapes
-alone, so that all ranks decide alike.
+Within a model's call only small tensors are gathered for them: a matrix to invert, a table of relative positions or the
+scores of some classes cost next to nothing. An activation is not small, and for it the operator is refused. What is
+small is decided by shapes alone, so that all ranks decide alike.
+
+Outside, a script may ask anything of its results, as in one process: there tensors of any size are gathered, if they
+fit into memory, and counted (see `distconv.gathering.record`).
 """
 
 from __future__ import annotations
@@ -16,33 +19,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
+from distconv.agreement.ledger import settle
 from distconv.dtensors import wrap
+from distconv.gathering.calls import in_model_call
+from distconv.gathering.record import admit
 from distconv.layouts import find_layout, layout, replicated, undoes_shard
 from distconv.refusal import UnsupportedOperation, refuse
+from distconv.rules import outside
 from distconv.rules.copies import copy_of
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
 MOST_BYTES = 1 << 20
-"""The most that all sharded tensors of one operator may take together to be gathered."""
+"""The most that all sharded tensors of one operator may take together to be gathered within a model's call."""
 
 gathers: list[Callable[[Any], None]] = []
-"""Each is called with an operator before small tensors are gathered for it."""
+"""Each is called with an operator before tensors are gathered for it."""
 
 
 def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
-    """The sharded tensors among some values are about to be gathered for an operator, if they are small.
+    """The sharded tensors among some values are about to be gathered for an operator.
 
-    UnsupportedOperation where they are not: the one given, or one that says why they would have to be gathered.
+    UnsupportedOperation where that is not permitted: the one given, or one that says why they would have to be gathered.
     """
     sharded = [t for t in tree_leaves(values) if isinstance(t, DTensor) and undone(t)]
-    if sum(t.numel() * t.element_size() for t in sharded) > MOST_BYTES:
-        if isinstance(why, UnsupportedOperation):
-            raise why
-        raise refuse(func, f"of a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements} {why}")
+    size = sum(t.numel() * t.element_size() for t in sharded)
+    if size > MOST_BYTES:
+        if in_model_call():
+            if isinstance(why, UnsupportedOperation):
+                raise why
+            raise refuse(func, f"of a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements} {why}")
+        admit(func, size, sharded[0].device_mesh)
     if sharded:
         for tell in gathers:
             tell(func)
+
+
+def whole_value(what: str, x: DTensor) -> Tensor:
+    """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
+    permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
+    local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    settle(x.device_mesh)
+    return local
 
 
 def undone(x: DTensor) -> bool:
@@ -53,12 +71,15 @@ def undone(x: DTensor) -> bool:
 NO_RULE = "it has no rule for shards; use distconv.gather first where that is meant"
 
 
-def small_or_refused(
+def whole_or_refused(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str | UnsupportedOperation = NO_RULE
 ) -> Any:
-    """What an operator gives for whole tensors where these are small; else it is refused."""
+    """What an operator gives for whole tensors where these may be gathered; else it is refused."""
     permit(func, (args, kwargs), why)
     return _computed_whole(func, args, kwargs)
+
+
+outside.computed_whole = whole_or_refused
 
 
 def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -79,8 +100,9 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     result = func(*whole_args, **whole_kwargs)
     if written:
         for tensor, changed in zip(written, _written(func, whole_args, whole_kwargs), strict=True):
-            tensor._local_tensor.copy_(local_as(changed, mesh, tensor.placements))
-        return written[0] if len(written) == 1 else tuple(written)
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor.copy_(local_as(changed, mesh, tensor.placements))
+        return result if result is None else written[0] if len(written) == 1 else tuple(written)
     first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor))
 
     def write(x: DTensor, view: DTensor) -> None:
@@ -89,7 +111,7 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         x._local_tensor.copy_(local_as(own, mesh, x.placements))
 
     def shard(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
             return value
         y = _laid_as(value, mesh, layout(first)[1] if value.shape == first.shape else replicated(mesh))
         if not is_view:
@@ -110,4 +132,4 @@ def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)]

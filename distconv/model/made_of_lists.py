@@ -1,0 +1,51 @@
+"""`torch.tensor` and its like over lists of distributed numbers, such as the losses of an epoch.
+
+torch reads the memory of each number itself, where a distributed tensor has none.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from distconv.mesh import is_ours
+from distconv.rules.whole import whole_value
+
+MAKERS = ("tensor", "as_tensor", "asarray")
+
+
+@functools.cache
+def read_distributed_with_whole() -> None:
+    """From now on, these functions are given plain tensors for the distributed ones in lists."""
+    for name in MAKERS:
+        make = getattr(torch, name)
+        reads = _reading(make)
+        setattr(torch, name, reads)
+        operator = torch.jit._builtins._find_builtin(make)
+        if operator is not None:  # scripted functions know torch's functions as objects
+            torch.jit._builtins._register_builtin(reads, operator)
+
+
+def _reading(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(data: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(_with_whole(data) if isinstance(data, list | tuple) else data, *args, **kwargs)
+
+    return made
+
+
+def _with_whole(values: Any) -> Any:
+    """The same lists, and new ones with the whole of each distributed tensor among their items."""
+    if not any(isinstance(value, DTensor | list | tuple) for value in values):
+        return values
+    return [
+        whole_value("torch.tensor", value.detach())
+        if isinstance(value, DTensor) and is_ours(value.device_mesh)
+        else _with_whole(value)
+        if isinstance(value, list | tuple)
+        else value
+        for value in values
+    ]

@@ -1,0 +1,29 @@
+"""An operator of the script, outside every model's call, that a rule has refused on shards: it runs on whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from distconv.gathering.calls import in_model_call
+from distconv.refusal import UnsupportedOperation
+
+computed_whole: Callable[[Any, Sequence[Any], dict[str, Any], UnsupportedOperation], Any]
+"""Given an operator, its arguments and the refusal; set by `distconv.rules.whole`, which uses rules itself."""
+
+
+def may_run_whole(error: UnsupportedOperation) -> bool:
+    """Whether a refused operator is to run on whole tensors instead."""
+    return error.whole_helps and not in_model_call()
+
+
+def answered(
+    handler: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """What a rule gives, or else the operator on whole tensors. UnsupportedOperation where neither may run."""
+    try:
+        return handler(func, *args, **kwargs)
+    except UnsupportedOperation as error:
+        if not may_run_whole(error):
+            raise
+        return computed_whole(func, args, kwargs, error)
