@@ -58,6 +58,10 @@ class Record:
                 file=sys.stderr,
             )
 
+    def count_step(self, *_: object) -> None:
+        """An optimizer is about to step."""
+        self.steps += 1
+
     def summary(self) -> str:
         """One line for people; empty where nothing was gathered."""
         if not self.places:
@@ -85,8 +89,8 @@ def admit(func: object, size: int, mesh: DeviceMesh) -> None:
         if 2 * size > free:
             error: UnsupportedOperation = refuse(
                 func,
-                f"it needs whole tensors of {in_mib(size)} on every rank, and a result, but a rank has {in_mib(free)} of"
-                f" memory left; {advice(str(func))}; accepted: smaller tensors, or more memory",
+                f"it needs whole tensors of {in_mib(size)} on every rank, and room for a result, but a rank has"
+                f" {in_mib(free)} of memory left; {advice(str(func))}; accepted: smaller tensors, or more memory",
                 whole_helps=False,
             )
             raise error

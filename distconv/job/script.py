@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: 
 
 from distconv import settings
 from distconv.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
+from distconv.gathering.record import record
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
@@ -100,6 +101,7 @@ def _run_distributed(job: Job, store: Store) -> None:
             session = around.enter_context(mucudnn.patched(board=board, workspace_limit=limit, planning=planning))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
+        around.callback(_tell_gathered)
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))
@@ -131,6 +133,12 @@ def _write_report(path: str, session: Session) -> None:
         session.outcome().write(path)
     except OSError as error:
         print(f"distconv: --report {path}: {error.strerror}", file=sys.stderr)
+
+
+def _tell_gathered() -> None:
+    told = record.summary()
+    if told:
+        print(f"distconv: {told}", file=sys.stderr)
 
 
 def _execute(job: Job) -> None:

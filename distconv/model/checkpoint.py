@@ -46,8 +46,8 @@ def saving_whole() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         if importlib.util.find_spec("safetensors") is not None:
             safetensors = importlib.import_module("safetensors.torch")
-            around = {name: _of_whole_state for name in ("save", "save_file")}
-            around |= {name: _of_model_with_whole_state for name in ("save_model", "load_model")}
+            around: dict[str, Callable[[Any], Any]] = dict.fromkeys(("save", "save_file"), _of_whole_state)
+            around |= dict.fromkeys(("save_model", "load_model"), _of_model_with_whole_state)
             for name, wrapped in around.items():
                 real = getattr(safetensors, name)
                 setattr(safetensors, name, wrapped(real))

@@ -18,7 +18,7 @@ MAKERS = ("tensor", "as_tensor", "asarray")
 
 
 @functools.cache
-def read_distributed_with_whole() -> None:
+def read_distributed_numbers() -> None:
     """From now on, these functions are given plain tensors for the distributed ones in lists."""
     for name in MAKERS:
         make = getattr(torch, name)

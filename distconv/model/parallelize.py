@@ -20,6 +20,7 @@ from distconv.agreement.ledger import before_step, finish, ledger, note_state
 from distconv.direct import discover
 from distconv.direct.activation import open_functions
 from distconv.direct.checkpoints import open_checkpoints
+from distconv.gathering.record import record
 from distconv.implicit_replication import mix_plain_tensors
 from distconv.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
 from distconv.mesh_options import batch_norm_statistics
@@ -126,6 +127,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
 @functools.cache
 def _check_steps() -> None:
     register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(record.count_step)
     nn.Module.load_state_dict = _loading(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
 

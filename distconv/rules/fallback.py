@@ -22,8 +22,8 @@ from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import is_tensor, rule, unruled
-from distconv.rules.whole import NO_RULE, whole_or_refused
 from distconv.rules.stock import leave
+from distconv.rules.whole import NO_RULE, whole_or_refused
 from distconv.transfer.local_part import local_as
 
 

@@ -1,4 +1,4 @@
-"""An operator of the script, outside every model's call, that a rule has refused on shards: it runs on whole tensors."""
+"""Operators of the script, outside every model's call: what a rule refuses on shards runs on whole tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 from distconv.gathering.calls import in_model_call
 from distconv.refusal import UnsupportedOperation
 
-computed_whole: Callable[[Any, Sequence[Any], dict[str, Any], UnsupportedOperation], Any]
-"""Given an operator, its arguments and the refusal; set by `distconv.rules.whole`, which uses rules itself."""
+instead: list[Callable[[Any, Sequence[Any], dict[str, Any], UnsupportedOperation], Any]] = []
+"""What computes an operator on whole tensors, given its arguments and the refusal: one function, of
+`distconv.rules.whole`, which uses rules itself.
+"""
 
 
 def may_run_whole(error: UnsupportedOperation) -> bool:
@@ -17,13 +19,11 @@ def may_run_whole(error: UnsupportedOperation) -> bool:
     return error.whole_helps and not in_model_call()
 
 
-def answered(
-    handler: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
+def answered(handler: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a rule gives, or else the operator on whole tensors. UnsupportedOperation where neither may run."""
     try:
         return handler(func, *args, **kwargs)
     except UnsupportedOperation as error:
         if not may_run_whole(error):
             raise
-        return computed_whole(func, args, kwargs, error)
+        return instead[0](func, args, kwargs, error)

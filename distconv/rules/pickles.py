@@ -1,4 +1,4 @@
-"""What is pickled of a distributed tensor, by torch.save, pickle, joblib or any other: the whole tensor, as a plain one.
+"""What torch.save, pickle, joblib and others write of a distributed tensor: the whole tensor, as a plain one.
 
 So a file that a job writes can be read by a process without distconv, whatever object the tensor is an attribute of.
 """
@@ -20,6 +20,8 @@ def reduced(stock_method: Any, x: DTensor, protocol: int) -> Any:
     """That of the whole tensor, with the attributes that a program has set on this one. All ranks must pickle it."""
     with script_code():  # a file is the script's, even where a hook writes it
         whole = whole_value("pickle", x.detach()).clone()
-    plain = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole.requires_grad_(x.requires_grad)
+    plain = (
+        nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole.requires_grad_(x.requires_grad)
+    )
     plain.__dict__.update(x.__dict__)
     return plain.__reduce_ex__(protocol)

@@ -209,6 +209,10 @@ def is_tensor(kind: Any) -> bool:
     return isinstance(kind, torch.TensorType)
 
 
+def _is_view(func: Any) -> bool:
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+
+
 @functools.cache
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
@@ -242,8 +246,10 @@ def install_guard() -> None:
             pairs = zip(before.placements, after.placements, strict=True)
             target = [b if b.is_replicate() and a.is_partial("sum") else a for b, a in pairs]
             if undoes_shard(before.mesh, before.placements, target):
-                if not in_model_call():
-                    admit(suggested.op, math.prod(before.shape) * before.tensor_meta.dtype.itemsize, before.mesh)
+                # A gathered view would not tell its tensor of changes, as `distconv.rules.copies` does.
+                if not in_model_call() and not _is_view(suggested.op):
+                    itemsize = before.tensor_meta.dtype.itemsize if before.tensor_meta is not None else 1
+                    admit(suggested.op, math.prod(before.shape) * itemsize, before.mesh)
                     continue
                 error = UnsupportedOperation(
                     f"{suggested.op}: no rule runs it on a tensor {tuple(before.shape)} laid out as"

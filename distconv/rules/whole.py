@@ -25,8 +25,8 @@ from distconv.gathering.calls import in_model_call
 from distconv.gathering.record import admit
 from distconv.layouts import find_layout, layout, replicated, undoes_shard
 from distconv.refusal import UnsupportedOperation, refuse
-from distconv.rules import outside
 from distconv.rules.copies import copy_of
+from distconv.rules.outside import instead
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -40,7 +40,7 @@ gathers: list[Callable[[Any], None]] = []
 def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
     """The sharded tensors among some values are about to be gathered for an operator.
 
-    UnsupportedOperation where that is not permitted: the one given, or one that says why they would have to be gathered.
+    UnsupportedOperation where that is not permitted: the one given, or one that says why they would have to be.
     """
     sharded = [t for t in tree_leaves(values) if isinstance(t, DTensor) and undone(t)]
     size = sum(t.numel() * t.element_size() for t in sharded)
@@ -55,7 +55,7 @@ def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
             tell(func)
 
 
-def whole_value(what: str, x: DTensor) -> Tensor:
+def whole_value(what: str, x: Any) -> Tensor:
     """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
     local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
@@ -79,7 +79,7 @@ def whole_or_refused(
     return _computed_whole(func, args, kwargs)
 
 
-outside.computed_whole = whole_or_refused
+instead.append(whole_or_refused)
 
 
 def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -9,6 +9,8 @@ from typing import Any, Self
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distconv.gathering.calls import model_call
+
 
 class Collectives(TorchDispatchMode):
     """Notes the names of all collectives of torch.distributed that are called while it is on, in `called`.
@@ -49,12 +51,16 @@ class Collectives(TorchDispatchMode):
 
 
 def refusals(attempts: Iterable[Callable[[], Any]]) -> list[str]:
-    """The error of each attempt, as "type: message". An attempt that gives no error, or communicates first, fails."""
+    """The error of each attempt within a model's call, as "type: message".
+
+    An attempt that gives no error, or communicates first, fails.
+    """
     messages = []
     for attempt in attempts:
         with Collectives() as collectives:
             try:
-                attempt()
+                with model_call():
+                    attempt()
                 message = "no error"
             except (RuntimeError, NotImplementedError, ValueError) as error:
                 message = f"{type(error).__name__}: {error}"

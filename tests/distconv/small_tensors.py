@@ -1,18 +1,20 @@
-"""Tests say how large tensors may be that operators without a rule of their own gather."""
+"""Tests say how large tensors may be that operators without a rule of their own gather within a model's call."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from distconv.rules import whole as small
+from distconv.gathering.calls import model_call
+from distconv.rules import whole
 
 
 @contextlib.contextmanager
 def gathered_up_to(size: int) -> Iterator[None]:
-    """Within it, sharded tensors of at most so many bytes are gathered; 0: as if all tensors were large."""
-    usual, small.MOST_BYTES = small.MOST_BYTES, size
+    """As within a model's call, where at most so many bytes are gathered for an operator; 0: as if all were many."""
+    usual, whole.MOST_BYTES = whole.MOST_BYTES, size
     try:
-        yield
+        with model_call():
+            yield
     finally:
-        small.MOST_BYTES = usual
+        whole.MOST_BYTES = usual
