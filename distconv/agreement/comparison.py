@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.account import ACCOUNT
 from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
 from distconv.mesh import whole_group
@@ -78,7 +79,8 @@ class Comparison:
     def settle(self) -> None:
         """Wait for the message. Disagreement, alike on every rank, where the ranks hold different tensors."""
         if self._arrived is None:
-            self._work.wait()
+            with ACCOUNT.waiting():
+                self._work.wait()
         else:
             self._arrived.synchronize()
         rows = self._all.view(-1, FIELDS).tolist()

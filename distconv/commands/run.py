@@ -118,6 +118,12 @@ def add(commands: Any) -> None:
         "(python -m mucudnn report FILE shows it)",
     )
     run.add_argument(
+        "--summary",
+        action=argparse.BooleanOptionalAction,
+        help="tell at the end, on stderr, what the ranks held, sent and waited for, in two to four lines (default: on "
+        "a terminal)",
+    )
+    run.add_argument(
         "--show-ranks",
         action="store_true",
         help="let the script see RANK, WORLD_SIZE and torch.distributed as they are (default: it is told of one "
@@ -206,6 +212,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         print_all_ranks=options.print_all_ranks,
         report=options.report,
         show_ranks=options.show_ranks,
+        summary=options.summary,
     )
 
 

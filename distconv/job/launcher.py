@@ -47,6 +47,7 @@ class Job:
     print_all_ranks: bool = False
     report: str | None = None  # a file for what mucudnn chose on rank 0
     show_ranks: bool = False
+    summary: bool | None = None  # None: where the first rank's stderr is a terminal
 
 
 def check(job: Job, size: int | None, backend: str | None) -> None:

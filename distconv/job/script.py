@@ -24,6 +24,7 @@ from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.patience import telling_what_is_slow
 from distconv.job.signals import interrupts_are_exceptions
+from distconv.job.summary import local_gain, summed_up
 from distconv.job.surroundings import surroundings
 from distconv.mesh import make_mesh
 from distconv.model.strategy import Strategy
@@ -99,9 +100,11 @@ def _run_distributed(job: Job, store: Store) -> None:
             planning = None if divides_locally() or "MUCUDNN_PLANNING" in os.environ else "ahead"
             board = StoreBoard(store)
             session = around.enter_context(mucudnn.patched(board=board, workspace_limit=limit, planning=planning))
+            around.enter_context(local_gain(session, job.summary))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
         around.callback(_tell_gathered)
+        around.enter_context(summed_up(store, job.partition, job.summary))
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))

@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv import user_lines
+from distconv.account import ACCOUNT
 from distconv.agreement.ledger import ledger, note_state
 from distconv.direct.activation import Activation
 from distconv.direct.paths import is_open
@@ -161,7 +162,10 @@ _beyond_graphs = _disable_dynamo(_called)
 
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
     """The inputs of an outermost call. Where they are whole on every rank, all must hold the same: each is cut."""
-    noted = ledger(mesh) if torch._C._current_graph_task_id() == -1 else None  # in backward: something computed again
+    is_call = torch._C._current_graph_task_id() == -1  # in backward: something computed again
+    noted = ledger(mesh) if is_call else None
+    if is_call:
+        ACCOUNT.called()
     if whole:
         args, kwargs = tree_map_only(Tensor, plain, (args, kwargs))
         for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from distconv.account import ACCOUNT
 from distconv.agreement.ledger import compare_if_due
 from distconv.direct.activation import activation
 from distconv.direct.shares import counted_part
@@ -157,6 +158,7 @@ class Bucket:
             parts = [self.shares.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
             self.flat = torch._C._nn.flatten_dense_tensors(parts)
             self.shares.clear()
+            ACCOUNT.summed(self.flat, self.plan.group)
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
 
     def finish(self) -> dict[int, Tensor]:
@@ -167,7 +169,8 @@ class Bucket:
             self.start()
         shares: Any = self.shares
         if self.flat is not None:
-            self.work.wait()
+            with ACCOUNT.waiting():
+                self.work.wait()
             shares = torch._C._nn.unflatten_dense_tensors(self.flat, self.plan.stand_ins)
         grads = {index: self.laid_out(index, shares[index]) for index in self.arrived}
         self._reset()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.account import ACCOUNT
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 
@@ -31,13 +32,15 @@ class AllReduce:
             assert group is not None  # in a graph it has a name
             self._x = started("all_reduce", x, _NAMES[op], group.group_name)
         else:
+            ACCOUNT.summed(x, group)
             self._work = dist.all_reduce(x, op, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         """The reduction: ``x``, which it has overwritten, or a new tensor where a graph is traced."""
         if self._work is None:
             return arrived(self._x)
-        self._work.wait()
+        with ACCOUNT.waiting():
+            self._work.wait()
         return self._x
 
 
@@ -49,5 +52,7 @@ def all_reduced(x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> Te
         return all_reduced(x.to(torch.int32), group, op).to(torch.int16)
     if is_traced(x):
         return AllReduce(x, group, op).wait()
-    dist.all_reduce(x, op, group=group)
+    ACCOUNT.summed(x, group)
+    with ACCOUNT.waiting():
+        dist.all_reduce(x, op, group=group)
     return x

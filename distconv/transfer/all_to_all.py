@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.account import ACCOUNT
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 
@@ -42,6 +43,7 @@ class AllToAll:
             assert group is not None  # in a graph it has a name
             self._output = started("all_to_all_single", input, received, sent, group.group_name)
             return
+        ACCOUNT.to_each(input, sent, group)
         if input.dtype in NOT_SENT:
             received, sent = ([input.element_size() * count for count in counts] for counts in (received, sent))
             output, input = as_sent(output), as_sent(input)
@@ -51,10 +53,11 @@ class AllToAll:
         """``output``, filled, or a new tensor where a graph is traced."""
         if self._work is None:
             return arrived(self._output)
+        begin = time.perf_counter()
         if self._output.device.type == "cpu":
             # A halo on its way arrives sooner than a sleeping thread wakes up.
-            patience = time.perf_counter() + AWAKE_SECONDS
-            while not self._work.is_completed() and time.perf_counter() < patience:
+            while not self._work.is_completed() and time.perf_counter() < begin + AWAKE_SECONDS:
                 os.sched_yield()
         self._work.wait()
+        ACCOUNT.waited += time.perf_counter() - begin
         return self._output

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from distconv.account import ACCOUNT
 from distconv.transfer.all_to_all import as_sent
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
@@ -16,7 +18,9 @@ _NAME = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gath
 
 def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False) -> Any:
     """Fill flat ``output`` with flat ``own`` of every member in turn. Collective over the group."""
-    return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=async_op)
+    ACCOUNT.to_all(own, group)
+    with contextlib.nullcontext() if async_op else ACCOUNT.waiting():
+        return getattr(dist, _NAME)(as_sent(output), as_sent(own), group=group, async_op=async_op)
 
 
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,0 +1,116 @@
+"""Account: what this rank sends, how long it waits for others, and what it keeps, counted while a script runs.
+
+Counted is what distconv begins from Python; what a graph of torch.compile sends is not.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Mark:
+    """What had been sent and waited for at a moment.
+
+    Attributes:
+        sent: bytes.
+        waited: seconds.
+        at: of time.monotonic().
+    """
+
+    sent: int
+    waited: float
+    at: float
+
+
+@dataclass
+class Account:
+    """What a rank has done so far.
+
+    Attributes:
+        sent: bytes to other ranks; an allreduce counts as rings do.
+        waited: seconds in which the program stood still for messages; on a GPU the device waits, which nobody counts.
+        calls: outermost calls of models.
+        before: bytes that the process held when a model was first called.
+        first_call, first_step: the marks at the end of the first call of a model, and of the first optimizer step.
+    """
+
+    sent: int = 0
+    waited: float = 0.0
+    calls: int = 0
+    before: int = 0
+    first_call: Mark | None = None
+    first_step: Mark | None = None
+
+    def mark(self) -> Mark:
+        """This moment."""
+        return Mark(self.sent, self.waited, time.monotonic())
+
+    def called(self) -> None:
+        """An outermost call of a model begins."""
+        self.calls += 1
+        if self.calls == 1:
+            self.before = held()
+        elif self.first_call is None:
+            self.first_call = self.mark()
+
+    def stepped(self) -> None:
+        """An optimizer has stepped."""
+        if self.first_step is None:
+            self.first_step = self.mark()
+
+    def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
+        """An all-to-all of so many elements to each member begins."""
+        self.sent += x.element_size() * (sum(counts) - counts[_place(group)[0]])
+
+    def to_all(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+        """An allgather of a tensor of this rank begins."""
+        self.sent += x.element_size() * x.numel() * (_place(group)[1] - 1)
+
+    def summed(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
+        """An allreduce of a tensor begins."""
+        ranks = _place(group)[1]
+        self.sent += 2 * x.element_size() * x.numel() * (ranks - 1) // ranks
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it the program waits for messages."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - begin
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This rank's number in a group, and the size of that; all ranks without one."""
+    group = dist.group.WORLD if group is None else group
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
+ACCOUNT = Account()
+"""That of this process."""
+
+
+def held() -> int:
+    """Bytes that this process holds: on its GPU, or in the host's memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def most_held() -> int:
+    """The most that `held` has been."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

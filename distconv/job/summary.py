@@ -1,0 +1,191 @@
+"""What a job held, sent and waited for, in two to four lines at its end. The ranks tell one another through the store
+at which they met: nothing is collective, and a rank that tells nothing is left out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from distconv.account import ACCOUNT, most_held
+from distconv.partition import Partition
+from mucudnn.reporting.gain import gained
+from mucudnn.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from mucudnn.runtime.session import Session
+
+TOLD_WITHIN = timedelta(seconds=5)
+"""What the other ranks get to tell their share."""
+
+MUCH = 0.25
+"""From this share of a step on, waiting is worth a look at where."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank tells.
+
+    Attributes:
+        peak: the most bytes that it held.
+        before: bytes that it held before the first call of a model.
+        kept: bytes of gradients and of the optimizers' states, which it keeps from step to step.
+        kept_whole: the same of the whole model.
+        sent: bytes per step.
+        waited: the share of a step, from 0 to 1, in which it waited; None on a GPU.
+        steps: of the optimizer that stepped most, or else calls of models.
+        is_training: whether an optimizer stepped.
+    """
+
+    peak: int
+    before: int
+    kept: int
+    kept_whole: int
+    sent: float
+    waited: float | None
+    steps: int
+    is_training: bool
+
+
+def told(partition: Partition, shares: Sequence[Share]) -> list[str]:
+    """The sentences about a job, by what its ranks tell, the first rank first."""
+    steps = shares[0].steps
+    if not steps:
+        return [f"{partition.ranks} ranks ({partition}): no model was called"]
+    unit = "step" if shares[0].is_training else "call of the model"
+    alone = shares[0].before + shares[0].kept_whole
+    alone += sum(max(0, share.peak - share.before - share.kept) for share in shares)
+    lines = [
+        f"{partition.ranks} ranks ({partition}), {steps} {unit if steps == 1 else _plural(unit)}: memory of a rank at "
+        f"most {format_bytes(max(share.peak for share in shares))}; one process would need about {format_bytes(alone)}"
+    ]
+    sent = f"a rank sent at most {format_bytes(round(max(share.sent for share in shares)))} per {unit}"
+    waits = [share.waited for share in shares if share.waited is not None]
+    if not waits:
+        return [*lines, sent]
+    mean = sum(waits) / len(waits)
+    lines.append(f"{sent}; ranks waited for others in {mean:.0%} of their time ({min(waits):.0%} to {max(waits):.0%})")
+    if mean >= MUCH:
+        how = "distconv run --trace FILE shows where ranks wait, --partition auto looks for a better partition"
+        lines.append(f"next: {how}")
+    return lines
+
+
+def _plural(unit: str) -> str:
+    return unit.replace("step", "steps").replace("call ", "calls ")
+
+
+@contextlib.contextmanager
+def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterator[None]:
+    """Within it a script runs; at its end the first rank tells what the job held, sent and waited for.
+
+    Args:
+        wanted: None tells it where the first rank's stderr is a terminal.
+    """
+    if wanted is False:
+        yield
+        return
+    steps = _Steps()
+    hook = register_optimizer_step_post_hook(steps.stepped)
+    try:
+        with ending_well() as ended:
+            yield
+    finally:
+        hook.remove()
+        if ended:
+            _tell(store, partition, bool(wanted), _share(steps))
+
+
+class _Steps:
+    """The steps of optimizers, and the bytes that these keep from step to step, on this rank and of whole tensors."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.kept = self.kept_whole = 0
+
+    def stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An optimizer has stepped."""
+        self.counts[id(optimizer)] = self.counts.get(id(optimizer), 0) + 1
+        if self.counts[id(optimizer)] > 1:
+            return
+        ACCOUNT.stepped()
+        states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        for x in [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None] + states:
+            self.kept += (x.to_local() if isinstance(x, DTensor) else x).numel() * x.element_size()
+            self.kept_whole += x.numel() * x.element_size()
+
+
+def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
+    at = f"distconv/summary/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if dist.get_rank():
+        store.set(f"{at}/{dist.get_rank()}", json.dumps(asdict(own)))
+        return
+    if not is_shown(wanted):
+        return
+    names = [f"{at}/{rank}" for rank in range(1, dist.get_world_size())]
+    try:
+        store.wait(names, TOLD_WITHIN)
+    except RuntimeError:  # torch's store errors: a rank is late
+        names = [name for name in names if store.check([name])]
+    shares = [own, *(Share(**json.loads(store.get(name))) for name in names)]
+    show("distconv", told(partition, shares))
+
+
+@contextlib.contextmanager
+def local_gain(session: Session, wanted: bool | None) -> Iterator[None]:
+    """Within it a script runs; at its end the first rank tells what mucudnn gained there."""
+    try:
+        with ending_well() as ended:
+            yield
+    finally:
+        if ended and dist.get_rank() == 0 and wanted is not False and is_shown(bool(wanted)):
+            show("mucudnn on rank 0", gained(session.outcome())[:-1])
+
+
+def is_shown(wanted: bool) -> bool:
+    """Whether the first rank tells a summary."""
+    return wanted or sys.stderr.isatty()
+
+
+def show(who: str, sentences: Sequence[str]) -> None:
+    """Prints sentences of a summary."""
+    for sentence in sentences:
+        print(f"{who}: {sentence}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def ending_well() -> Iterator[list[bool]]:
+    """Gives a list that is empty unless what runs within ends without an error."""
+    ended: list[bool] = []
+    try:
+        yield ended
+    except SystemExit as end:
+        if not end.code:
+            ended.append(True)
+        raise
+    ended.append(True)
+
+
+def _share(of: _Steps) -> Share:
+    is_training = bool(of.counts)
+    first = ACCOUNT.first_step if is_training else ACCOUNT.first_call
+    steps = max(of.counts.values(), default=ACCOUNT.calls)
+    now, waited = ACCOUNT.mark(), None
+    sent = now.sent / max(steps, 1)
+    if first is not None and steps > 1:
+        sent = (now.sent - first.sent) / (steps - 1)  # in the first step models are compared, and plans made
+        if not torch.cuda.is_available():
+            waited = (now.waited - first.waited) / max(now.at - first.at, 1e-9)
+    return Share(most_held(), ACCOUNT.before, of.kept, of.kept_whole, sent, waited, steps, is_training)

@@ -1,0 +1,130 @@
+"""What a job says at its end: what its ranks held, sent and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from jobs import ENVIRONMENT, command
+from ranks import Ranks
+
+from distconv.account import ACCOUNT, held, most_held
+from distconv.job.summary import Share, ending_well, told
+from distconv.partition import Partition
+from distconv.transfer.all_reduce import AllReduce, all_reduced
+from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.gathering import all_gather
+
+MIB = 1 << 20
+PAIR = Partition.parse("height=2")
+SHARE = Share(600 * MIB, 300 * MIB, 100 * MIB, 100 * MIB, 3 * MIB, 0.1, 20, True)
+
+
+@pytest.mark.parametrize(
+    ("shares", "lines"),
+    [
+        (
+            [SHARE, replace(SHARE, peak=700 * MIB, waited=0.2, sent=2.0 * MIB)],
+            [
+                # What is kept once, and what the two hold beside that: 300 + 100 + 200 + 300 MiB.
+                "2 ranks (height=2), 20 steps: memory of a rank at most 700 MiB; one process would need about 900 MiB",
+                "a rank sent at most 3 MiB per step; ranks waited for others in 15% of their time (10% to 20%)",
+            ],
+        ),
+        (
+            [replace(SHARE, waited=None, steps=1, is_training=False)],
+            [
+                "2 ranks (height=2), 1 call of the model: memory of a rank at most 600 MiB; one process would need "
+                "about 600 MiB",
+                "a rank sent at most 3 MiB per call of the model",
+            ],
+        ),
+        ([replace(SHARE, steps=0)], ["2 ranks (height=2): no model was called"]),
+    ],
+    ids=["training", "inference", "nothing"],
+)
+def test_the_sentences(shares: list[Share], lines: list[str]) -> None:
+    assert told(PAIR, shares) == lines
+
+
+def test_where_ranks_wait_long_something_is_to_be_typed_next() -> None:
+    (*_, last) = told(PAIR, [replace(SHARE, waited=0.5)])
+    assert "--trace FILE" in last
+
+
+def counted(rank_sends: Any) -> tuple[int, float]:
+    sent, waited = ACCOUNT.sent, ACCOUNT.waited
+    rank_sends()
+    return ACCOUNT.sent - sent, ACCOUNT.waited - waited
+
+
+def every_collective() -> dict[str, tuple[int, float]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.zeros(12, dtype=torch.float64)
+    counts = [rank] * size  # what a rank keeps does not count
+    received = torch.zeros(sum(range(size)), dtype=torch.float64)
+    return {
+        "all to all": counted(
+            lambda: AllToAll(received, x.new_zeros(rank * size), list(range(size)), counts, None).wait()
+        ),
+        "sum": counted(lambda: all_reduced(x, None)),
+        "begun sum": counted(lambda: AllReduce(x, None).wait()),
+        "gather": counted(lambda: all_gather(x.new_zeros(size * 12), x, None)),
+    }
+
+
+def test_what_a_rank_sends_is_counted(ranks: Any) -> None:
+    pool: Ranks = ranks(4)
+    for rank, found in enumerate(pool.run(every_collective)):
+        sent = {name: each[0] for name, each in found.items()}
+        assert sent == {"all to all": 8 * 3 * rank, "sum": 144, "begun sum": 144, "gather": 288}
+        assert all(waited > 0 for _, waited in found.values())
+
+
+def test_memory_that_was_given_back_counts_in_the_peak_alone() -> None:
+    before = held()
+    x = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert held() >= before + 60 * MIB
+    del x
+    assert most_held() >= before + 60 * MIB
+
+
+def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
+    script = tmp_path / "calls.py"
+    script.write_text(
+        "import sys, torch\nnet = torch.nn.Conv2d(1, 2, 3, padding=1)\n"
+        "for _ in range(3):\n    net(torch.zeros(1, 1, 8, 8))\nsys.exit(0)\n"
+    )
+    limit = {"MUCUDNN_WORKSPACE_LIMIT": "1MiB", "MUCUDNN_DATABASE": ":memory:"}
+    words = command("alone", 2, "--partition", "height=2", str(script))
+    ours, theirs = pty.openpty()
+    job = subprocess.run(words, env=ENVIRONMENT | limit, stdin=theirs, stdout=theirs, stderr=theirs, timeout=120)
+    os.close(theirs)
+    lines = os.read(ours, 1 << 16).decode().splitlines()
+    os.close(ours)
+    assert job.returncode == 0, lines
+    assert re.match(
+        r"distconv: 2 ranks \(height=2\), 3 calls of the model: memory of a rank at most [\d.]+ MiB", lines[0]
+    )
+    assert "mucudnn on rank 0: 1 convolution met (by shape and direction): 1 by torch's own kernel" in lines
+
+
+@pytest.mark.parametrize(
+    ("end", "is_told"),
+    [(None, True), (SystemExit(0), True), (SystemExit(), True), (SystemExit("no"), False), (OSError(), False)],
+    ids=["end", "exit 0", "exit", "message", "error"],
+)
+def test_a_job_that_fails_tells_nothing(end: BaseException | None, is_told: bool) -> None:
+    with contextlib.suppress(SystemExit, OSError), ending_well() as ended:
+        if end is not None:
+            raise end
+    assert bool(ended) == is_told
