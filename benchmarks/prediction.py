@@ -36,6 +36,7 @@ from distconv.model.strategy import Strategy
 from distconv.partition import Partition
 from distconv.performance.automatic import decide
 from distconv.performance.candidates import partitions, worthwhile
+from distconv.performance.first_call import ModelCall
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
@@ -141,7 +142,7 @@ def choices(jobs: Mapping[int, Ranks]) -> Iterator[Row]:
         alone = statistics.median(measured_steps(name, ONE, jobs[1]))
         for ranks in RANKS[1:]:
             found = worthwhile(graph, partitions(ranks, len(case.shape)))
-            choice = decide(model, graph, found, jobs[ranks].machine, jobs[1].machine)
+            choice = decide(ModelCall(model, graph.inputs, True), graph, found, jobs[ranks].machine, jobs[1].machine)
             candidates: dict[str, float] = {"one process": alone}
             for partition in found:
                 if runs(model, graph, partition):

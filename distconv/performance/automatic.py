@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from distconv import settings
-from distconv.choosing import NothingChosen, Question
+from distconv.choosing import NothingChosen, Question, one_line
 from distconv.model.automatic import read as read_model
 from distconv.partition import Partition
 from distconv.performance.calibration import as_toml
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Planner
-from distconv.performance.first_call import first_call
+from distconv.performance.first_call import ModelCall, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
 from distconv.performance.kernels import Measured, measured_for
 from distconv.performance.layers import LayerGraph, trace
 from distconv.performance.machine import HERE, Machine, MachineError, here, read
 from distconv.performance.recording import record_step
+from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay
 from mucudnn import program
+from mucudnn.timing import progress
 from mucudnn.version import VERSION
 
 MOST = 12
@@ -54,18 +55,25 @@ class Choice:
             one process is the fastest.
         seconds: of a step, as predicted.
         alone: those of a step in one process; None where a step cannot be recorded so.
+        trains: whether a step has a backward pass.
+        doubted: whether it gains more than so many ranks can, after one process was measured again.
     """
 
     strategy: Mapping[str, str]
     seconds: float
     alone: float | None
+    trains: bool = True
+    doubted: bool = False
 
     def __str__(self) -> str:
+        predicted = f"predicted {1e3 * self.seconds:.1f} ms a {'step' if self.trains else 'call'}"
         if self.strategy == ONE:
-            return f"one process; predicted {1e3 * self.seconds:.1f} ms a step"
+            return f"one process; {predicted}"
         chosen = ", ".join(f"{pattern}: {partition}" for pattern, partition in self.strategy.items())
-        text = f"{chosen.removeprefix('*: ')}; predicted {1e3 * self.seconds:.1f} ms a step"
-        return text if self.alone is None else f"{text}, one process {1e3 * self.alone:.1f} ms"
+        text = f"{chosen.removeprefix('*: ')}; {predicted}"
+        if self.alone is not None:
+            text += f", one process {1e3 * self.alone:.1f} ms"
+        return f"{text}; more than these ranks can gain, so the machine was busy; not kept" if self.doubted else text
 
 
 def machine_here(ranks: int, kept: Kept) -> Machine:
@@ -103,44 +111,49 @@ def machine_for(question: Question, kept: Kept) -> Machine:
             f" measured; run python -m distconv calibrate, started as the ranks are"
         )
     path = own if here().is_file() else here()
-    print(f"distconv: --partition auto: measuring this machine with {ranks} ranks, once", file=sys.stderr)
+    _say(f"measuring this machine with {ranks} ranks, once")
     command = [sys.executable, "-m", "distconv", "calibrate", "--nproc", str(ranks), "-o", str(path)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+    with progress.bar(None, "measuring this machine"):
+        code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if code:
         raise ValueError("this machine could not be measured")
     return _measuring(read(str(path)), Measured(question.threads, kept, ranks))
 
 
-def choose(
-    model: nn.Module, shapes: Sequence[Sequence[int]], question: Question, kept: Kept, shown: str = "auto"
-) -> Choice:
+def _say(what: str) -> None:
+    print(f"distconv: --partition auto: {what}", file=sys.stderr, flush=True)
+
+
+def choose(call: ModelCall, question: Question, kept: Kept, shown: str = "auto") -> Choice:
     """The partition of every layer for which a performance model predicts the fastest step.
 
     Args:
-        model: on the meta device.
-        shapes: of the whole inputs, (N, C, spatial...).
+        call: of a model on the meta device.
         question: for what; every layer is divided over its ranks.
         kept: knows what was chosen before for the same model, shape and machine.
 
     Raises:
         ValueError: one line, where the model cannot run without data, or no partition divides it.
     """
-    graph, ranks = trace(model, *shapes), question.ranks
+    graph, ranks = trace(call.model, *call.shapes), question.ranks
     machine = machine_for(question, kept)
-    key = f"choice {_digest(model, graph, question, machine)}"
+    key = f"choice {_digest(call, graph, question, machine)}"
     if (before := kept.get(key)) is not None:
         return Choice(**json.loads(before))
     found = worthwhile(graph, partitions(ranks, len(graph.input)), MOST)
     if not found:
         raise ValueError(f"{ranks} ranks: no partition of so many divides an input {graph.input}")
     of_one = _of_one(machine, kept)
-    choice = decide(model, graph, found, machine, of_one, question.batch_norm, shown, question.may_be_one)
-    kept.put(key, json.dumps(vars(choice)))
+    _say(f"planning {len(graph.layers)} layers under {len(found)} partitions")
+    choice = decide(call, graph, found, machine, of_one, question.batch_norm, shown, question.may_be_one)
+    if not choice.doubted:
+        kept.put(key, json.dumps(vars(choice)))
     return choice
 
 
 def decide(
-    model: nn.Module,
+    call: ModelCall,
     graph: LayerGraph,
     found: Sequence[Partition],
     machine: Machine,
@@ -151,8 +164,10 @@ def decide(
 ) -> Choice:
     """The best strategy of some partitions, or one process where that may be and is predicted to be no slower.
 
+    One process that takes more than `ranks` times as long was measured while something else ran, and is measured again.
+
     Args:
-        model: on the meta device.
+        call: of a model on the meta device.
         found: partitions of all ranks.
         machine: as the ranks share it.
         of_one: as one process has it for itself.
@@ -160,13 +175,23 @@ def decide(
     Raises:
         ValueError: one line, where no layer can run under any partition.
     """
-    with imagined_job(found[0].ranks, machine.threads):
-        planner = Planner(model, graph, found, machine, batch_norm=batch_norm, shown=shown)
-        plan = planner.best()
-    alone = _alone(model, graph.inputs, of_one)
-    if may_be_one and alone is not None and alone <= plan.times.total:
-        return Choice(ONE, alone, alone)
-    return Choice(dict(plan.strategy), plan.times.total, alone)
+    ranks = found[0].ranks
+    with imagined_job(ranks, machine.threads):
+        recordings = Recordings(call.model, graph, batch_norm, call.trains)
+        planner = Planner(call.model, graph, found, machine, shown=shown, recordings=recordings)
+        with progress.bar(None, "whole steps", shown):
+            plan = planner.best()
+    for partition, why in recordings.faults.items():
+        _say(f"{partition} is left out: {why}")
+    seconds = plan.times.total
+    with progress.bar(None, "one process", shown):
+        alone = _alone(call, of_one)
+        if alone is not None and alone > ranks * seconds and isinstance(of_one.measured, Measured):
+            of_one.measured.doubt()
+            alone = _alone(call, of_one)
+    if may_be_one and alone is not None and alone <= seconds:
+        return Choice(ONE, alone, alone, call.trains)
+    return Choice(dict(plan.strategy), seconds, alone, call.trains, alone is not None and alone > ranks * seconds)
 
 
 def _of_one(machine: Machine, kept: Kept) -> Machine:
@@ -177,21 +202,20 @@ def _of_one(machine: Machine, kept: Kept) -> Machine:
     return replace(machine, host=host, measured=Measured(cores, kept), threads=cores)
 
 
-def _alone(model: nn.Module, shapes: Sequence[Sequence[int]], machine: Machine) -> float | None:
+def _alone(call: ModelCall, machine: Machine) -> float | None:
     with imagined_job(1, machine.threads):
         try:
-            step = record_step(model, mesh_of(Partition.parse(ONE["*"])), *shapes)
+            step = record_step(call.model, mesh_of(Partition.parse(ONE["*"])), *call.shapes, trains=call.trains)
+            return replay(step, machine).total
         except (ValueError, RuntimeError):
             return None
-    seconds = replay(step, machine).total
-    return seconds if math.isfinite(seconds) else None
 
 
-def _digest(model: nn.Module, graph: LayerGraph, question: Question, machine: Machine) -> str:
+def _digest(call: ModelCall, graph: LayerGraph, question: Question, machine: Machine) -> str:
     """Of all that a choice depends on: the model, its input, the ranks, the machine, the programs."""
     ranks = (question.ranks, question.local_ranks, question.threads, question.may_be_one)
     rest = (question.batch_norm, settings.value("channel_algorithm"), VERSION, torch.__version__, MOST)
-    parts = (str(model), graph, ranks, as_toml(machine), rest)
+    parts = (str(call.model), call.trains, graph, ranks, as_toml(machine), rest)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -204,11 +228,12 @@ def answer(question: Question, kept: Kept) -> Choice:
     if torch.cuda.is_available():
         raise ValueError("processors are measured, and ranks here run on GPUs; accepted: distconv plan --machine FILE")
     if question.kind == "model":
-        model, shapes = read_model(question.name)
+        call = ModelCall(*read_model(question.name), trains=True)
     else:
         found = program.module(question.name) if question.kind == "module" else program.script(question.name)
-        model, shapes = first_call(lambda: found.run(question.arguments))
-    return choose(model.to("meta"), shapes, question, kept)
+        _say(f"running {question.name} up to its first call of a model")
+        call = first_call(lambda: found.run(question.arguments))
+    return choose(replace(call, model=call.model.to("meta")), question, kept)
 
 
 def main(question: str, output: str) -> int:
@@ -219,6 +244,9 @@ def main(question: str, output: str) -> int:
         found = {"strategy": dict(choice.strategy), "told": str(choice)}
     except (program.NotFound, NothingChosen, ValueError) as error:
         found = {"refusal": " ".join(str(error).split())}
+    except Exception as error:  # a fault of the performance model, which must not cost the user more than a line
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        found = {"refusal": f"{one_line(error)} ({os.path.basename(line.filename)}:{line.lineno})"}
     Path(output).write_text(json.dumps(found))
     return 0
 

@@ -14,6 +14,7 @@ from distconv.model.strategy import layer_text
 from distconv.partition import Partition
 from distconv.performance.candidates import fits
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
+from distconv.performance.crowd import Unmeasurable
 from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph
@@ -148,7 +149,12 @@ class Planner:
 
     def _by(self, name: str, partition: Partition, mesh: DeviceMesh, algorithm: str | None) -> Cost:
         recorded = self.recordings.layer(name, partition, algorithm)
-        cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine)
+        trains = self.recordings.trains
+        try:
+            cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine, trains)
+        except Unmeasurable as error:
+            self.recordings.faults.setdefault(partition, f"layer {name}: {error}")
+            cost = replace(NEVER, refusal=str(error))
         return replace(cost, algorithm=algorithm)
 
     def _moves(self) -> dict[tuple[str, str], Numbers]:
@@ -156,7 +162,7 @@ class Planner:
         moves = {}
         for pair, shape in self.graph.edges.items():
             if shape not in known:
-                known[shape] = move_seconds(shape, self.meshes, self.machine)
+                known[shape] = move_seconds(shape, self.meshes, self.machine, self.recordings.trains)
             moves[pair] = known[shape]
         return moves
 
@@ -165,13 +171,15 @@ class Planner:
 
         Raises:
             DoesNotFit: where none fits the limit of bytes.
-            ValueError: one line, where no layer can run under any partition.
+            ValueError: one line, where no layer, or no whole step, can run under any partition.
         """
         plans = [plan for exposed in EXPOSED if (plan := self._chosen(exposed, limit)) is not None]
         if not self.fixed:
             self.uniform()
             known = [plan for plan in self._plans.values() if plan is not None]
             plans += [self.widened(plan, limit) for plan in known if plan.memory(self.states) <= limit]
+        if not plans and limit == math.inf:
+            raise ValueError(f"no whole step can run: {'; '.join(dict.fromkeys(self.refusals.values()))}")
         if not plans:
             smallest = self._smallest()
             every = [plan.memory(self.states) for plan in ([smallest] if self.fixed else self._plans.values()) if plan]
@@ -253,7 +261,14 @@ class Planner:
         if isinstance(step, str):
             self.refusals[", ".join(strategy.values())] = step
             return None
-        return Plan(layers, strategy, step, replay(step, self.machine), exposed, gap)
+        try:
+            times = replay(step, self.machine)
+        except Unmeasurable as error:
+            self.refusals[", ".join(strategy.values())] = str(error)
+            for partition in layers.values():
+                self.recordings.faults.setdefault(partition, str(error))
+            return None
+        return Plan(layers, strategy, step, times, exposed, gap)
 
     def text(self, name: str, partition: Partition) -> str:
         """A layer's partition with its channel algorithm, as a strategy says it."""

@@ -65,13 +65,16 @@ class Cost:
 NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 
 
-def layer_cost(recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine) -> Cost:
+def layer_cost(
+    recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine, trains: bool = True
+) -> Cost:
     """What a layer costs on a mesh.
 
     Args:
         recorded: its step, recorded alone; the reason where it cannot run so; None for a meeting that nothing follows.
+        trains: whether backward follows.
     """
-    met = _meeting(layer, mesh, machine) if layer.is_meeting else 0.0
+    met = (1 + trains) * _meeting(layer, mesh, machine) if layer.is_meeting else 0.0
     if recorded is None:
         return Cost(met, 0.0, 0.0, 0.0, 0.0)
     if isinstance(recorded, str):
@@ -121,10 +124,10 @@ def without(step: Step, kind: str) -> tuple[Step, list[Start]]:
 
 
 def _meeting(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
-    """Seconds: forward reads all inputs and writes the output, backward reads its gradient and writes theirs."""
+    """Seconds: forward reads all inputs and writes the output; backward, of their gradients, takes as long."""
     size = local_bytes(layer.output, mesh)
     one = machine.kernel_seconds(Kernel("meeting", 0, int(size * (layer.inputs + 1))))
-    return 2 * max(one, machine.host.operator) if machine.host.asynchronous else 2 * (one + machine.host.operator)
+    return max(one, machine.host.operator) if machine.host.asynchronous else one + machine.host.operator
 
 
 def local_bytes(shape: Sequence[int], mesh: DeviceMesh, itemsize: int = 4) -> float:

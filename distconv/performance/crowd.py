@@ -20,6 +20,10 @@ from distconv.performance.events import Call
 _READY = b"."
 
 
+class Unmeasurable(ValueError):
+    """A kernel whose time cannot be measured here: one line."""
+
+
 class Crowd:
     """The other ranks of this machine, started when they are first needed; they end with this process.
 
@@ -37,7 +41,7 @@ class Crowd:
         """Within it all the others run a kernel over and over.
 
         Raises:
-            RuntimeError: where one of them has ended; it has printed why.
+            Unmeasurable: where one of them has ended.
         """
         while len(self._processes) < self.others:
             self._processes.append(_start(self.threads))
@@ -48,7 +52,10 @@ class Crowd:
             finally:
                 self._tell(None)
         except BrokenPipeError:
-            raise RuntimeError("a process that computes beside a measurement has ended") from None
+            ended = [code for process in self._processes if (code := process.poll()) is not None]
+            self.close()
+            why = f"a process that computes beside it has ended with exit code {ended[0] if ended else 0}"
+            raise Unmeasurable(f"{call.operator} cannot be measured: {why}") from None
 
     def _tell(self, what: Call | None) -> None:
         text = pickle.dumps(what)
@@ -59,7 +66,8 @@ class Crowd:
         for process in self._processes:
             assert process.stdout is not None
             if process.stdout.read(1) != _READY:
-                raise RuntimeError("a process that computes beside a measurement has ended")
+                process.wait()
+                raise BrokenPipeError
 
     def close(self) -> None:
         """Ends the processes."""
@@ -77,6 +85,7 @@ def _start(threads: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "distconv.performance.crowd"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # whoever measures has run the kernel before, and tells what becomes of it
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         start_new_session=True,  # Ctrl-C reaches whoever measures, whose end they notice
     )

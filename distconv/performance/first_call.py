@@ -1,50 +1,88 @@
-"""What a script trains: seen at the first call of its model, at which the script ends."""
+"""What a script computes: seen at the first call of its model, at which the script ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from distconv.job.files.private import files_of_rank, job_folder
+
+PATIENCE = 10.0
+"""Seconds after the first call of a model in inference in which one in training may still follow."""
 
 
 class NoModel(ValueError):
     """A script that does not call a model as is needed: one line."""
 
 
-class _Called(BaseException):
-    """A model is called; not an `Exception`, which a script may catch."""
-
-    def __init__(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.model, self.inputs = model, inputs
+class _Seen(BaseException):
+    """Enough has been seen; not an `Exception`, which a script may catch."""
 
 
-def first_call(run: Callable[[], object]) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
+@dataclass(frozen=True)
+class ModelCall:
+    """A call of a model.
+
+    Attributes:
+        model: that is called, by no other module.
+        shapes: of its whole inputs.
+        trains: whether a backward pass follows; else it is inference.
+    """
+
+    model: nn.Module
+    shapes: tuple[tuple[int, ...], ...]
+    trains: bool
+
+
+class _Watch:
+    """The calls of models that a script makes."""
+
+    def __init__(self) -> None:
+        self.training: tuple[nn.Module, tuple[Any, ...]] | None = None
+        self.inference: tuple[nn.Module, tuple[Any, ...]] | None = None
+        self._depth, self._since = 0, 0.0
+
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Notes the first call in training, and the first one in inference that can be planned; ends the script."""
+        self._depth += 1
+        if torch.is_grad_enabled() and module.training and any(p.requires_grad for p in module.parameters()):
+            self.training = module, inputs
+            raise _Seen
+        if self.inference is not None and time.monotonic() - self._since > PATIENCE:
+            raise _Seen
+        if self.inference is None and self._depth == 1 and _shapes(inputs) and any(True for _ in module.parameters()):
+            self.inference, self._since = (module, inputs), time.monotonic()
+
+    def leave(self, *_: Any) -> None:
+        self._depth -= 1
+
+
+def first_call(run: Callable[[], object]) -> ModelCall:
     """Runs a script up to its first call of a model in training; files that it writes are its own, and are removed.
+
+    Where a script only calls models in inference, it is the first such call whose inputs are tensors of numbers: the
+    script has ended by itself, or `PATIENCE` later.
 
     Args:
         run: the script.
 
-    Returns:
-        The model, and the shapes of its whole inputs.
-
     Raises:
-        NoModel: where the script ends before, or the model takes anything but tensors of numbers.
+        NoModel: where the script ends or fails before, or the model takes anything but tensors of numbers.
     """
-
-    def called(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        trains = torch.is_grad_enabled() and module.training
-        if trains and any(parameter.requires_grad for parameter in module.parameters()):
-            raise _Called(module, inputs)
-
-    hook = register_module_forward_pre_hook(called)
+    watch, failed = _Watch(), ""
+    hooks = (
+        register_module_forward_pre_hook(watch.enter),
+        register_module_forward_hook(watch.leave, always_call=True),
+    )
     try:
         with (
             job_folder() as folder,
@@ -53,18 +91,30 @@ def first_call(run: Callable[[], object]) -> tuple[nn.Module, tuple[tuple[int, .
             contextlib.redirect_stdout(quiet),
         ):
             run()
-    except _Called as found:
-        given = found.inputs
-        tensors = [x for x in given if isinstance(x, Tensor) and x.ndim and x.is_floating_point()]
-        if len(tensors) == len(given) and any(x.ndim >= 3 for x in tensors):
-            return found.model, tuple(tuple(x.shape) for x in tensors)
-        name, told = type(found.model).__name__, ", ".join(map(_word, given)) or "nothing"
-        raise NoModel(f"{name} is called with {told}; accepted: tensors of numbers, one of them (N, C, ...)") from None
-    except SystemExit:
+    except (_Seen, SystemExit):
         pass
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        why = (str(error).splitlines() or [""])[0]
+        failed = f" with {type(error).__name__}: {why} ({line.filename}:{line.lineno})"
     finally:
-        hook.remove()
-    raise NoModel("the script ends before it calls a model in training")
+        for hook in hooks:
+            hook.remove()
+    if failed or not (found := watch.training or watch.inference):
+        raise NoModel(f"the script ends before it calls a model{failed}")
+    model, given = found
+    if shapes := _shapes(given):
+        return ModelCall(model, shapes, trains=watch.training is not None)
+    name, told = type(model).__name__, ", ".join(map(_word, given)) or "nothing"
+    raise NoModel(f"{name} is called with {told}; accepted: tensors of numbers, one of them (N, C, ...)")
+
+
+def _shapes(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    """Those of a call's inputs; none where it cannot be planned."""
+    tensors = [x for x in given if isinstance(x, Tensor) and x.ndim and x.is_floating_point()]
+    if len(tensors) != len(given) or not any(x.ndim >= 3 for x in tensors):
+        return ()
+    return tuple(tuple(x.shape) for x in tensors)
 
 
 def _word(given: object) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from distconv.performance.calls import prepared
-from distconv.performance.crowd import Crowd
+from distconv.performance.crowd import Crowd, Unmeasurable
 from distconv.performance.events import Call, Kernel
 from distconv.performance.kept import Kept
 
@@ -44,20 +45,41 @@ class Measured:
         self.share = max(1.0, ranks * threads / (os.cpu_count() or 1))
         """How many threads share a core, by which times grow."""
         self._known: dict[str, float] = {}
+        self._doubted = False
 
     def __call__(self, kernel: Kernel) -> float | None:
-        """Seconds of a kernel; None for one whose call was not recorded."""
+        """Seconds of a kernel; None for one whose call was not recorded.
+
+        Raises:
+            Unmeasurable: one line, for a kernel that does not run on its own.
+        """
         if kernel.call is None:
             return None
         key = f"kernel torch {torch.__version__}, {self.ranks} ranks, {self.threads} threads: {kernel.call}"
         if key not in self._known:
             before = self.kept.get(key)
-            if before is None:
-                with _threads(self.threads), self.crowd.beside(kernel.call):
-                    before = repr(measure(kernel.call, self.threads))
-                self.kept.put(key, before)
-            self._known[key] = float(before)
+            seconds = math.inf if before is None else float(before)
+            if before is None or self._doubted:
+                seconds = min(seconds, self._measured(kernel.call, 1 if self._doubted else self.threads))
+                self.kept.put(key, repr(seconds))
+            self._known[key] = seconds
         return self.share * self._known[key]
+
+    def _measured(self, call: Call, threads: int) -> float:
+        with _threads(threads):
+            try:
+                run = prepared(call)
+                run()
+            except Exception as error:  # whatever torch says of a call outside of its step
+                why = (str(error).splitlines() or [type(error).__name__])[0]
+                raise Unmeasurable(f"{call.operator} cannot be measured: {why}") from None
+            with self.crowd.beside(call):
+                return measure(run, threads)
+
+    def doubt(self) -> None:
+        """Every kernel is measured again where it is asked for next, by the processor time of one thread: more threads
+        take no longer, and what else runs here does not count. The lesser of its times is kept."""
+        self._known, self._doubted = {}, True
 
     def forget(self, kept: Kept) -> None:
         """Kernels are measured anew where ``kept``, which holds the times from here on, has none of them."""
@@ -70,10 +92,8 @@ def measured_for(ranks: int, kept: Kept) -> Measured:
     return Measured(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // ranks)), kept, ranks)
 
 
-def measure(call: Call, threads: int) -> float:
-    """Seconds of a call on this machine's processor, the median of some."""
-    run = prepared(call)
-    run()
+def measure(run: Callable[[], object], threads: int) -> float:
+    """Seconds of a kernel that has run before on this machine's processor, the median of some."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     start = clock()
     run()

@@ -37,6 +37,7 @@ def record_step(
     strategy: Mapping[str, str] | Strategy | None = None,
     batch_norm: str = "global",
     wants_gradient: bool = False,
+    trains: bool = True,
 ) -> Step:
     """Forward and backward of a model on the meta device, on this rank of an imagined job.
 
@@ -45,11 +46,12 @@ def record_step(
         shapes: of the whole inputs, (N, C, spatial...).
         strategy: as for `parallelize`.
         wants_gradient: whether the gradients of inputs are computed, as for a layer within a network.
+        trains: False for inference: the model's call alone, in `eval`.
 
     Raises:
         UnsupportedOperation, ValueError, RuntimeError: what a real run raises.
     """
-    model = copy.deepcopy(model).train()
+    model = copy.deepcopy(model).train(trains)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     with _messages() as messages:
         if next(model.parameters(), None) is None:
@@ -71,7 +73,7 @@ def record_step(
             messages.events.clear()
             saved.clear()
             entered = [_Entrance.apply(x) if wants_gradient else x for x in inputs]
-            with mode:
+            with mode, torch.set_grad_enabled(trains):
                 with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                     result = model(*entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]

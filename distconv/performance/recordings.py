@@ -23,14 +23,17 @@ class Recordings:
 
     Attributes:
         kinds: {layer: a text that is the same for layers that cost the same}.
+        faults: {partition: why it is left out, where that is no refusal but a fault}.
     """
 
-    def __init__(self, model: nn.Module, graph: LayerGraph, batch_norm: str = "global") -> None:
+    def __init__(self, model: nn.Module, graph: LayerGraph, batch_norm: str = "global", trains: bool = True) -> None:
         """
         Args:
             model: on the meta device.
+            trains: False for inference.
         """
-        self.model, self.graph, self.batch_norm = model, graph, batch_norm
+        self.model, self.graph, self.batch_norm, self.trains = model, graph, batch_norm, trains
+        self.faults: dict[Partition, str] = {}
         self.kinds = {name: f"{name not in graph.first} {alike(model, layer)}" for name, layer in graph.layers.items()}
         self._layers: dict[tuple[str, Partition, str | None], Step | str | None] = {}
         self._whole: dict[tuple[tuple[str, str], ...], Step | str] = {}
@@ -95,7 +98,11 @@ class Recordings:
                 *shapes,
                 strategy=strategy,
                 batch_norm=self.batch_norm,
-                wants_gradient=wants_gradient,
+                wants_gradient=wants_gradient and self.trains,
+                trains=self.trains,
             )
-        except (UnsupportedOperation, ValueError, RuntimeError) as error:
-            return (str(error).splitlines() or [type(error).__name__])[0]
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            if not isinstance(error, UnsupportedOperation | ValueError | RuntimeError):
+                self.faults.setdefault(partition, why)
+            return why

@@ -82,6 +82,8 @@ def _kernel(func: Any, args: Any, kwargs: Any, inputs: list[Tensor], result: Any
     outputs = list(_tensors((result,)))
     if func.namespace not in ("aten", "distconv") or not outputs or func in _FREE:
         return None
+    if torch.Tag.inplace_view in func.tags:
+        return None  # as detach_, of which torch may refuse to be called again
     known = {_storage(x) for x in inputs}
     if not func._schema.is_mutable and all(_storage(y) in known for y in outputs):
         return None  # a view

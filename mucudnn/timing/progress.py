@@ -1,8 +1,9 @@
-"""The progress bar of measuring."""
+"""The progress bar of measuring and planning."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,13 +11,13 @@ Advance = Callable[[], object]
 
 
 @contextmanager
-def bar(total: int, description: str, mode: str = "auto") -> Iterator[Advance]:
+def bar(total: int | None, description: str, mode: str = "auto") -> Iterator[Advance]:
     """A bar on stderr, gone when the work is done; calling what the context gives advances it by one.
 
-    Bars may be nested and advanced from several threads.
+    Bars may be nested and advanced from several threads. The seconds that have passed are shown anew every second.
 
     Args:
-        total: steps until the work is done.
+        total: steps until the work is done; None where they are not known, and only the seconds are shown.
         description: what is being done.
         mode: `Settings.progress`: "auto" shows the bar where stderr is a terminal, "on" always, "off" never.
     """
@@ -25,15 +26,28 @@ def bar(total: int, description: str, mode: str = "auto") -> Iterator[Advance]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=description, file=sys.stderr, leave=False, dynamic_ncols=True) as shown:
+    form = "{desc} {elapsed}" if total is None else None
+    with tqdm(
+        total=total, desc=description, file=sys.stderr, leave=False, dynamic_ncols=True, bar_format=form
+    ) as shown:
         # tqdm counts without a lock of its own.
-        lock = tqdm.get_lock()
+        lock, ended = tqdm.get_lock(), threading.Event()
 
         def advance() -> None:
             with lock:
                 shown.update()
 
-        yield advance
+        def tick() -> None:
+            while not ended.wait(1):
+                shown.refresh()
+
+        clock = threading.Thread(target=tick, daemon=True)
+        clock.start()
+        try:
+            yield advance
+        finally:
+            ended.set()
+            clock.join()
 
 
 def _on_terminal() -> bool:

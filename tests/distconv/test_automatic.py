@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from distconv.performance.automatic import ONE, decide
 from distconv.performance.calibration import _line, as_toml
 from distconv.performance.calls import prepared
 from distconv.performance.choice import Planner
+from distconv.performance.crowd import Unmeasurable
 from distconv.performance.events import Call, Kernel, Shape
-from distconv.performance.first_call import NoModel, first_call
+from distconv.performance.first_call import ModelCall, NoModel, first_call
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
@@ -69,13 +71,33 @@ def test_a_machine_takes_what_is_measured_and_the_roofline_elsewhere() -> None:
     assert machine.kernel_seconds(Kernel("other", 0, 0)) == machine.device.kernel
 
 
-def test_every_kernel_of_a_step_can_be_run_again() -> None:
-    model = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)))
+@pytest.mark.parametrize(
+    ("build", "shape"),
+    [
+        (lambda: [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)], (2, 3, 16, 16)),
+        (lambda: [nn.Conv3d(1, 4, 3), nn.InstanceNorm3d(4, affine=True)], (2, 1, 6, 8, 6)),
+    ],
+)
+def test_every_kernel_of_a_step_can_be_run_again(build: Callable[[], list[nn.Module]], shape: tuple[int, ...]) -> None:
+    """The norm's statistics are detached in place, which torch does to no tensor but the step's own."""
     with imagined_job(2):
-        step = record_step(model, mesh_of(Partition.parse("height=2")), (2, 3, 16, 16))
+        step = record_step(on_meta(lambda: nn.Sequential(*build())), mesh_of(Partition.parse("height=2")), shape)
     measured = Measured(1, Kept())
     kernels = [event for event in step.events if isinstance(event, Kernel)]
     assert len(kernels) > 10 and all((measured(kernel) or 0) > 0 for kernel in kernels)
+
+
+def test_a_call_in_inference_is_recorded_without_backward() -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout()))
+    with imagined_job(2):
+        both = [
+            record_step(model, mesh_of(Partition.parse("height=2")), (2, 3, 8, 8), trains=each)
+            for each in (True, False)
+        ]
+    trained, inferred = ({event.name for event in step.events if isinstance(event, Kernel)} for step in both)
+    assert any("backward" in name or "dropout" in name for name in trained)
+    assert inferred and not any("backward" in name or "dropout" in name for name in inferred)
+    assert both[0].saved > 0 and both[1].saved == 0
 
 
 @pytest.mark.parametrize(
@@ -113,7 +135,7 @@ class Both(nn.Module):
 
 def test_a_model_of_two_inputs_is_planned() -> None:
     called = first_call(lambda: Both()(torch.ones(4, 3, 16, 16), torch.ones(4, 5)))
-    model, shapes = called[0].to("meta"), called[1]
+    model, shapes = called.model.to("meta"), called.shapes
     assert shapes == ((4, 3, 16, 16), (4, 5))
     graph = trace(model, *shapes)
     assert graph.input == (4, 3, 16, 16) and graph.first == ["image", "numbers"] and graph.last == "head"
@@ -138,15 +160,33 @@ def test_the_first_call_of_a_model_in_training(tmp_path: Path) -> None:
         except Exception:
             pytest.fail("the script has caught what ends it")
 
-    assert first_call(script) == (model, ((4, 3, 16, 16),))
+    assert first_call(script) == ModelCall(model, ((4, 3, 16, 16),), trains=True)
     assert not note.exists()
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.0])
+def test_the_first_call_in_inference(patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that no other one calls, on numbers; a script that goes on calling it is ended."""
+    monkeypatch.setattr("distconv.performance.first_call.PATIENCE", patience)
+    model, calls = nn.Sequential(nn.Sequential(nn.Conv2d(3, 8, 3)), nn.ReLU()).eval(), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+
+    @torch.no_grad()
+    def script() -> None:
+        nn.Embedding(4, 4)(torch.zeros(1, dtype=torch.long))
+        for _ in range(3):
+            model(torch.randn(1, 3, 16, 16))
+
+    assert first_call(script) == ModelCall(model, ((1, 3, 16, 16),), trains=False)
+    assert len(calls) == (3 if patience else 0)
 
 
 @pytest.mark.parametrize(
     ("script", "complaint"),
     [
-        (lambda: None, "ends before it calls a model"),
-        (lambda: sys.exit(0), "ends before it calls a model"),
+        (lambda: None, "ends before it calls a model$"),
+        (lambda: sys.exit(0), "ends before it calls a model$"),
+        (lambda: os.remove("/no/such/file"), r"calls a model with FileNotFoundError: .*/no/such/file' \(.*\.py:\d+\)$"),
         (
             lambda: nn.Bilinear(2, 2, 2)(torch.ones(2), torch.ones(2)),
             r"Bilinear is called with torch.float32 \(2,\), torch.float32 \(2,\); accepted",
@@ -195,26 +235,91 @@ def test_what_leaves_nothing_to_choose_is_one_line(tmp_path: Path, options: tupl
     assert complaint in done.stderr and done.stderr.count("\n") == 1
 
 
+def product(size: int) -> Kernel:
+    matrix = Shape((size, size), (size, 1), torch.float32)
+    return Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (matrix, matrix), ()))
+
+
 def test_a_kernel_is_measured_beside_others() -> None:
+    """A kernel that fails is one line, as is one of the others that ends; the next kernel is measured as ever."""
     measured = Measured(1, Kept(), ranks=2)
+    wrong = Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (MATRIX, replace(MATRIX, sizes=(7, 8))), ()))
     try:
-        kernel = Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (MATRIX, MATRIX), ()))
-        assert (measured(kernel) or 0) > 0
+        assert (measured(product(8)) or 0) > 0
         (process,) = measured.crowd._processes
+        with pytest.raises(Unmeasurable, match=r"^aten.mm.default cannot be measured: mat1 and mat2 shapes"):
+            measured(wrong)
         assert process.poll() is None
+        process.kill()
+        with pytest.raises(Unmeasurable, match="beside it has ended with exit code -9"):
+            measured(product(9))
+        assert (measured(product(9)) or 0) > 0
+        (process,) = measured.crowd._processes
     finally:
         measured.crowd.close()
     assert process.returncode == 0
 
 
-@pytest.mark.parametrize(("alone_is", "chosen"), [(1e-3, "one process"), (1e3, "sample=2")])
+@pytest.mark.parametrize(("alone_is", "chosen"), [(1e-3, "one process"), (1.5, "sample=2")])
 def test_one_process_is_chosen_where_ranks_are_slower(alone_is: float, chosen: str) -> None:
-    """Kernels take as long on two ranks as on one, or a thousandth: what else a step costs does not matter."""
+    """Kernels of one process take a thousandth of those of two ranks, or half as long again: little else matters."""
     model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())), (2, 3, 16, 16)
     machine = replace(read("lassen"), measured=lambda kernel: 1.0)
     of_one = replace(machine, measured=lambda kernel: alone_is)
     found = [Partition.parse("sample=2")]
-    choice = decide(model, trace(model, shape), found, machine, of_one)
-    assert str(choice).startswith(chosen)
+    choice = decide(ModelCall(model, (shape,), True), trace(model, shape), found, machine, of_one)
+    assert str(choice).startswith(chosen) and not choice.doubted
     assert choice.alone is not None and choice.seconds <= choice.alone
     assert (choice.strategy == ONE) == (chosen == "one process")
+
+
+class Disturbed(Measured):
+    """Says that kernels take a hundred seconds, and this many where it is doubted."""
+
+    def __init__(self, really: float) -> None:
+        super().__init__(2, Kept())
+        self.really, self.says = really, 100.0
+
+    def __call__(self, kernel: Kernel) -> float:
+        return self.says
+
+    def doubt(self) -> None:
+        self.says = self.really
+
+
+@pytest.mark.parametrize(("really", "doubted"), [(1.5, False), (50.0, True)])
+def test_what_ranks_cannot_gain_is_measured_again(really: float, doubted: bool) -> None:
+    model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())), (2, 3, 16, 16)
+    machine = replace(read("lassen"), measured=lambda kernel: 1.0)
+    found, of_one = [Partition.parse("sample=2")], replace(machine, measured=Disturbed(really))
+    choice = decide(ModelCall(model, (shape,), True), trace(model, shape), found, machine, of_one)
+    assert choice.alone is not None and choice.doubted is doubted
+    assert choice.alone / choice.seconds == pytest.approx(really, rel=0.2)
+
+
+def test_a_kernel_in_doubt_keeps_its_lesser_time() -> None:
+    kept = Kept()
+    measured, kernel = Measured(2, kept), product(8)
+    key = f"kernel torch {torch.__version__}, 1 ranks, 2 threads: {kernel.call}"
+    kept.put(key, "100.0")
+    assert measured(kernel) == 100.0
+    measured.doubt()
+    less = measured(kernel)
+    assert less < 1 and Measured(2, kept)(kernel) == less
+
+
+def test_a_partition_that_fails_is_left_out_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its kernels, of half the rows, cannot be measured; or what records it has a fault of its own."""
+    model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())), (2, 3, 16, 16)
+
+    def seconds(kernel: Kernel) -> float:
+        if kernel.call is not None and "sizes=(2, 8, 8, 16)" in str(kernel.call):
+            raise Unmeasurable(f"{kernel.name} cannot be measured: it fails")
+        return 1.0
+
+    machine = replace(read("lassen"), measured=seconds)
+    found = [Partition.parse("height=2"), Partition.parse("sample=2")]
+    choice = decide(ModelCall(model, (shape,), True), trace(model, shape), found, machine, machine, may_be_one=False)
+    assert choice.strategy == {"*": "sample=2"}
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("distconv: --partition auto: height=2 is left out: layer 0: aten")

@@ -23,6 +23,7 @@ from distconv.choosing import Question
 from distconv.model.automatic import write
 from distconv.performance.automatic import Choice, choose, main
 from distconv.performance.calibration import as_toml
+from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta
@@ -80,9 +81,36 @@ def test_what_was_chosen_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) ->
         (lambda: nn.Conv2d(3, 8, 1), (2, 3, 8, 8)),
         (lambda: nn.Conv2d(3, 8, 3), (4, 3, 8, 8)),
     ):
-        choice = choose(on_meta(build), (shape,), question, kept)
+        choice = choose(ModelCall(on_meta(build), (shape,), True), question, kept)
         assert choice.strategy == {"*": "sample=2"} and (choice.seconds, choice.alone) == (1.0, 2.0)
     assert len(chosen) == 3
+    choose(ModelCall(on_meta(lambda: nn.Conv2d(3, 8, 3)), ((4, 3, 8, 8),), trains=False), question, kept)
+    assert len(chosen) == 4
+
+
+def test_a_doubted_choice_is_not_kept(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    chosen = [Choice({"*": "sample=2"}, 1.0, 9.0, doubted=True), Choice({"*": "height=2"}, 1.0, 2.0)]
+    monkeypatch.setattr("distconv.performance.automatic.decide", lambda *_: chosen.pop(0))
+    kept, question = Kept(), Question("model", "", 2, 2, 1)
+    call = ModelCall(on_meta(lambda: nn.Conv2d(3, 8, 3)), ((2, 3, 8, 8),), True)
+    assert "so the machine was busy; not kept" in str(choose(call, question, kept))
+    assert [str(choose(call, question, kept)) for _ in range(2)] == [
+        "height=2; predicted 1000.0 ms a step, one process 2000.0 ms"
+    ] * 2
+
+
+def test_a_fault_of_planning_is_one_line(cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Choice:
+        raise KeyError("no such layer")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setattr("distconv.performance.automatic.decide", fails)
+    write(str(tmp_path / "model"), nn.Conv2d(3, 8, 3), ((2, 3, 8, 8),))
+    question = Question("model", str(tmp_path / "model"), 2, 2, 1)
+    assert main(json.dumps(asdict(question)), str(tmp_path / "answer")) == 0
+    refusal = json.loads((tmp_path / "answer").read_text())["refusal"]
+    assert refusal.startswith("KeyError: 'no such layer' (test_choosing.py:")
 
 
 class Counting(nn.Module):

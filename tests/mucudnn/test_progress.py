@@ -30,3 +30,9 @@ def test_a_bar_is_for_terminals(
     with progress.bar(2, "measuring", mode) as advance:
         advance()
     assert ("measuring" in capsys.readouterr().err) is shown
+
+
+def test_a_bar_without_an_end_shows_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress.bar(None, "whole steps", "on"):
+        pass
+    assert "whole steps 00:00" in capsys.readouterr().err
