@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from distconv.job.hash_seed import settle
 from distconv.job.signals import interrupts_are_silent
 from distconv.place import is_run
+from distconv.private_names import check
 from mucudnn.lazily import attributes
 from mucudnn.version import VERSION as __version__
 
@@ -50,4 +51,4 @@ if is_run():
     interrupts_are_silent()
 settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
-__getattr__ = attributes(__name__, {"distconv.interface": set(__all__) - {"__version__"}})
+__getattr__ = attributes(__name__, {"distconv.interface": set(__all__) - {"__version__"}}, check)

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import NoReturn
 
-from distconv import settings
+from distconv import private_names, settings
 from distconv.commands import calibrate, check, convert, doctor, plan, run, simulate
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
@@ -51,8 +51,10 @@ def main() -> int:
     first = place is None or place.rank == 0
     try:
         options = _parsed(first)
+        if options.name != run.NAME:  # whose launcher needs no torch; its ranks ask for themselves
+            private_names.check()
         code: int = options.command(options)
-    except (BadInput, settings.SettingError) as error:
+    except (BadInput, settings.SettingError, private_names.MissingName) as error:
         if first:
             print(f"distconv: {error}", file=sys.stderr)
         return 2

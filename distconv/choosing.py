@@ -5,6 +5,7 @@ That process measures kernels and imagines jobs of many ranks, for which it must
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -12,12 +13,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from distconv import settings
+from distconv import private_names, settings
 from distconv.place import without_place
 
 CHOOSES = "distconv.performance.automatic"
-"""The module that the process runs."""
+"""What the process runs, once torch is known to have what it needs."""
 
 
 class NothingChosen(ValueError):
@@ -81,7 +83,7 @@ def ask(question: Question, **environment: str) -> Answer:
     with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
         path = os.path.join(folder, "answer.json")
         done = subprocess.run(
-            [sys.executable, "-m", CHOOSES, json.dumps(asdict(question)), path],
+            [sys.executable, "-m", "distconv.choosing", json.dumps(asdict(question)), path],
             env={**surrounding, "OMP_NUM_THREADS": str(question.threads), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -136,3 +138,18 @@ def ranks_here() -> int:
         return 1
     dist.all_gather_object(nodes, platform.node())
     return nodes.count(nodes[0])
+
+
+def main(question: str, output: str) -> int:
+    """The process that chooses: it writes an answer, or why there is none, to the file `output`."""
+    try:
+        private_names.check()
+    except private_names.MissingName as error:
+        Path(output).write_text(json.dumps({"refusal": str(error)}))
+        return 0
+    code: int = importlib.import_module(CHOOSES).main(question, output)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

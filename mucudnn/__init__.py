@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mucudnn.lazily import attributes
+from mucudnn.private_names import check
 from mucudnn.version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -46,4 +47,5 @@ __getattr__ = attributes(
         "mucudnn.reporting.record": ("Record",),
         "mucudnn.runtime.arrays": ("convolve",),
     },
+    check,
 )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import mucudnn
 from mucudnn.commands import bench, doctor, plan, plot, report, run
 from mucudnn.commands.arguments import Commands, Parser, examples
+from mucudnn.private_names import MissingName, check
 from mucudnn.settings import SETTINGS
 
 
@@ -16,8 +17,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The exit code: 0, or what the command says.
+        The exit code: 0, or what the command says; 2 where torch lacks what mucudnn needs.
     """
+    try:
+        check()
+    except MissingName as error:
+        print(f"mucudnn: {error}", file=sys.stderr)
+        return 2
     own, program = run.separated(list(sys.argv[1:] if arguments is None else arguments))
     parsed = _parser().parse_args(own)
     parsed.program = program

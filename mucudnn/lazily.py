@@ -11,13 +11,21 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 
-def attributes(package: str, names: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose public names are defined in modules of it: {module: its names}."""
+def attributes(package: str, names: Mapping[str, Iterable[str]], check: Callable[[], object]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose public names are defined in modules of it: {module: its names}.
+
+    Args:
+        check: asks torch for what these modules need, before the first of them is imported; or at once, where the
+            program has imported torch already.
+    """
+    if "torch" in sys.modules:
+        check()
     places = {name: module for module, own in names.items() for name in own}
 
     def attribute(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        check()
         value = getattr(importlib.import_module(places[name]), name)
         setattr(sys.modules[package], name, value)
         return value

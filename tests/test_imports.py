@@ -43,7 +43,7 @@ def test_packages_import_only_what_lies_beneath(folder: str) -> None:
 
 
 FLOORS = (
-    ("optimizer", "convolution", "devices", "sizes", "program", "log", "version", "lazily", "recent"),
+    ("optimizer", "convolution", "devices", "sizes", "program", "log", "version", "lazily", "recent", "private_names"),
     ("providers", "budgets", "reporting", "settings"),
     ("timing",),
     ("planning",),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distconv import settings
+from distconv import private_names, settings
 from distconv.channels import check_algorithm
 from distconv.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.job.keeper import Watcher, keep_rank
@@ -19,6 +19,8 @@ from distconv.job.launcher import BadInput, Job, is_launcher, part, start
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.partition import AXES, Partition
 from distconv.place import Place, find_place
+
+NAME = "run"
 
 DESCRIPTION = f"""\
 Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every
@@ -79,7 +81,7 @@ def _epilog() -> str:
 def add(commands: Any) -> None:
     """Add the command to those of the command line."""
     run = commands.add_parser(
-        "run",
+        NAME,
         help="run a script on many ranks",
         description=DESCRIPTION,
         epilog=_epilog(),
@@ -248,6 +250,7 @@ def _part(job: Job) -> int:
 
 
 def _run(job: Job, place: Place, watcher: Watcher) -> int:
+    private_names.check()
     from distconv.job.script import run
 
     return run(job, place, watcher)

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from distconv import settings
+from distconv import private_names, settings
 from distconv.addresses import LOOPBACK, loopback_variables
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
@@ -156,6 +156,7 @@ def part(job: Job) -> int | Watcher:
     Returns:
         A Watcher in a rank, whose environment then tells its place; in the launcher the exit code of the job.
     """
+    private_names.check()
     for name in ("torch._dynamo", "distconv.interface", "distconv.job.script"):
         importlib.import_module(name)
 

@@ -2,7 +2,7 @@
 
 `distconv.choosing` starts this as a process of its own, and reads what it has written:
 
-    python -m distconv.performance.automatic QUESTION ANSWER.json
+    python -m distconv.choosing QUESTION ANSWER.json
 """
 
 from __future__ import annotations
@@ -249,7 +249,3 @@ def main(question: str, output: str) -> int:
         found = {"refusal": f"{one_line(error)} ({os.path.basename(line.filename)}:{line.lineno})"}
     Path(output).write_text(json.dumps(found))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""The names that torch keeps to itself and distconv uses all the same; mucudnn has a table of its own."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import mucudnn.private_names
+from mucudnn.private_names import MissingName, Name
+
+__all__ = ["NAMES", "MissingName", "check"]
+
+_BACKWARD = "whether this is a backward, of which step, and what it belongs to in forward"
+_CLONES = "of common subexpressions, collectives are kept on every rank"
+_WHOLE = "DTensor's own dispatch, for operators without a rule here"
+_TREES = "the tensors within nested arguments and results"
+_MODULE = "what a module holds, by name"
+_FAKE = "whether a tensor has numbers"
+_READING = "a rank reads its part of what a Dataset gives"
+_BATCHES = "the indices of the next batch, in the order of one process"
+
+NAMES = (
+    Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards"),
+    Name("torch.Tensor._base", "what a tensor is a view of"),
+    Name("torch.Tensor._is_view", "whether a tensor is a view of another"),
+    Name("torch.Tensor._make_wrapper_subclass", _READING),
+    Name("torch.Tensor._post_accumulate_grad_hooks", "hooks of a parameter go with its shards"),
+    Name("torch.Tensor._version", "whether a tensor was changed in place since"),
+    Name("torch.UntypedStorage._cdata", "whether two tensors share their memory"),
+    Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor that it holds"),
+    Name("torch._C.DispatchKey", "the keys at which a rule stands"),
+    Name("torch._C._AutoDispatchBelowAutograd", "a product is computed beneath autograd"),
+    Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is told of each one"),
+    Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
+    Name("torch._C._autograd._get_sequence_nr", _BACKWARD),
+    Name("torch._C._current_autograd_node", _BACKWARD),
+    Name("torch._C._current_graph_task_id", _BACKWARD),
+    Name("torch._C._dispatch_get_all_op_names", "which operators there are"),
+    Name("torch._C._dispatch_get_registrations_for_dispatch_key", "which operators are made of others"),
+    Name("torch._C._functorch.is_functorch_wrapped_tensor", "such a tensor has no numbers to compare"),
+    Name("torch._C._is_any_autocast_enabled", "autocast may change a type"),
+    Name("torch._C._jit_get_all_schemas", "which operators there are"),
+    Name("torch._C._nn._parse_to", "what Tensor.to is asked for"),
+    Name("torch._C._nn.flatten_dense_tensors", "gradients are added in one message"),
+    Name("torch._C._nn.unflatten_dense_tensors", "gradients are added in one message"),
+    Name("torch._C._select_conv_backend", "which kernel torch would take for a convolution"),
+    Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
+    Name("torch._decomp.decomposition_table", "what an operator is made of"),
+    Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),
+    Name("torch._dynamo.exc.FailOnRecompileLimitHit", "a model that cannot be compiled runs without"),
+    Name("torch._dynamo.exc.TorchDynamoException", "a model that cannot be compiled runs without"),
+    Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
+    Name("torch._foreach_lerp_", "running statistics, all at once"),
+    Name("torch._foreach_mul", "running statistics, all at once"),
+    Name("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "no rank gets another one's graph"),
+    Name(
+        "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",
+        "what forward saves lies behind the inputs that it changes",
+    ),
+    Name("torch._functorch.compile_utils.rand_ops", _CLONES),
+    Name("torch._functorch.partitioners._must_be_in_forward", _CLONES),
+    Name("torch._functorch.partitioners.force_save_collectives", "collectives whose result is not read are kept"),
+    Name("torch._functorch.partitioners.is_not_collective", "collectives whose result is not read are kept"),
+    Name("torch._guards.TracingContext", "what a compiler knows of a tensor's memory"),
+    Name("torch._inductor.dependencies.StarDep", "a read stays behind the wait for a collective"),
+    Name("torch._inductor.dependencies.WeakDep", "a read stays behind the wait for a collective"),
+    Name(
+        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+        "a read stays behind the wait for a collective",
+    ),
+    Name("torch._ops.OpOverload._schema", "an operator's name and arguments"),
+    Name("torch._ops.OpOverload._uncache_dispatch", "an operator that ran before its rule was there"),
+    Name("torch._subclasses.fake_tensor.DataDependentOutputException", "the operators that need numbers"),
+    Name("torch._subclasses.fake_tensor.DynamicOutputShapeException", "the operators whose shape needs numbers"),
+    Name("torch._subclasses.fake_tensor.FakeTensor", _FAKE),
+    Name("torch._subclasses.fake_tensor.FakeTensorMode", "a model is followed without numbers"),
+    Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "numbers that are there all the same"),
+    Name("torch._subclasses.functional_tensor.FunctionalTensor", _FAKE),
+    Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor"),
+    Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
+    Name("torch.autograd.graph.Node._sequence_nr", _BACKWARD),
+    Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),
+    Name("torch.distributed._tools.fake_collectives.collective_ops", "which operators are collectives"),
+    Name("torch.distributed._tools.fake_collectives.sync_ops", "which operators wait for collectives"),
+    Name("torch.distributed.distributed_c10d._get_default_store", "where the ranks of a group met"),
+    Name("torch.distributed.tensor.DTensor._local_tensor", "the shard of this rank"),
+    Name("torch.distributed.tensor.DTensor._op_dispatcher", _WHOLE),
+    Name(
+        "torch.distributed.tensor.DTensor._op_dispatcher._allow_implicit_replication",
+        "a plain tensor beside a DTensor counts as replicated",
+    ),
+    Name("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", _WHOLE),
+    Name("torch.distributed.tensor.DTensor._op_dispatcher._dispatch_get_local_results_slow_path", _WHOLE),
+    Name("torch.distributed.tensor.DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path", _WHOLE),
+    Name("torch.distributed.tensor.DTensor._spec", "how a tensor lies on its mesh"),
+    Name(
+        "torch.distributed.tensor.DTensor._stable_hash_for_caching",
+        "no rank gets another one's graph; before, none was kept for DTensors",
+        since="2.13",
+    ),
+    Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "how a tensor lies on its mesh"),
+    Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "shape, strides and type of the whole tensor"),
+    Name("torch.distributed.tensor._sharding_prop.ShardingPropagator", _WHOLE),
+    Name(
+        "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+        "whole tensors whose shapes alone are wanted take no memory",
+    ),
+    Name("torch.jit._builtins._find_builtin", "torch.jit knows the stand-in for a function of torch"),
+    Name("torch.jit._builtins._register_builtin", "torch.jit knows the stand-in for a function of torch"),
+    Name("torch.nn.Module._buffers", _MODULE),
+    Name("torch.nn.Module._call_impl", "a call of a module, within which a run begins and ends"),
+    Name("torch.nn.Module._compiled_call_impl", "whether a module is compiled"),
+    Name("torch.nn.Module._modules", _MODULE),
+    Name("torch.nn.Module._parameters", _MODULE),
+    Name("torch.nn.Module.state_dict._metadata", "the versions of modules, which load_state_dict reads"),
+    Name("torch.nn.modules.batchnorm._BatchNorm", "which layers are norms"),
+    Name("torch.nn.modules.instancenorm._InstanceNorm", "which layers are norms"),
+    Name("torch.nn.parallel.distributed._get_default_group", "DistributedDataParallel of one process is the module"),
+    Name("torch.testing._internal.distributed.fake_pg.FakeStore", "a group of ranks that are not there"),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls"),
+    Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
+    Name("torch.utils._python_dispatch.return_and_correct_aliasing", "what an operator changes is its argument itself"),
+    Name("torch.utils._pytree.tree_leaves", _TREES),
+    Name("torch.utils._pytree.tree_map", _TREES),
+    Name("torch.utils._pytree.tree_map_only", _TREES),
+    Name("torch.utils.checkpoint._CheckpointFrame", "what a checkpoint computes again"),
+    Name("torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations that a checkpoint keeps", since="2.13"),
+    Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),
+    Name("torch.utils.data.DataLoader._auto_collation", "whether a loader makes batches"),
+    Name("torch.utils.data.DataLoader._index_sampler", _BATCHES),
+    Name("torch.utils.data._utils.collate.collate", _READING),
+    Name("torch.utils.data._utils.collate.default_collate_fn_map", _READING),
+    Name("torch.utils.data._utils.fetch._MapDatasetFetcher", _READING),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter", _BATCHES),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter._index_sampler", _BATCHES),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter._num_workers", "whether this process reads by itself"),
+)
+"""What distconv needs."""
+
+
+@functools.cache
+def check() -> None:
+    """Asks this torch for every name that distconv and mucudnn need; MissingName for one that it lacks."""
+    mucudnn.private_names.check()
+    importlib.import_module(
+        "torch.distributed.tensor"
+    )  # where most of them are; without distconv torch does not import it
+    mucudnn.private_names.demand("distconv", NAMES)

@@ -1,0 +1,137 @@
+"""The names that torch keeps to itself and mucudnn uses all the same, and how a package asks for its own.
+
+torch may change such names in any release. They are asked for before anything is done, so that a torch without one of
+them is told of in one line. Operators are no private names: what registers a kernel or a rule for one names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+TESTED = ("2.11", "2.14.1")
+"""The oldest and the newest release of torch with which all tests have passed."""
+
+
+class MissingName(ImportError):
+    """This torch lacks a name that a package needs; the message is one line."""
+
+
+class Name(NamedTuple):
+    """A private name of torch.
+
+    Attributes:
+        path: where it is found. An attribute of instances stands behind their class, one that a function gives to what
+            it returns behind that function.
+        why: what it is used for.
+        since: the first tested release that has it; an older one is not asked.
+        cuda: only a torch that is built for CUDA has it.
+    """
+
+    path: str
+    why: str
+    since: str = TESTED[0]
+    cuda: bool = False
+
+
+_SETTING = "which settings of torch a time depends on, asked at every call"
+
+NAMES = (
+    Name("torch._C.DisableTorchFunction", "torch's convolution of a subclass of tensors, without its functions"),
+    Name("torch._C.DispatchKey", "the kernel of torch itself, beneath the one that stands before it"),
+    Name("torch._C.DispatchKeySet", "the kernel of torch itself, beneath the one that stands before it"),
+    Name("torch._C._AutoDispatchBelowAutograd", "the parts of a convolution run beneath autograd"),
+    Name("torch._C._ExcludeDispatchKeyGuard", "the parts of a convolution run beneath autocast"),
+    Name("torch._C._autograd._profiler_enabled", "no step is recorded while another profiler runs"),
+    Name("torch._C._cuda_getCurrentRawStream", "the stream that cuDNN's launches go to", cuda=True),
+    Name("torch._C._get_cudnn_benchmark", _SETTING),
+    Name("torch._C._get_cudnn_deterministic", _SETTING),
+    Name("torch._C._get_cudnn_enabled", _SETTING),
+    Name("torch._C._get_deterministic_algorithms", _SETTING),
+    Name("torch._C._get_fp32_precision_getter", _SETTING),
+    Name("torch._C._get_mkldnn_enabled", _SETTING),
+    Name("torch._C._select_conv_backend", "which of its kernels torch would take for a convolution"),
+    Name("torch._convolution", "torch's convolution under the settings that the caller names"),
+    Name("torch._mkldnn", "the layout of oneDNN's tensors"),
+    Name("torch.library.Library._destroy", "the kernels before torch's own are taken away"),
+    Name("torch.utils._python_dispatch.TorchDispatchMode", "the convolutions that a network calls"),
+)
+"""What mucudnn needs."""
+
+
+@functools.cache
+def check() -> None:
+    """Asks this torch for every name that mucudnn needs, once in a process; MissingName for one that it lacks."""
+    demand("mucudnn", NAMES)
+
+
+def demand(package: str, names: Sequence[Name]) -> None:
+    """Asks this torch, which is imported if it is not yet, for the names that a package needs.
+
+    Raises:
+        MissingName: for those that it lacks.
+    """
+    torch = importlib.import_module("torch")
+    asked = [name.path for name in names if torch.__version__ >= name.since and (torch.version.cuda or not name.cuda)]
+    missing = [path for path in asked if not is_there(path)]
+    if missing:
+        raise MissingName(
+            f"{package} needs {', '.join(missing)}, which torch {torch.__version__} does not have; "
+            f"tested are torch {' to '.join(TESTED)}"
+        )
+
+
+def is_there(path: str) -> bool:
+    """Whether torch has a name.
+
+    A module that takes long to import, such as a compiler's, is not imported for that: the text of its file is read.
+    """
+    first, *parts = path.split(".")
+    owner: Any = sys.modules[first]
+    for at, part in enumerate(parts, 1):
+        inner = ".".join((first, *parts[:at]))
+        if type(owner) is not ModuleType:  # a module's own __getattr__ may import
+            if not hasattr(owner, part):
+                return at == len(parts) and part in _given(owner)
+            owner = getattr(owner, part)
+        elif inner in sys.modules:
+            owner = sys.modules[inner]
+        elif part in vars(owner):
+            owner = vars(owner)[part]
+        else:
+            return _is_written(getattr(owner, "__path__", ()), parts[at - 1 :])
+    return True
+
+
+def _given(owner: Any) -> set[str]:
+    """Attributes that a class gives to its instances, or a function to what it returns."""
+    if isinstance(owner, FunctionType):
+        return set(owner.__code__.co_names)
+    classes = [kind for kind in owner.__mro__ if kind is not object] if isinstance(owner, type) else []
+    begins = [kind.__dict__.get("__init__") for kind in classes]
+    annotated = {name for kind in classes for name in inspect.get_annotations(kind)}
+    return annotated.union(*(begin.__code__.co_names for begin in begins if isinstance(begin, FunctionType)))
+
+
+def _is_written(folders: Iterable[str], parts: Sequence[str]) -> bool:
+    """Whether a module in one of the folders, the first of the parts, has a file that names the others."""
+    spec = PathFinder.find_spec(parts[0], list(folders))
+    if spec is None or spec.origin is None:
+        return False
+    inner = spec.submodule_search_locations
+    if inner and len(parts) > 1 and PathFinder.find_spec(parts[1], inner):
+        return _is_written(inner, parts[1:])
+    return all(name in _words(spec.origin) for name in parts[1:])
+
+
+@functools.cache
+def _words(file: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", Path(file).read_text()))
