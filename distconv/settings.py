@@ -92,6 +92,12 @@ def _parse_check(given: object) -> str:
     return str(given)
 
 
+def _parse_random(given: object) -> str:
+    if given not in ("same", "apart"):
+        raise ValueError(f"random {given!r}: accepted: same, apart")
+    return str(given)
+
+
 def _seconds(name: str) -> Callable[[object], float]:
     def parse(given: object) -> float:
         seconds = math.inf
@@ -142,6 +148,15 @@ SETTINGS = {
         "(default: on)",
         _parse_check,
         "on|off",
+    ),
+    "random": Option(
+        "DISTCONV_RANDOM",
+        lambda: None,
+        "same, apart",
+        "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
+        "its shard's (same: the default on processors), or numbers of each shard's own (apart: the default on GPUs)",
+        _parse_random,
+        "same|apart",
     ),
     "lost_after": Option(
         "DISTCONV_LOST_AFTER",

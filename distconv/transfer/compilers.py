@@ -75,7 +75,7 @@ def _as_often_everywhere() -> None:
     from torch._functorch import compile_utils, partitioners
 
     operators = [getattr(torch.ops._c10d_functional, name) for name in (*COLLECTIVES, "wait_tensor")]
-    compile_utils.rand_ops.extend(operators[:-1])
+    compile_utils.rand_ops.extend((*operators[:-1], torch.ops.distconv.drawn_whole))
     must_be_in_forward = partitioners._must_be_in_forward
 
     def kept_in_forward(node: torch.fx.Node) -> bool:

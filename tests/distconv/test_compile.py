@@ -19,6 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import distconv
 from distconv.model import gradients
 from distconv.rules.convolution import plan
+from distconv.settings import options
 
 
 class Net(nn.Module):
@@ -213,15 +214,16 @@ class Drawn(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = nn.functional.dropout2d(nn.functional.dropout(self.layer(x), 0.3), 0.3)
-        x = torch.native_dropout(x, 0.2, True)[0] + torch.rand_like(x) * torch.randn_like(x) + torch.randint_like(x, 3)
+        x = torch.native_dropout(x, 0.2, True)[0] + torch.randint_like(x, 3)
+        x = x + (torch.rand_like(x) - torch.rand_like(x)) * torch.randn_like(x)
         return nn.functional.dropout(self.classifier(x.flatten(1)), 0.3) + torch.bernoulli(x.sigmoid()).mean()
 
 
-def drawn(partition: str) -> list[dict[str, float]]:
+def drawn(partition: str, how: str) -> list[dict[str, float]]:
     """Errors against the same without a compiler, which all draw the same numbers, and what is drawn after them."""
     mesh = distconv.init(partition, device_type="cpu")
     found = []
-    with fresh():
+    with fresh(), options({"random": how}):
         for compiled in (False, True):
             plain = distconv.parallelize(made(Drawn), mesh)
             model = torch.compile(plain, backend="aot_eager", fullgraph=True) if compiled else plain
@@ -231,11 +233,12 @@ def drawn(partition: str) -> list[dict[str, float]]:
     return [worst(found[1], found[0])]
 
 
-def test_a_graph_draws_what_is_drawn_without_a_compiler(ranks: Callable[[int], Ranks]) -> None:
+@pytest.mark.parametrize("how", ["same", "apart"])
+def test_a_graph_draws_what_is_drawn_without_a_compiler(ranks: Callable[[int], Ranks], how: str) -> None:
     pool = ranks(2)
     if pool.backend == "mpi":
         pytest.skip("over Gloo")
-    for errors in pool.run(drawn, "height=2"):
+    for errors in pool.run(drawn, "height=2", how):
         assert errors == [{}]
 
 

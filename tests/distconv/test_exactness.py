@@ -14,9 +14,11 @@ from ranks import Ranks
 from reference import errors
 from small_tensors import gathered_up_to
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import distconv
+from distconv.settings import options
 
 
 def classifier() -> nn.Module:
@@ -152,7 +154,11 @@ def test_precisions_and_formats(
 
 
 def dropout(partition: str) -> dict[str, Any]:
-    mesh = distconv.init(partition, device_type="cpu")
+    with options({"random": "apart"}):
+        return dropped_apart(distconv.init(partition, device_type="cpu"))
+
+
+def dropped_apart(mesh: DeviceMesh) -> dict[str, Any]:
     x = distconv.shard(torch.ones(4, 64, 9, 7, dtype=torch.float64), mesh).requires_grad_()
     dropped = F.dropout(x, 0.25)
     (gradient,) = torch.autograd.grad(dropped.sum(), x)

@@ -39,6 +39,7 @@ def test_values_and_what_counts_as_unset() -> None:
         ("partition", "hight=2", "axes sample, channel, filter, depth, height, width"),
         ("backend", "smoke", "accepted: gloo, nccl, mpi"),
         ("channel_algorithm", "z", "accepted: x, y, w, auto"),
+        ("random", "other", "accepted: same, apart"),
     ],
 )
 def test_bad_values_are_one_line_that_names_their_source(name: str, text: str, accepted: str) -> None:

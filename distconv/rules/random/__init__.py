@@ -1,0 +1,231 @@
+"""Random operators, dropout's masks among them: a rank draws what one process does, or what is its shard's own.
+
+The setting `random` chooses. When a graph runs, operators of distconv's own draw what is drawn without a compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from distconv.dtensors import wrap
+from distconv.layouts import Layout, dim_axes, layout, local_box, owners, refuse_partial
+from distconv.memory_format import CHANNELS_LAST
+from distconv.refusal import UnsupportedOperation, refuse
+from distconv.rules.random.graph import drawn_apart, drawn_whole
+from distconv.rules.random.own import coordinates, own_numbers, seed_of_shards
+from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill, in_place
+from distconv.rules.reduction import settled
+from distconv.rules.registry import rule
+from distconv.rules.small import small_or_refused
+from distconv.settings import value
+from distconv.transfer.local_part import local_as
+from distconv.transfer.tracing import is_traced
+from distconv.user_lines import asked_for
+
+
+def _fill(part: Tensor, where: Layout, like: Tensor, name: str, *arguments: Any) -> None:
+    """Fills a rank's part of a tensor, laid out as said, by the operator in place that is named.
+
+    ``like`` has the shape and the strides of the whole.
+    """
+    whole = _whole(where, tuple(like.shape), tuple(like.stride()))
+    if not _is_whole(whole, part, name, arguments):
+        _fill_apart(part, where, name, *arguments)
+    elif is_traced(part):
+        part.copy_(drawn_whole(part, *whole, name, arguments))
+    else:
+        fill(part, whole, name, arguments)
+
+
+def _fill_apart(part: Tensor, where: Layout, name: str, *arguments: Any) -> None:
+    """The same, with numbers of the shard's own."""
+    if is_traced(part):
+        part.copy_(drawn_apart(seed_of_shards(), coordinates(where), part, name, arguments))
+    else:
+        with own_numbers(int(seed_of_shards()), coordinates(where), part.device):
+            in_place(name)(part, *arguments)
+
+
+def _is_whole(whole: Whole, part: Tensor, name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether the ranks draw for the whole tensor; the same on all of them."""
+    on_gpu = part.device.type == "cuda"
+    chosen = value("random") or ("apart" if on_gpu else "same")
+    if chosen == "apart":
+        return False
+    if on_gpu:
+        raise refuse(
+            name,
+            "random=same on a GPU, whose generator gives each element its numbers by the whole tensor's"
+            " size; accepted there: random=apart, the default",
+        )
+    able = can_be_drawn(whole, part.dtype, name, arguments)
+    if not able:
+        _tell_once(name, asked_for())
+    return able
+
+
+@functools.cache
+def _tell_once(name: str, line: str) -> None:
+    warnings.warn(
+        f"{name} {line} draws for each shard apart: on this processor it cannot be drawn in pieces, and the whole takes"
+        f" more than {MOST_BYTES >> 20} MiB. Results are not those of one process, number by number",
+        stacklevel=2,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> Whole:
+    mesh, placements = where
+    starts = tuple(start for start, _ in local_box(mesh, placements, shape))
+    like = torch.empty_strided(shape, strides, device="meta")
+    if like.is_contiguous():
+        return Whole(shape, (), starts)
+    last = CHANNELS_LAST.get(len(shape))
+    if last and like.is_contiguous(memory_format=last) and not _shows_its_format(mesh, placements, shape):
+        return Whole(shape, (), starts)
+    return Whole(shape, tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim])), starts)
+
+
+def _shows_its_format(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> bool:
+    """Whether every rank can tell from its shard that the whole is channels_last: all must draw alike."""
+    least = [
+        min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
+        for dim, extent in enumerate(shape)
+    ]
+    return 0 not in least and least[1] > 1 and max(least[2:]) > 1
+
+
+def _check_generator(func: Any, generator: torch.Generator | None) -> None:
+    if generator is not None:
+        raise refuse(func, "a generator= of its own on a distributed tensor")
+
+
+IN_PLACE = (
+    *("bernoulli_.float", "uniform_", "normal_", "exponential_", "random_", "random_.from", "random_.to"),
+    *("cauchy_", "log_normal_", "geometric_"),
+)
+
+
+@rule(*(f"aten::{name}" for name in IN_PLACE))
+def draw_in_place(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
+    """Fills x with random numbers."""
+    _check_generator(func, generator)
+    refuse_partial(func, x.placements, "its tensor")
+    _fill(x._local_tensor, layout(x), x, _name(func), *args)
+    return x
+
+
+def _name(func: Any) -> str:
+    overload = func._schema.overload_name
+    return func._schema.name.removeprefix("aten::") + (f".{overload}" if overload else "")
+
+
+@rule(
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::randint_like",
+    "aten::randint_like.low_dtype",
+    "aten::bernoulli.p",
+)
+def draw(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> DTensor:
+    """Random numbers laid out as x is."""
+    _check_generator(func, generator)
+    match func._schema.name:
+        case "aten::rand_like":
+            return _like(func, x, kwargs, "uniform_", 0.0, 1.0)
+        case "aten::randn_like":
+            return _like(func, x, kwargs, "normal_", 0.0, 1.0)
+        case "aten::randint_like":
+            return _like(func, x, kwargs, "random_.from", *(args if len(args) == 2 else (0, *args)))
+    return _like(func, x, {"memory_format": torch.contiguous_format}, "bernoulli_.float", *args)
+
+
+def _like(func: Any, x: DTensor, options: dict[str, Any], name: str, *arguments: Any) -> DTensor:
+    local, (mesh, placements) = settled(func, x)
+    result = torch.empty_like(local, **options)
+    whole = torch.empty_like(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"), **options | {"device": "meta"}
+    )
+    _fill(result, (mesh, placements), whole, name, *arguments)
+    return wrap(result, mesh, placements, x.shape)
+
+
+@rule("aten::bernoulli")
+def bernoulli(func: Any, x: DTensor, *, generator: torch.Generator | None = None) -> DTensor:
+    """1 with the probability that x gives, else 0."""
+    _check_generator(func, generator)
+    local, (mesh, placements) = settled(func, x)
+    # torch compares each probability with a number of at least 24 bits.
+    precise = x.dtype if x.dtype == torch.float64 else torch.float32
+    options = {"dtype": precise, "memory_format": torch.contiguous_format}
+    drawn = _like(func, x, options, "uniform_", 0.0, 1.0)._local_tensor
+    return wrap((drawn < local).to(local.dtype), mesh, placements, x.shape)
+
+
+@rule("aten::native_dropout")
+def native_dropout(func: Any, x: DTensor, p: float, train: bool | None) -> tuple[DTensor, DTensor]:
+    """x with a share p of its elements zeroed, and the mask."""
+    local, (mesh, placements) = settled(func, x)
+    if train is False:
+        kept, mask = func(local, p, train)
+    else:
+        mask = torch.empty_like(local, dtype=torch.bool)
+        _fill(mask, (mesh, placements), x, "bernoulli_.float", 1 - p)
+        kept = local * mask * (1 / (1 - p) if p < 1 else 0.0)
+    return wrap(kept, mesh, placements, x.shape), wrap(mask, mesh, placements, x.shape)
+
+
+@rule("aten::native_dropout_backward")
+def native_dropout_backward(func: Any, grad: Tensor, mask: DTensor, scale: float) -> DTensor:
+    """The gradient where the mask kept an element."""
+    mesh, placements = layout(mask)
+    return wrap(func(local_as(grad, mesh, placements), mask._local_tensor, scale), mesh, placements, mask.shape)
+
+
+@rule("aten::multinomial")
+def multinomial(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """From small tensors: how many numbers are taken from the generator depends on all of them."""
+    return small_or_refused(func, args, kwargs)
+
+
+@rule("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
+def rrelu(
+    func: Any,
+    x: DTensor,
+    noise: DTensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    *rest: Any,
+) -> DTensor:
+    """x times a random slope where it is not positive. ``noise`` gets the factors.
+
+    One process draws for such elements only, so that each number depends on all elements before: of a small tensor
+    every rank computes the whole, those of a large one are always drawn apart.
+    """
+    _check_generator(func, rest[0] if rest else None)
+    refuse_partial(func, x.placements)
+    local, where = x._local_tensor, layout(x)
+    if not training:
+        result = torch.ops.aten.leaky_relu(local, (lower + upper) / 2)
+    else:
+        factors = noise._local_tensor
+        try:
+            functional = torch.ops.aten.rrelu_with_noise_functional.default
+            result, drawn = (y._local_tensor for y in small_or_refused(functional, (x, noise, lower, upper, True), {}))
+            factors.copy_(drawn)
+        except UnsupportedOperation:
+            _fill_apart(factors, where, "uniform_", lower, upper)
+            factors.masked_fill_(local > 0, 1)
+            result = local * factors
+    if func._schema.name.endswith("_"):
+        local.copy_(result)
+        return x
+    return wrap(result, *where, x.shape)

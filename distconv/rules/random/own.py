@@ -1,0 +1,40 @@
+"""Random numbers of a shard's own: every shard draws others, replicas draw the same.
+
+All ranks advance the default generator alike, by one number per call, so that what a script draws afterwards agrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from distconv.layouts import Layout
+from distconv.mesh import sharded_dims
+
+
+def seed_of_shards() -> torch.Tensor:
+    """The number that all ranks take from the default generator for one call."""
+    return torch.randint(1 << 62, ())
+
+
+def coordinates(where: Layout) -> list[int]:
+    """Which shard of a tensor this rank has."""
+    mesh, placements = where
+    return [mesh.get_local_rank(axis) for axis, _ in sharded_dims(mesh, placements)]
+
+
+@contextlib.contextmanager
+def own_numbers(seed: int, shard: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Random numbers within come from a generator state of this shard; then the default one continues."""
+    for coordinate in shard:
+        seed = (seed * 6364136223846793005 + 1442695040888963407 + coordinate) % (1 << 63)
+    source: Any = torch.cuda if device.type == "cuda" else torch
+    state = source.get_rng_state()
+    try:
+        source.manual_seed(seed)
+        yield
+    finally:
+        source.set_rng_state(state)

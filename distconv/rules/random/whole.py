@@ -1,0 +1,138 @@
+"""The random numbers that one process draws for a whole tensor, of which a rank keeps those of its shard.
+
+The very operator of one process draws them from torch's default generator, on every rank alike, in bounded memory: a
+large tensor is drawn piece by piece. A piece holds what lies together in the memory of one process, since in that order
+numbers follow one another, and is drawn in multiples of 16 elements, as many as normal numbers are made of at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.transfer.tracing import planned
+
+PIECE = 1 << 20
+"""The most elements that are drawn at once of a tensor that has more."""
+
+MOST_BYTES = 64 << 20
+"""The largest tensor that is drawn at once by an operator that cannot draw in pieces."""
+
+GROUP = 16
+
+
+class Whole(NamedTuple):
+    """A tensor of one process, and where this rank's part begins.
+
+    Attributes:
+        shape: of the whole.
+        order: its dims as they follow one another in memory, the innermost last; () where it is contiguous.
+        starts: the first index that this rank owns, along every dim.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+def can_be_drawn(whole: Whole, dtype: torch.dtype, name: str, arguments: Sequence[Any]) -> bool:
+    """Whether `fill` needs little memory; the same on every rank."""
+    elements = math.prod(whole.shape)
+    return elements * dtype.itemsize <= MOST_BYTES or in_sequence(name, dtype, bool(whole.order), tuple(arguments))
+
+
+def fill(part: Tensor, whole: Whole, name: str, arguments: Sequence[Any]) -> None:
+    """Writes to this rank's part what the operator in place that is named writes to the whole tensor."""
+    shape, order, starts = whole
+    operator = in_place(name)
+    elements = math.prod(shape)
+    if tuple(part.shape) == shape and part.is_contiguous() is not bool(order):
+        operator(part, *arguments)
+    elif elements <= PIECE or not in_sequence(name, part.dtype, bool(order), tuple(arguments)):
+        order = order or tuple(range(len(shape)))
+        drawn = _empty([shape[dim] for dim in order], whole, part)
+        drawn = drawn.permute([order.index(dim) for dim in range(len(shape))])
+        operator(drawn, *arguments)
+        for dim, (start, extent) in enumerate(zip(starts, part.shape, strict=True)):
+            drawn = drawn.narrow(dim, start, extent)
+        part.copy_(drawn)
+    else:
+        order = order or tuple(range(len(shape)))
+        sequence = _Sequence(elements, _empty([PIECE + 4 * GROUP], whole, part), lambda x: operator(x, *arguments))
+        _fill_in_order(part.permute(order), [shape[dim] for dim in order], [starts[dim] for dim in order], sequence)
+
+
+def in_place(name: str) -> Any:
+    """The operator of a name such as `bernoulli_.float`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _empty(shape: Sequence[int], whole: Whole, like: Tensor) -> Tensor:
+    """Memory to draw into, with gaps where the whole tensor is not contiguous: normal numbers are then others."""
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    return torch.empty((*shape, 2), **options)[..., 0] if whole.order else torch.empty(shape, **options)
+
+
+@planned(maxsize=256)
+def in_sequence(name: str, dtype: torch.dtype, gaps: bool, arguments: tuple[Any, ...]) -> bool:
+    """Whether an operator draws one element after the other, and so in pieces what it draws at once. This is tried.
+
+    Some processors' libraries take one number and make all elements of it.
+    """
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    at_once, in_pieces = (torch.zeros((5 * GROUP, 2), dtype=dtype)[:, 0] for _ in range(2))
+    if not gaps:
+        at_once, in_pieces = at_once.clone(), in_pieces.clone()
+    operator = in_place(name)
+    operator(at_once, *arguments, generator=generators[0])
+    for piece in in_pieces.split([2 * GROUP, 3 * GROUP]):
+        operator(piece, *arguments, generator=generators[1])
+    states = [generator.get_state() for generator in generators]
+    return torch.equal(at_once, in_pieces) and torch.equal(*states)
+
+
+class _Sequence:
+    """Random numbers one after the other, as drawn at once."""
+
+    def __init__(self, elements: int, memory: Tensor, draw: Callable[[Tensor], Any]) -> None:
+        self._memory, self._draw = memory, draw
+        self._left, self._begin, self._end = elements, 0, 0
+
+    def take(self, count: int) -> Tensor:
+        """The next `count` of them, at most `PIECE`; the memory is overwritten by the next call."""
+        there = self._end - self._begin
+        if there < count:
+            self._memory[:there] = self._memory[self._begin : self._end].clone()
+            more = min(self._left, -(-(count - there) // GROUP) * GROUP)
+            if self._left - more < GROUP:  # normal numbers end with a whole group
+                more = self._left
+            self._draw(self._memory[there : there + more])
+            self._left, self._begin, self._end = self._left - more, 0, there + more
+        self._begin += count
+        return self._memory[self._begin - count : self._begin]
+
+
+def _fill_in_order(part: Tensor, shape: Sequence[int], starts: Sequence[int], sequence: _Sequence) -> None:
+    """Fills this rank's part of a tensor, both with the dims in the order of memory."""
+    inner, dim = 1, len(shape) - 1  # of dim some indices at once, of those behind it all, together `inner` elements
+    while inner * shape[dim] <= PIECE:
+        inner, dim = inner * shape[dim], dim - 1
+    own = [(start, start + extent) for start, extent in zip(starts, part.shape, strict=True)]
+    behind: tuple[Any, ...] = tuple(slice(*interval) for interval in own[dim + 1 :])
+    step = PIECE // inner
+    for before in itertools.product(*map(range, shape[:dim])):
+        is_own = all(a <= index < b for index, (a, b) in zip(before, own, strict=False))
+        for begin in range(0, shape[dim], step):
+            end = min(begin + step, shape[dim])
+            piece = sequence.take((end - begin) * inner)
+            a, b = max(begin, own[dim][0]), min(end, own[dim][1])
+            if is_own and a < b:
+                at: tuple[Any, ...] = tuple(index - start for index, (start, _) in zip(before, own, strict=False))
+                drawn = piece.view(end - begin, *shape[dim + 1 :])[(slice(a - begin, b - begin), *behind)]
+                part[(*at, slice(a - own[dim][0], b - own[dim][0]))].copy_(drawn)
