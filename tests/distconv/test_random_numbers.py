@@ -76,7 +76,7 @@ def unlike(partition: str, shape: tuple[int, ...], last: bool, piece: int) -> li
     return wrong
 
 
-@pytest.mark.parametrize("piece", [whole.PIECE, 32, 50])
+@pytest.mark.parametrize("piece", [whole.PIECE, 50])
 @pytest.mark.parametrize(
     "partition, shape, last",
     [

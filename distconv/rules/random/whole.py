@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distconv.transfer.tracing import planned
 
-PIECE = 1 << 20
+PIECE = 1 << 18
 """The most elements that are drawn at once of a tensor that has more."""
 
 MOST_BYTES = 64 << 20
@@ -43,28 +43,42 @@ class Whole(NamedTuple):
 def can_be_drawn(whole: Whole, dtype: torch.dtype, name: str, arguments: Sequence[Any]) -> bool:
     """Whether `fill` needs little memory; the same on every rank."""
     elements = math.prod(whole.shape)
-    return elements * dtype.itemsize <= MOST_BYTES or in_sequence(name, dtype, bool(whole.order), tuple(arguments))
+    return elements * dtype.itemsize <= MOST_BYTES or in_sequence(
+        name, dtype, bool(whole.order) and name == "normal_", tuple(arguments)
+    )
+
+
+class _Draw(NamedTuple):
+    """How numbers are drawn, in which type, and what an operator makes of them."""
+
+    dtype: torch.dtype
+    draw: Callable[[Tensor], Any]
+    made_of: Callable[[Tensor], Tensor]
 
 
 def fill(part: Tensor, whole: Whole, name: str, arguments: Sequence[Any]) -> None:
     """Writes to this rank's part what the operator in place that is named writes to the whole tensor."""
     shape, order, starts = whole
-    operator = in_place(name)
-    elements = math.prod(shape)
-    if tuple(part.shape) == shape and part.is_contiguous() is not bool(order):
+    operator, elements = in_place(name), math.prod(whole.shape)
+    draw = _Draw(part.dtype, lambda x: operator(x, *arguments), lambda x: x)
+    if name == "bernoulli_.float" and is_made_of_integers(part.dtype, *arguments):
+        draw = _Draw(torch.int64, lambda x: x.random_(), lambda x: _below(x, *arguments))
+    elif tuple(part.shape) == shape and part.is_contiguous() is not bool(order):
         operator(part, *arguments)
-    elif elements <= PIECE or not in_sequence(name, part.dtype, bool(order), tuple(arguments)):
-        order = order or tuple(range(len(shape)))
-        drawn = _empty([shape[dim] for dim in order], whole, part)
+        return
+    gaps = bool(order) and name == "normal_"
+    order = order or tuple(range(len(shape)))
+    if elements <= PIECE or not in_sequence(name, part.dtype, gaps, tuple(arguments)):
+        drawn = _empty([shape[dim] for dim in order], draw.dtype, part.device, gaps)
         drawn = drawn.permute([order.index(dim) for dim in range(len(shape))])
-        operator(drawn, *arguments)
+        draw.draw(drawn)
         for dim, (start, extent) in enumerate(zip(starts, part.shape, strict=True)):
             drawn = drawn.narrow(dim, start, extent)
-        part.copy_(drawn)
+        part.copy_(draw.made_of(drawn))
     else:
-        order = order or tuple(range(len(shape)))
-        sequence = _Sequence(elements, _empty([PIECE + 4 * GROUP], whole, part), lambda x: operator(x, *arguments))
-        _fill_in_order(part.permute(order), [shape[dim] for dim in order], [starts[dim] for dim in order], sequence)
+        sequence = _Sequence(elements, _empty([PIECE + 4 * GROUP], draw.dtype, part.device, gaps), draw.draw)
+        shape, starts = (tuple(of[dim] for dim in order) for of in (shape, starts))
+        _fill_in_order(part.permute(order), shape, starts, sequence, draw.made_of)
 
 
 def in_place(name: str) -> Any:
@@ -73,10 +87,28 @@ def in_place(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _empty(shape: Sequence[int], whole: Whole, like: Tensor) -> Tensor:
-    """Memory to draw into, with gaps where the whole tensor is not contiguous: normal numbers are then others."""
-    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-    return torch.empty((*shape, 2), **options)[..., 0] if whole.order else torch.empty(shape, **options)
+def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, gaps: bool) -> Tensor:
+    """Memory to draw into; normal numbers are others where it is not contiguous, as a whole with gaps is not."""
+    memory = torch.empty((*shape, 2) if gaps else tuple(shape), dtype=dtype, device=device)
+    return memory[..., 0] if gaps else memory
+
+
+_BITS = 53
+
+
+def _below(integers: Tensor, share: float = 0.5) -> Tensor:
+    """Where numbers from 0 to 1, made of the last bits of the integers, are less than a share."""
+    return integers.bitwise_and_((1 << _BITS) - 1) < math.ceil(share * (1 << _BITS))
+
+
+@planned(maxsize=256)
+def is_made_of_integers(dtype: torch.dtype, share: float = 0.5) -> bool:
+    """Whether `bernoulli_` compares 64 bits an element with the share, which takes longer. This is tried."""
+    generators = [torch.Generator().manual_seed(1) for _ in range(2)]
+    drawn = torch.zeros(64 * GROUP, dtype=dtype).bernoulli_(share, generator=generators[0])
+    integers = torch.zeros(64 * GROUP, dtype=torch.int64).random_(generator=generators[1])
+    states = [generator.get_state() for generator in generators]
+    return torch.equal(drawn, _below(integers, share).to(dtype)) and torch.equal(*states)
 
 
 @planned(maxsize=256)
@@ -118,7 +150,13 @@ class _Sequence:
         return self._memory[self._begin - count : self._begin]
 
 
-def _fill_in_order(part: Tensor, shape: Sequence[int], starts: Sequence[int], sequence: _Sequence) -> None:
+def _fill_in_order(
+    part: Tensor,
+    shape: Sequence[int],
+    starts: Sequence[int],
+    sequence: _Sequence,
+    made_of: Callable[[Tensor], Tensor],
+) -> None:
     """Fills this rank's part of a tensor, both with the dims in the order of memory."""
     inner, dim = 1, len(shape) - 1  # of dim some indices at once, of those behind it all, together `inner` elements
     while inner * shape[dim] <= PIECE:
@@ -135,4 +173,4 @@ def _fill_in_order(part: Tensor, shape: Sequence[int], starts: Sequence[int], se
             if is_own and a < b:
                 at: tuple[Any, ...] = tuple(index - start for index, (start, _) in zip(before, own, strict=False))
                 drawn = piece.view(end - begin, *shape[dim + 1 :])[(slice(a - begin, b - begin), *behind)]
-                part[(*at, slice(a - own[dim][0], b - own[dim][0]))].copy_(drawn)
+                part[(*at, slice(a - own[dim][0], b - own[dim][0]))].copy_(made_of(drawn))
