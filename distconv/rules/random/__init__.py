@@ -23,7 +23,7 @@ from distconv.rules.random.own import coordinates, own_numbers, seed_of_shards
 from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill, in_place
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
-from distconv.rules.small import small_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
 from distconv.transfer.local_part import local_as
 from distconv.transfer.tracing import is_traced
@@ -192,7 +192,7 @@ def native_dropout_backward(func: Any, grad: Tensor, mask: DTensor, scale: float
 @rule("aten::multinomial")
 def multinomial(func: Any, *args: Any, **kwargs: Any) -> Any:
     """From small tensors: how many numbers are taken from the generator depends on all of them."""
-    return small_or_refused(func, args, kwargs)
+    return whole_or_refused(func, args, kwargs)
 
 
 @rule("aten::rrelu_with_noise", "aten::rrelu_with_noise_")
@@ -219,7 +219,7 @@ def rrelu(
         factors = noise._local_tensor
         try:
             functional = torch.ops.aten.rrelu_with_noise_functional.default
-            result, drawn = (y._local_tensor for y in small_or_refused(functional, (x, noise, lower, upper, True), {}))
+            result, drawn = (y._local_tensor for y in whole_or_refused(functional, (x, noise, lower, upper, True), {}))
             factors.copy_(drawn)
         except UnsupportedOperation:
             _fill_apart(factors, where, "uniform_", lower, upper)
