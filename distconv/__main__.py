@@ -49,6 +49,8 @@ def main() -> int:
     """
     place = find_place(os.environ)
     first = place is None or place.rank == 0
+    if first:
+        settings.tell_unknown()
     try:
         options = _parsed(first)
         if options.name != run.NAME:  # whose launcher needs no torch; its ranks ask for themselves

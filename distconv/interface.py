@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import cast
 
@@ -87,6 +88,8 @@ def init(
     parsed = Partition.parse(given) if isinstance(given, str) and given != settings.AUTO else given
     if parsed is None:
         raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
+    _refuse_alone(parsed)
+    settings.tell_unknown()
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available():
         take_gpu()
@@ -117,6 +120,17 @@ def layout(x: Tensor) -> str:
     ``print(x)`` shows the elements of the whole tensor instead, for which all ranks must call it; nothing is sent here.
     """
     return described(x) if isinstance(x, DTensor) else f"{tuple(x.shape)} {x.dtype} on this rank alone"
+
+
+def _refuse_alone(partition: object) -> None:
+    """ValueError where a program that no launcher has started asks for several ranks."""
+    if dist.is_initialized() or "RANK" in os.environ or settings.value("backend") == "mpi":
+        return
+    if isinstance(partition, Partition) and partition.ranks > 1:
+        raise ValueError(
+            f"partition {str(partition)!r} needs {partition.ranks} ranks, and this process was started alone; start the"
+            f" program with: torchrun --nproc-per-node {partition.ranks} {os.path.basename(sys.argv[0]) or 'PROGRAM'}"
+        )
 
 
 def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mucudnn.spelling import meant
+
 Interval = tuple[int, int]
 
 
@@ -94,7 +96,7 @@ class Partition:
             if not equals:
                 raise refuse(f"{item.strip()!r} is not axis=ranks")
             if name not in AXES:
-                raise refuse(f"unknown axis {name!r}")
+                raise refuse(f"unknown axis {name!r}{meant(name, AXES)}")
             if name in dict(axes):
                 raise refuse(f"axis {name!r} appears twice")
             if not (count.isascii() and count.isdigit()) or int(count) < 1:

@@ -16,7 +16,8 @@ from typing import Any
 
 from distconv.channels import ALGORITHMS
 from distconv.partition import Partition
-from mucudnn.settings import Setting, SettingError
+from mucudnn import spelling
+from mucudnn.settings import VARIABLES, Setting, SettingError
 
 __all__ = ["BACKENDS", "SETTINGS", "Option", "SettingError", "StoreOption", "flag", "options", "value"]
 
@@ -188,6 +189,17 @@ SETTINGS = {
     ),
 }
 """Every setting by its name. A new one is an entry here: `distconv run` then has its option and names its variable."""
+
+BETWEEN_PROCESSES = ("DISTCONV_FILES", "DISTCONV_STARTER", "DISTCONV_CHOSEN")
+"""Environment variables by which the processes of a job tell one another; users set none of them."""
+
+
+def tell_unknown() -> None:
+    """Prints a line for each environment variable of distconv's or mucudnn's that nobody reads; a job does so once."""
+    if not any(name in os.environ for name in BETWEEN_PROCESSES):
+        spelling.tell_unknown("DISTCONV", [setting.variable for setting in SETTINGS.values()])
+        spelling.tell_unknown("MUCUDNN", VARIABLES)
+
 
 _options: dict[str, Any] = {}
 """The values that the options of this process's `distconv run` gave."""

@@ -10,7 +10,8 @@ import mucudnn
 from mucudnn.commands import bench, doctor, plan, plot, report, run
 from mucudnn.commands.arguments import Commands, Parser, examples
 from mucudnn.private_names import MissingName, check
-from mucudnn.settings import SETTINGS
+from mucudnn.settings import SETTINGS, VARIABLES
+from mucudnn.spelling import tell_unknown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, program = run.separated(list(sys.argv[1:] if arguments is None else arguments))
     parsed = _parser().parse_args(own)
     parsed.program = program
+    tell_unknown("MUCUDNN", VARIABLES)
     code: int = parsed.command(parsed)
     return code
 

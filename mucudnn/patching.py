@@ -10,7 +10,8 @@ from mucudnn import log
 from mucudnn.reporting.record import Record
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
-from mucudnn.settings import Given, Settings
+from mucudnn.settings import VARIABLES, Given, Settings
+from mucudnn.spelling import tell_unknown
 from mucudnn.timing.board import Board
 
 
@@ -41,6 +42,7 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
         ValueError: for a value that is not accepted; one line names it and what is.
         TypeError: for a name that is no setting.
     """
+    tell_unknown("MUCUDNN", VARIABLES)
     session = _session(board, settings)
     before = shim.install(session)
     if before is not None:

@@ -201,6 +201,9 @@ SETTINGS = {
 }
 """Every setting by its name in `patch`."""
 
+VARIABLES = tuple(setting.variable for setting in SETTINGS.values())
+"""The environment variables that are read."""
+
 
 class Given(TypedDict, total=False):
     """What a program may give for the settings, by their names; `mucudnn.patch` says what they mean."""

@@ -43,7 +43,20 @@ def test_packages_import_only_what_lies_beneath(folder: str) -> None:
 
 
 FLOORS = (
-    ("optimizer", "convolution", "devices", "sizes", "program", "log", "version", "lazily", "recent", "private_names"),
+    (
+        "optimizer",
+        "convolution",
+        "devices",
+        "sizes",
+        "program",
+        "log",
+        "version",
+        "lazily",
+        "recent",
+        "private_names",
+        "spelling",
+        "warning",
+    ),
     ("providers", "budgets", "reporting", "settings"),
     ("timing",),
     ("planning",),

@@ -62,7 +62,7 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
             from distconv import mpi
             from distconv.mpi.absence import ask_for_ended
         except ImportError as error:
-            raise BadInput(f"ranks started by mpiexec need mpi4py: {error}") from None
+            raise BadInput(str(error)) from None
         port = watcher.store_port() if place.rank == 0 else None
         store: Store = mpi.init_process_group(backend=mpi.BACKEND if backend == "mpi" else backend, store_port=port)
         if isinstance(store, TCPStore):

@@ -13,7 +13,14 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from distconv.mpi.backend import BACKEND
-from distconv.mpi.group import create
+
+try:
+    from distconv.mpi.group import create
+except (ImportError, RuntimeError) as error:  # the latter from mpi4py, where it finds no MPI
+    raise ImportError(
+        f"ranks over MPI need mpi4py and an MPI library: {' '.join(str(error).split())}; accepted: another backend, or"
+        " pip install mpi4py mpich"
+    ) from None
 from distconv.mpi.start import init_process_group
 
 __all__ = ["BACKEND", "init_process_group"]

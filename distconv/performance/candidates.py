@@ -12,6 +12,7 @@ import numpy as np
 from distconv.model.strategy import Strategy
 from distconv.partition import AXES, Kind, Partition
 from distconv.performance.layers import Layer, LayerGraph
+from mucudnn.spelling import meant
 
 MOST = 40
 """Partitions that are looked at in detail, unless told otherwise."""
@@ -34,7 +35,7 @@ def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list
     known = [name for name, axis in AXES.items() if axis.dim_of(ndim) is not None]
     for name in axes or ():
         if name not in known:
-            raise ValueError(f"axis {name!r}: accepted for {ndim - 2}-D data: {', '.join(known)}")
+            raise ValueError(f"axis {name!r}{meant(name, known)}; accepted for {ndim - 2}-D data: {', '.join(known)}")
     names = [name for name in known if axes is None or name in axes]
     found = []
     for sizes in _factors(ranks, len(names)):

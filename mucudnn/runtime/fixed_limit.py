@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -12,6 +11,7 @@ from mucudnn.convolution.problem import Shape
 from mucudnn.planning.plan import Plan
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule
+from mucudnn.warning import warn
 
 _adopted: list[Schedule] = []
 """What GPUs were given to run, for as long as the process lives: when nothing needs a schedule any more, kernels of its
@@ -79,8 +79,4 @@ class FixedLimit:
         if not self._warned:
             self._warned = True
             problem = self.plan.problem
-            warnings.warn(
-                f"mucudnn: {problem.direction} of {problem} goes on with the next best plan: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            warn(f"{problem.direction} of {problem} goes on with the next best plan: {error}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +32,7 @@ from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
+from mucudnn.warning import warn
 
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
@@ -102,7 +102,7 @@ class Session:
                 except RuntimeError as error:
                     if not ends_measurement(error):
                         raise
-                    _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
+                    warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
                     self.decisions[key] = None
             return self.decisions[key]
 
@@ -180,7 +180,7 @@ class Session:
             except RuntimeError as error:
                 if not ends_measurement(error):
                     raise
-                _warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
+                warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
                 return None
 
     def _step_budget(self, allowance: Allowance, call: Call, live: LivePlanning | None) -> StepBudget | None:
@@ -233,7 +233,7 @@ class Session:
                 if not ends_measurement(error):
                     raise
                 what = f"{call.direction} of {measurement.problem}"
-                _warn(f"{what} is left to torch, as it could not be measured: {error}")
+                warn(f"{what} is left to torch, as it could not be measured: {error}")
                 return None
 
     def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
@@ -271,7 +271,7 @@ class Session:
             try:
                 self._planners[device] = Planner(self.settings, self.store, device=device, board=self._board)
             except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
-                _warn(f"convolutions on {device} are left to torch: {error}")
+                warn(f"convolutions on {device} are left to torch: {error}")
         return self._planners[device]
 
 
@@ -292,7 +292,3 @@ def _may_explore(call: Call) -> bool:
 
 def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:
     return FixedLimit(plan, measurement.strides, is_lasting=device_of(planner.device).is_asynchronous)
-
-
-def _warn(what: str) -> None:
-    warnings.warn(" ".join(f"mucudnn: {what}".split()), RuntimeWarning, stacklevel=2)

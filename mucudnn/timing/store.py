@@ -10,7 +10,6 @@ import json
 import os
 import sqlite3
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -37,6 +36,7 @@ from mucudnn.timing.database import (
     select_settlements,
     told,
 )
+from mucudnn.warning import warn
 
 MOST_KEYS = 4096
 """Of so many keys the workspaces are kept in memory, and where there is no file, the launches."""
@@ -236,8 +236,7 @@ class Store:
         self._warn(f"is not usable ({reason}); it was renamed to {new} and measuring starts afresh")
 
     def _warn(self, what: str) -> None:
-        line = " ".join(f"mucudnn: the database {self.path} {what}".split())
-        warnings.warn(line, RuntimeWarning, stacklevel=2)
+        warn(f"the database {self.path} {what}")
 
     def _forked(self) -> None:
         # SQLite forbids even closing a connection that came through a fork, and a thread that did not come through may

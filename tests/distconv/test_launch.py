@@ -11,8 +11,10 @@ import torch
 from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch, needs_mpi
 
 from distconv import __main__ as command_line
+from distconv import settings
 from distconv.job.launcher import divides_locally
 from distconv.place import Place, find_place
+from mucudnn import spelling
 from mucudnn.reporting.run_file import Outcome
 
 HELLO, TRAIN, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "train.py", "shares.py"))
@@ -90,6 +92,39 @@ def test_any_limit_lets_mucudnn_divide_what_is_local(name, monkeypatch, capsys):
     assert command_line.main() == 2
     printed = capsys.readouterr().err
     assert f"MUCUDNN_{name}='lots': accepted is" in printed and printed.count("\n") == 1
+
+
+def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys):
+    monkeypatch.setattr(spelling, "_told", set())
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", "--partition", "heigth=2", HELLO])
+    for name in ("MUCUDNN_WORKSPACE_LIMT", "DISTCONV_CHEK"):
+        monkeypatch.setenv(name, "on")
+    assert command_line.main() == 2
+    typo, limit, axis = capsys.readouterr().err.splitlines()
+    assert "DISTCONV_CHEK is not read (did you mean DISTCONV_CHECK?)" in typo
+    assert "MUCUDNN_WORKSPACE_LIMT is not read (did you mean MUCUDNN_WORKSPACE_LIMIT?)" in limit
+    assert "unknown axis 'heigth' (did you mean height?); accepted: axis=ranks" in axis
+    monkeypatch.setattr(spelling, "_told", set())
+    monkeypatch.setenv("DISTCONV_FILES", "/tmp")  # as a process of a job that has told it
+    settings.tell_unknown()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_program_started_alone_is_told_how_to_start():
+    program = "import distconv; distconv.init('sample=2,height=2')"
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    assert "[rank0]" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert (
+        "needs 4 ranks, and this process was started alone; start the program with: torchrun --nproc-per-node 4" in last
+    )
+
+
+@needs_mpi
+def test_mpi_without_its_library_is_one_line():
+    done = launch("alone", 2, "--backend", "mpi", "--partition", "height=2", HELLO, MPI4PY_LIBMPI="/no/libmpi.so")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("distconv: ranks over MPI need mpi4py and an MPI library: cannot load MPI library")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
