@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.dtensors import wrap
-from distconv.layouts import refuse_partial, replicated
+from distconv.layouts import has_partial, replicated
 from distconv.mesh import sharded_dims
 from distconv.refusal import refuse
 from distconv.rules.plain_updates import whole_beside
@@ -45,7 +45,7 @@ def _operators() -> list[str]:
 @rule(*_operators())
 def elementwise(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Local, each on the layout of its first tensor; numbers may lie on any mesh."""
-    layouts = [_layout(func, tensor) for tensor in tensors]
+    layouts = [_layout(tensor) for tensor in tensors]
     first = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     rest = [_local(func, arg, tensors, layouts) for arg in args]
     named = {name: _local(func, arg, tensors, layouts) for name, arg in kwargs.items()}
@@ -61,10 +61,13 @@ def elementwise(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any)
 Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
-def _layout(func: Any, tensor: Tensor) -> Where:
+def _layout(tensor: Tensor) -> Where:
+    """How a tensor lies. A partial sum is added up where it is, for an operator in place changes that very tensor."""
     if not isinstance(tensor, DTensor):
         return None
-    refuse_partial(func, tensor.placements, "a tensor of a list")
+    if has_partial(tensor.placements):
+        whole = added(tensor)
+        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
     return tensor.device_mesh, tuple(tensor.placements)
 
 
@@ -103,7 +106,7 @@ def norms(func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dty
         raise refuse(func, f"norm {ord} of sharded tensors; accepted: positive numbers and inf")
     together: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        where = _layout(func, tensor)
+        where = _layout(tensor)
         axes = () if where is None else tuple(axis for axis, _ in sharded_dims(*where) if where[0].size(axis) > 1)
         together.setdefault((where and where[0], axes, tensor.dtype, tensor.device), []).append(index)
     for (mesh, axes, *_), members in together.items():
