@@ -8,7 +8,7 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
-.PHONY: test quick test-frameworks lint demo gpu docs clean
+.PHONY: test quick test-frameworks test-scripts lint demo gpu docs clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -20,10 +20,15 @@ quick: .venv/ready
 test-frameworks: .venv-frameworks/ready
 	.venv-frameworks/bin/python -m pytest tests/frameworks
 
+# Scripts that hold the edges of public ones; `make test` runs some of them.
+test-scripts: .venv-frameworks/ready
+	ALL_SCRIPTS=1 .venv-frameworks/bin/python -m pytest tests/scripts
+
 .venv-frameworks/ready: pyproject.toml tests/frameworks/constraints.txt
 	$(PYTHON) -m venv .venv-frameworks
 	.venv-frameworks/bin/python -m pip install --quiet --constraint tests/frameworks/constraints.txt --editable . \
-		lightning accelerate monai pytorch-ignite hypothesis pytest pytest-timeout
+		lightning accelerate monai pytorch-ignite hypothesis pytest pytest-timeout \
+		fvcore joblib matplotlib opt-einsum scikit-learn setuptools tensorboard thop torchinfo
 	touch $@
 
 lint: .venv/ready
