@@ -1,8 +1,8 @@
 """A whole training script as people write them, with a tiny network, which tells how long its parts took.
 
-Plain python runs it, and `distconv run`; `whole_scripts.py` compares. The kinds: `classifier` asks each batch for its loss
-and its hits and draws a progress bar, `segmenter` has tqdm, gradient clipping, masks and Dice scores, checkpoints and
-validation, `volumes` has a DataLoader with workers, log files, printed losses and metrics by class.
+Plain python runs it, and `distconv run`; `whole_scripts.py` compares. The kinds: `classifier` asks each batch for its
+loss and its hits and draws a progress bar, `segmenter` has tqdm, clipped gradients, masks and Dice scores, `volumes` a
+DataLoader with workers, log files and printed losses.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What whole scripts cost on ranks, with networks so small that the host decides: `python benchmarks/whole_scripts.py`
 
-Every kind of `whole_script.py` runs in plain python and under `distconv run`, in turn. The tables show the processor time of
-a step by the script's parts, on the first rank beside plain python, and that of whole runs with their starts, divided by
-the ranks; the least of the runs each.
+Every kind of `whole_script.py` runs in plain python and under `distconv run`, in turn. The tables show the processor
+time of a step by the script's parts, on the first rank beside plain python, and that of whole runs with their starts,
+divided by the ranks; the least of the runs each.
 """
 
 from __future__ import annotations

@@ -218,6 +218,10 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
             found.note(f"{name} of {type(module).__name__}", tensor, line="")
 
 
+_shown = functools.lru_cache(maxsize=1024)(os.path.relpath)
+"""A file's name as it is told: from where the program was when it was first told of."""
+
+
 def script_line(frame: FrameType | None = None) -> str:
     """Where the program is now, such as "train.py:41": the innermost line that is neither torch's nor ours.
 
@@ -228,6 +232,6 @@ def script_line(frame: FrameType | None = None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((*_PACKAGES, _TORCH, "<frozen")):
-            return f"{os.path.relpath(name)}:{frame.f_lineno}"
+            return f"{_shown(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

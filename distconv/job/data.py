@@ -51,7 +51,7 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     def next_batch(iterator: Any) -> Any:
         alike()
         batch = samples.take(iterator, following) if samples else following(iterator)
-        if iterator._num_workers == 0:  # reading drew random numbers in this process
+        if samples and iterator._num_workers == 0:  # reading drew random numbers in this process, for its samples
             alike()
         return batch
 
@@ -91,10 +91,9 @@ class _Alike:
                 self._share()
 
     def _share(self) -> None:
-        state = torch.zeros(_STATE_BYTES, dtype=torch.uint8, device="cpu")
-        if dist.get_rank() == self._first:
-            packed = as_text(state_of_generators())
-            state[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        own = as_text(state_of_generators())
+        state = torch.frombuffer(bytearray(own.ljust(_STATE_BYTES, b"\0")), dtype=torch.uint8)
         dist.broadcast(state, self._first, group=self._group)
-        if dist.get_rank() != self._first:
-            set_generators(from_text(state.numpy().tobytes().rstrip(b"\0")))
+        common = state.numpy().tobytes().rstrip(b"\0")
+        if common != own:
+            set_generators(from_text(common))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -45,7 +46,18 @@ def set_generators(state: State, *, every_device: bool = False) -> None:
 
 def as_text(state: State) -> bytes:
     """A state as JSON, which another process reads without running anything that it says, as it would with pickle."""
-    return json.dumps(state, default=_packed, separators=(",", ":")).encode()
+    host, python, for_numpy, device = state
+    return b"[%s,%s,%s,%s]" % (_text(host), _text_of_python(python), _text(for_numpy), _text(device))
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, default=_packed, separators=(",", ":")).encode()
+
+
+@functools.lru_cache(maxsize=2)
+def _text_of_python(state: tuple[Any, ...]) -> bytes:
+    """Kept, as it takes longest to write, and most programs draw with it seldom."""
+    return _text(state)
 
 
 def from_text(text: bytes) -> State:
