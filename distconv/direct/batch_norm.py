@@ -12,8 +12,7 @@ from torch.distributed.tensor import Placement
 from distconv.direct.activation import Activation, activation, is_parameter
 from distconv.direct.border import apply
 from distconv.direct.paths import path
-from distconv.direct.shares import again
-from distconv.direct.where import Where, where
+from distconv.direct.where import Where
 from distconv.layouts import dim_axes
 from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.normalization.batch import batch_share
@@ -21,6 +20,7 @@ from distconv.rules.normalization.combining import (
     Share,
     of_all,
 )
+from distconv.rules.normalization.gradient import batch_norm_gradients
 from distconv.rules.normalization.moments import (
     moments,
 )
@@ -75,16 +75,11 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         x, weight, mean, variance = ctx.saved_tensors
-        place, _, _, share, total = ctx.call
+        _, _, _, share, total = ctx.call
         mask, eps = ctx.needs_input_grad, ctx.eps
         if torch.is_grad_enabled():
-            vector = where(place.mesh, vector_layout(place.placements), place.shape[1:2])
-            operands = (grad, place, False), (x, place, False), (weight, vector, True)
-            saved = (mean, vector, False), (torch.rsqrt(variance + eps), vector, False)
-            empty = (None, vector, False)
-            function = torch.ops.aten.native_batch_norm_backward
-            arguments = (True, eps, list(mask[:3]))
-            return *again(function, (*operands, empty, empty, *saved), arguments, vector), *[None] * 4
+            found = batch_norm_gradients(grad, x, weight, share, eps, None)
+            return *(each if wanted else None for each, wanted in zip(found, mask, strict=False)), *[None] * 4
         dtype = mean.dtype if weight is None else weight.dtype
         own = weight if weight is None or dtype is mean.dtype else weight.to(mean.dtype)
         dx, dweight, dbias = normalize_backward(grad, x, mean, variance, own, share, total, None, mask[0], eps)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distconv.direct.border import FromRoot, ToRoot, apply, fitting
 from distconv.direct.where import Where
 from distconv.dtensors import wrap
-from distconv.layouts import local_shape
+from distconv.layouts import local_shape, replicated
 from distconv.partition import ownership
 from distconv.refusal import UnsupportedOperation
 from distconv.transfer.redistribution import moved
@@ -28,12 +28,32 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
-        return share_of(grad, ctx.where), None
+        return share(grad, ctx.where), None
+
+
+class _Share(torch.autograd.Function):
+    """Of a parameter's gradient: this rank's share. What comes back is as whole as the parameter is."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: DTensor, place: Where) -> Tensor:
+        ctx.where = place
+        return share_of(grad, place).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        return use(grad, ctx.where), None
 
 
 def use(root: Tensor, place: Where) -> DTensor:
     """The DTensor of a parameter that lies so."""
     return apply(_Use, root, place)
+
+
+def share(grad: Tensor, place: Where) -> Tensor:
+    """As `share_of`, differentiable where autograd records a backward. Autograd's own zeros are plain."""
+    if not isinstance(grad, DTensor):
+        grad = wrap(grad, place.mesh, replicated(place.mesh), place.shape)
+    return apply(_Share, grad, place) if torch.is_grad_enabled() else share_of(grad, place)
 
 
 def share_of(grad: DTensor, place: Where) -> Tensor:
@@ -87,7 +107,7 @@ def again(
     """What a backward operator gives for this rank's tensors, recorded by autograd: for gradients of gradients.
 
     ``operands``: the tensors, of which the second is the input and the third the weight; where they lie; and whether
-    they are parameters. ``vector``: where the bias lies. Gradients of parameters are shares, not to be differentiated.
+    they are parameters. ``vector``: where the bias lies. Gradients of parameters are shares.
     """
     tensors = [
         None if root is None else use(root, place) if is_share else apply(FromRoot, root, place)
@@ -96,6 +116,6 @@ def again(
     dx, dweight, dbias = function(*tensors, *arguments)
     return [
         None if dx is None else apply(ToRoot, fitting(dx, operands[1][1])),
-        None if dweight is None else share_of(dweight, operands[2][1]),
-        None if dbias is None else share_of(dbias, vector),
+        None if dweight is None else share(dweight, operands[2][1]),
+        None if dbias is None else share(dbias, vector),
     ]

@@ -36,6 +36,7 @@ from distconv.direct.where import where
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.mesh import sharded_dims, whole_group
+from distconv.rules.own_parts import Added, wrapped
 from distconv.transfer.group import joint_group
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -141,6 +142,8 @@ class Bucket:
 
     def take(self, index: int, share: Tensor) -> Tensor:
         """Takes this rank's share of a gradient. Returns what autograd hands on in its place, until it is whole."""
+        if torch.is_grad_enabled():  # a gradient that is differentiated in turn goes its way in the graph
+            return share
         self.shares[index] = share
         self.arrived.add(index)
         if len(self.arrived) == len(self.plan.shapes):
@@ -160,6 +163,17 @@ class Bucket:
             self.shares.clear()
             ACCOUNT.summed(self.flat, self.plan.group)
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
+
+    def differentiable(self, shares: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The whole gradients of this rank's shares, for gradients of gradients; None for None."""
+        found: list[Tensor | None] = []
+        for index, (home, share) in enumerate(zip(self.homes, shares, strict=True)):
+            axes = tuple(axis for axis, placement in enumerate(home.placements) if placement.is_replicate())
+            total = Added.apply(self.plan.stand_ins[index] if share is None else share, home.mesh, axes)
+            if not self.plan.plain[index]:
+                total = wrapped(total, home.mesh, home.placements, self.plan.wholes[index])
+            found.append(None if share is None else total)
+        return found
 
     def finish(self) -> dict[int, Tensor]:
         """Waits for the sum. Returns {index: whole gradient} of the gradients that arrived."""
@@ -186,6 +200,8 @@ class _Finish(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return None, *ctx.bucket.differentiable(grads)
         whole = ctx.bucket.finish()
         return (None, *(whole.get(index) for index in range(len(grads))))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from distconv.agreement.ledger import settle
 from distconv.dtensors import wrap
@@ -19,29 +19,26 @@ from distconv.transfer.redistribution import moved
 
 class _ToShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> DTensor:
-        ctx.mesh = mesh
-        layout = placements(mesh, x.dim())
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
         local = local_as(x.detach(), mesh, layout)
         if local.shape != x.shape:
             local = local.clone()  # or what changes it in place would change a part of x
         return wrap(local, mesh, layout, x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return whole(grad) if isinstance(grad, DTensor) else grad, None  # autograd's own zeros are plain
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Gather.apply(grad) if isinstance(grad, DTensor) else grad, None, None  # autograd's own zeros are plain
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: DTensor) -> Tensor:
-        ctx.layout = y.device_mesh, added_up(y.placements), y.shape
+        ctx.layout = y.device_mesh, tuple(added_up(y.placements))
         return whole(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        mesh, layout, shape = ctx.layout
-        return wrap(local_as(grad, mesh, layout), mesh, layout, shape)
+        return _ToShards.apply(grad, *ctx.layout)
 
 
 def whole(y: DTensor) -> Tensor:
@@ -52,7 +49,7 @@ def whole(y: DTensor) -> Tensor:
 
 def to_shards(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's part of a full tensor; a DTensor passes as it is."""
-    return x if isinstance(x, DTensor) else _ToShards.apply(x, mesh)
+    return x if isinstance(x, DTensor) else _ToShards.apply(x, mesh, placements(mesh, x.dim()))
 
 
 def gather(y: Tensor) -> Tensor:

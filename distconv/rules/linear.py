@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
@@ -26,7 +25,7 @@ from distconv.layouts import coordinate, dim_axes, find_layout, input_layout, ow
 from distconv.mesh import splits_channels
 from distconv.partition import shards_channels
 from distconv.rules.channel_split import Split, channel_layout, split
-from distconv.rules.own_parts import brought, wrapped
+from distconv.rules.own_parts import Added, brought, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
@@ -119,10 +118,11 @@ class Linear(torch.autograd.Function):
         return wrap(y, at.mesh, at.shards[1], (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
         x, weight = ctx.saved_tensors
         at = linear_plan(x, weight, grad)
+        if torch.is_grad_enabled():
+            return _differentiably(at, grad, x, weight, ctx.needs_input_grad)
         own = _rows(_laid_out(grad, at.mesh, at.shards[1]))
         for_x, for_weight, for_bias = ctx.needs_input_grad
         dx = dw = db = None
@@ -139,6 +139,28 @@ class Linear(torch.autograd.Function):
         if for_bias:
             db = wrap(own.sum(0), at.mesh, at.summed(at.vector()), weight.shape[:1])
         return dx, dw, db
+
+
+def _differentiably(
+    at: LinearPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
+) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
+    """The gradients of x, the weight and the bias, recorded by autograd: for gradients of gradients."""
+    mesh, (for_x, for_weight, for_bias) = at.mesh, mask
+    samples = tuple(axis for axis, placement in enumerate(at.x) if placement == Shard(0))
+    inner = tuple(axis for axis, (a, b) in enumerate(zip(at.x, at.y, strict=True)) if a == Shard(1) and b != a)
+    wide = carried(_rows(brought(grad, mesh, at.shards[1], inner))[:, slice(*at.part)], at.split.filters)
+    own_x, own = brought(x, mesh, at.shards[0]), brought(weight, mesh, at.split.weight, samples)
+    dx = dw = db = None
+    if for_x:
+        local = carried(wide @ (own if own.numel() else own[:0, :0]), at.split.channels, back=True)
+        dx = wrapped(local.view(own_x.shape), mesh, at.shards[0], x.shape)
+    if for_weight:
+        local = (wide.t() @ carried(_rows(own_x), at.split.channels)).reshape(own.shape)
+        dw = wrapped(Added.apply(local, mesh, samples), mesh, at.split.weight, weight.shape)
+    if for_bias:
+        local = _rows(brought(grad, mesh, at.shards[1])).sum(0)
+        db = wrapped(Added.apply(local, mesh, samples), mesh, at.vector(), weight.shape[:1])
+    return dx, dw, db
 
 
 def _rows(local: Tensor) -> Tensor:
@@ -164,6 +186,8 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         mesh, held = ctx.layout
+        if torch.is_grad_enabled():
+            return relaid(grad, mesh, held), None  # type: ignore[return-value]
         keep = [p if p.is_partial() and not of.is_shard() else of for p, of in zip(grad.placements, held, strict=True)]
         if any(p != to and not p.is_replicate() for p, to in zip(grad.placements, keep, strict=True)):
             return moved(grad, mesh, held), None

@@ -216,7 +216,31 @@ class Nll(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None, None, None]:
         x, target, weight, count = ctx.saved_tensors
         reduction, ignore = ctx.options
-        return nll_backward("nll_loss", grad, x, target, weight, reduction, ignore, count), None, None, None, None
+        return _NllGradient.apply(grad, x, target, weight, reduction, ignore, count), None, None, None, None
+
+
+class _NllGradient(torch.autograd.Function):
+    """The gradient of the scores, which is linear in that of the loss and does not depend on the scores."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        x: Tensor,
+        target: Tensor,
+        weight: Tensor | None,
+        reduction: int,
+        ignore: int,
+        count: Tensor,
+    ) -> DTensor:
+        ctx.save_for_backward(target, weight)
+        ctx.options = reduction, ignore
+        return nll_backward("nll_loss", grad, x, target, weight, reduction, ignore, count)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        target, weight = ctx.saved_tensors
+        return Nll.apply(grad, target, weight, *ctx.options), *[None] * 6
 
 
 @above_autograd("aten::nll_loss_nd")

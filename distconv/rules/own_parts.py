@@ -15,6 +15,7 @@ from distconv.layouts import replicated
 from distconv.rules.reduction import all_reduce, towards_parameter
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import relaid
+from distconv.transfer.transfer import Transfer
 
 
 class _Local(torch.autograd.Function):
@@ -45,6 +46,24 @@ class _Wrapped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return brought(grad, *ctx.layout), None, None, None
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transfer: Transfer, back: bool) -> Tensor:
+        ctx.way = transfer, back
+        result = transfer.adjoint(local) if back else transfer.fetch(local)
+        return result[...] if result is local else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        transfer, back = ctx.way
+        return carried(grad, transfer, not back), None, None
+
+
+def carried(local: Tensor, transfer: Transfer, back: bool = False) -> Tensor:
+    """What a transfer fetches, or its adjoint where ``back``. Differentiable."""
+    return _Carried.apply(local, transfer, back)
 
 
 class Added(torch.autograd.Function):

@@ -152,13 +152,26 @@ class Circular(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, pad: list[int]) -> DTensor:
-        ctx.pad, ctx.shape, ctx.layout = pad, tuple(x.shape), layout(x)
+        ctx.given = tuple(pad), tuple(x.shape), *layout(x)
         return circular(None, x, pad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
-        mesh, placements = ctx.layout
-        exchanges, local_pad, _ = padding_plan(mesh, placements, ctx.shape, "circular", tuple(ctx.pad))
+        return _CircularAdjoint.apply(grad, *ctx.given), None
+
+
+class _CircularAdjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad: Tensor,
+        pad: tuple[int, ...],
+        shape: tuple[int, ...],
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+    ) -> DTensor:
+        ctx.pad = list(pad)
+        exchanges, local_pad, _ = padding_plan(mesh, placements, shape, "circular", pad)
         local = part_of(grad, mesh, placements)
         unpadded = [
             extent - count for extent, count in zip(local.shape, _padded([0] * local.dim(), local_pad), strict=True)
@@ -167,7 +180,11 @@ class Circular(torch.autograd.Function):
             local = whole.adjoint(local)
         for which in reversed(exchanges):
             local = which.adjoint(local)
-        return wrap(local, mesh, placements, ctx.shape), None
+        return wrap(local, mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None, None]:
+        return Circular.apply(grad, ctx.pad), None, None, None, None
 
 
 def _whole_dims(shape: Sequence[int], pad: Sequence[int]) -> list[Exchange]:

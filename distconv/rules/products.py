@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.layouts import added_up, find_layout, replicated
-from distconv.rules.own_parts import Added, brought, wrapped
+from distconv.rules.own_parts import Added, brought, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.transfer.tracing import planned
 from distconv.transfer.unsharding import Unsharding, unsharding
@@ -123,19 +122,18 @@ class _Product(torch.autograd.Function):
         return torch.matmul(of_a.fetch(a), of_b.fetch(b))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         a, b = ctx.saved_tensors
         of_a, of_b = ctx.transfers
         da = db = None
         if ctx.needs_input_grad[0]:
-            wide = of_b.fetch(b)
+            wide = carried(b, of_b)
             da = torch.matmul(grad, wide.transpose(-2, -1).conj())
-            da = of_a.adjoint(_of_shape(da, of_a, a))
+            da = carried(_of_shape(da, of_a, a), of_a, back=True)
         if ctx.needs_input_grad[1]:
-            wide = of_a.fetch(a)
+            wide = carried(a, of_a)
             db = torch.matmul(wide.transpose(-2, -1).conj(), grad)
-            db = of_b.adjoint(_of_shape(db, of_b, b))
+            db = carried(_of_shape(db, of_b, b), of_b, back=True)
         return da, db, None, None
 
 

@@ -205,7 +205,7 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
-        ctx.source = x.device_mesh, added_up(x.placements)
+        ctx.source = x.device_mesh, tuple(added_up(x.placements))
         result = moved(x, mesh, layout)
         if result._local_tensor is x._local_tensor:  # what changes one in place must not change the other on some ranks
             result._local_tensor = result._local_tensor.clone()
@@ -213,7 +213,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None]:
-        return moved(grad, *ctx.source), None, None
+        return relaid(grad, *ctx.source), None, None
 
 
 def relaid(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement] | None = None) -> DTensor:
