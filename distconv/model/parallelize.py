@@ -30,7 +30,8 @@ from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.compiled import original
 from distconv.model.made_of_lists import read_distributed_numbers
-from distconv.model.parameters import known_optimizers, optimizers_known, shard_parameters
+from distconv.model.parameters import shard_parameters
+from distconv.model.replacement import open_replacement
 from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
@@ -119,6 +120,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     open_functions()
     read_distributed_numbers()
     open_checkpoints(within_this_run)
+    open_replacement()
     mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))
@@ -217,7 +219,7 @@ class _Script:
             note_state(module, self.mesh)
             for mesh in {assignment.mesh for assignment in found.values()}:
                 enable(mesh, self.batch_norm)
-            shard_parameters(found, known_optimizers())
+            shard_parameters(found)
             self._assignments.update(found)
             self._outermost.add(module)
             if self.strategy:
@@ -254,7 +256,7 @@ def distributed_script(
     scripts.append(script)
     hook = register_optimizer_step_pre_hook(script.check)
     try:
-        with optimizers_known(), saving_whole():
+        with saving_whole():
             yield
             finish(mesh)
         script.check()

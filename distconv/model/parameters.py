@@ -1,16 +1,15 @@
 """Parameters in shards: a rank keeps its part of a weight, and so of its gradient and of what the optimizer keeps.
 
 A module's parameter is replaced by a DTensor of the same whole value, cut along the axes that shard channels as
-distconv.channels says; one that no axis shards stays the plain tensor it was. What still refers to the old parameter is
-told so at its next use: it must not go on with a tensor that nobody trains.
+distconv.channels says; one that no axis shards stays the plain tensor it was. A script's lists, and its optimizers, may
+still have the old parameter: whatever is done with that is done with the new one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,45 +17,50 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
-from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.mesh import is_ours
 from distconv.mesh_options import channel_algorithm
 from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
+from distconv.model.replacement import HOOKS, hand_on, sharded
 from distconv.partition import Partition
-from distconv.refusal import UnsupportedOperation
-from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
 
 class Replaced(nn.Parameter):
-    """A parameter whose value has moved to shards."""
+    """A parameter whose value has moved to shards: the parameter in its module's place answers for it."""
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        raise RuntimeError(
-            "this parameter has been sharded over the ranks, and its module has another in its place: call"
-            " model.parameters() again, and make an optimizer after distconv.model.parallelize"
-        )
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map_only(Replaced, current, args), **tree_map_only(Replaced, current, kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(current(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return current(self).__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return repr(current(self))
 
 
-def sharded(tensor: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
-    """A DTensor of the whole value of a tensor, whose memory it does not share. No autograd.
+_successors: Any = WeakIdKeyDictionary()
+"""The parameter in whose place each replaced one was."""
 
-    A plain tensor is taken to be equal on all ranks, and is cut without communication.
-    """
-    if isinstance(tensor, DTensor):
-        return moved(tensor, mesh, layout)
-    return wrap(local_as(tensor.detach(), mesh, layout).clone(), mesh, layout, tensor.shape)
+
+def current(parameter: Tensor) -> Tensor:
+    """The parameter itself, or the one that is now in its place."""
+    found: Tensor = _successors[parameter] if type(parameter) is Replaced else parameter
+    return found
 
 
 @torch.inference_mode(False)  # a script's first call may be an evaluation; what it makes of parameters is trained later
-def shard_parameters(places: Mapping[nn.Module, Assignment], optimizers: Iterable[Optimizer] = ()) -> None:
-    """Shard the modules' own parameters on their meshes, and follow in the optimizers.
+def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
+    """Shard the modules' own parameters on their meshes. Whoever holds one from before has the sharded one.
 
     A parameter that modules on different meshes share stays whole; of one that modules on the same mesh share, the
     first module's channel algorithm decides.
@@ -79,17 +83,10 @@ def shard_parameters(places: Mapping[nn.Module, Assignment], optimizers: Iterabl
                 _move(old, mesh, layout)
         elif any(isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)):
             replaced[old] = _shard(old, mesh, layout)
-    for optimizer in optimizers:
-        _refuse_flat(optimizer, replaced)
     for old, new in replaced.items():
         for module, name in uses[old]:
             module._parameters[name] = new
-    for optimizer in optimizers:
-        _follow(optimizer, replaced)
-    for old in replaced:
-        old.grad = None
-        old.data = torch.empty(0, dtype=old.dtype, device=old.device)
-        old.__class__ = Replaced
+        _leave_behind(old, new)
     if replaced:
         _watch_steps()
 
@@ -99,10 +96,21 @@ def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
     if parameter.grad is not None:
         new.grad = sharded(parameter.grad, mesh, layout)
     new.__dict__.update(parameter.__dict__)  # what a script has written on it, to group parameters by, say
-    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for hooks in HOOKS:
         if getattr(parameter, hooks) is not None:
             setattr(new, hooks, getattr(parameter, hooks))
     return new
+
+
+def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
+    """Lets a parameter go, but for what a graph that was made before still needs of it, and brings it."""
+    old.grad = None
+    late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))
+    torch._C._swap_tensor_impl(old, late)
+    hand_on(late, new)
+    old.__dict__ = new.__dict__
+    old.__class__ = Replaced
+    _successors[old] = new
 
 
 def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:
@@ -121,24 +129,6 @@ def partition_of(mesh: DeviceMesh) -> Partition:
     return Partition(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
 
 
-def _refuse_flat(optimizer: Optimizer, sharded: Iterable[Tensor]) -> None:
-    """UnsupportedOperation where an optimizer that keeps all parameters in one flat vector has some in shards."""
-    sharded = set(sharded)
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if isinstance(optimizer, torch.optim.LBFGS) and any(parameter in sharded for parameter in held):
-        raise UnsupportedOperation(
-            "torch.optim.LBFGS keeps all parameters in one flat vector, but here they are sharded; accepted: another"
-            " optimizer, or a partition without the axes channel and filter"
-        )
-
-
-def _follow(optimizer: Optimizer, replaced: Mapping[Tensor, nn.Parameter]) -> None:
-    for group in optimizer.param_groups:
-        group["params"][:] = [replaced.get(parameter, parameter) for parameter in group["params"]]
-    for parameter in [parameter for parameter in optimizer.state if parameter in replaced]:
-        optimizer.state[replaced[parameter]] = optimizer.state.pop(parameter)
-
-
 _watching: list[Any] = []
 
 
@@ -150,7 +140,10 @@ def _watch_steps() -> None:
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:
     """What was loaded, or kept since before a parameter was sharded, is whole: from now on it is sharded as that is."""
-    _refuse_flat(optimizer, (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)))
+    for group in optimizer.param_groups:
+        group["params"][:] = map(current, group["params"])
+    for parameter in [parameter for parameter in optimizer.state if type(parameter) is Replaced]:
+        optimizer.state[current(parameter)] = optimizer.state.pop(parameter)
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not is_ours(parameter.device_mesh):
             continue
@@ -165,28 +158,3 @@ def _shard_state(optimizer: Optimizer, *_: Any) -> None:
 
         for key, value in state.items():
             state[key] = tree_map(like, value) if isinstance(value, list | tuple | dict | Tensor) else value
-
-
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def optimizers_known() -> Iterator[None]:
-    """Within it, optimizers that are made are known, so that they can follow parameters that are replaced later."""
-    begin = Optimizer.__init__
-
-    def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        begin(optimizer, *args, **kwargs)
-        _known.add(optimizer)
-
-    Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Optimizer.__init__ = begin  # type: ignore[method-assign]
-        _known.clear()
-
-
-def known_optimizers() -> list[Optimizer]:
-    """Those made within ``optimizers_known``."""
-    return list(_known)

@@ -16,6 +16,13 @@ from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 
 
+@rule("aten::eye.out", "aten::eye.m_out")
+def eye(func: Any, *extents: int, out: DTensor) -> DTensor:
+    """The identity, written to a tensor that has its shape."""
+    out.copy_(torch.eye(*extents, dtype=out.dtype, device=out.device))
+    return out
+
+
 @rule("aten::new_empty_strided")
 def new_empty_strided(func: Any, x: Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Any:
     """Laid out as x where it has its shape, as when autograd copies a gradient: DTensor of torch 2.11 would not."""

@@ -71,11 +71,28 @@ class Added(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
+        ctx.along = mesh, axes
         return all_reduce(local, mesh, axes)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+        # Where a script has added the plain sum to a DTensor, its gradient is one.
+        mesh, axes = ctx.along
+        grad = brought(grad, mesh, replicated(mesh)) if isinstance(grad, DTensor) else grad
+        return _Apart.apply(grad, mesh, axes), None, None
+
+
+class _Apart(torch.autograd.Function):
+    """What the ranks have alike along some axes, and with which each goes on by itself: the gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, alike: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
+        ctx.along = mesh, axes
+        return alike[...]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Added.apply(grad, *ctx.along), None, None
 
 
 def wrapped(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

@@ -185,6 +185,7 @@ LOSSES = (
         changed_weight,
         shared_layer,
         without_gradient,
+        gradient_of_a_gradient,
         detached,
         joined,
         cut,

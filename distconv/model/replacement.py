@@ -1,0 +1,96 @@
+"""A sharded tensor that takes another value, shape or dtype, and stays the same object to all who hold it.
+
+So do `.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...`. Torch changes the one tensor that
+it knows, not what a rank holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from distconv.dtensors import wrap
+from distconv.layouts import replicated
+from distconv.mesh import is_ours
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
+    """A DTensor of the whole value of a tensor, whose memory it does not share. No autograd.
+
+    A plain tensor is taken to be equal on all ranks, and is cut without communication.
+    """
+    if isinstance(tensor, DTensor):
+        return moved(tensor, mesh, layout)
+    return wrap(local_as(tensor.detach(), mesh, layout).clone(), mesh, layout, tensor.shape)
+
+
+def _like(x: DTensor, value: Tensor) -> DTensor:
+    """A value, laid out as x where it has the dims for it."""
+    layout = x.placements
+    if any(isinstance(placement, Shard) and placement.dim >= value.dim() for placement in layout):
+        layout = replicated(x.device_mesh)
+    return sharded(value.detach(), x.device_mesh, tuple(layout))
+
+
+def replace(x: DTensor, value: Tensor) -> None:
+    """Gives x another value. Graphs that were made with x bring their gradients to it as before."""
+    new = _like(x, value)
+    if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
+        new.requires_grad_(x.requires_grad)
+        torch._C._swap_tensor_impl(x, new)
+        for name in HOOKS:  # torch keeps them with what was swapped, too
+            if getattr(x, name) is not None:
+                setattr(x, name, getattr(x, name))
+        if x.is_leaf and x.requires_grad:
+            hand_on(new, x)
+    x._local_tensor, x._spec = new._local_tensor, new._spec
+
+
+def hand_on(late: Tensor, now: DTensor) -> None:
+    """From now on, gradients that graphs bring to ``late`` are added to those of ``now``."""
+
+    def add(late: Tensor) -> None:
+        grad, late.grad = late.grad, None
+        assert grad is not None
+        grad = _like(now, grad).to(now.dtype)
+        now.grad = grad if now.grad is None else now.grad + grad
+
+    late._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    late.register_post_accumulate_grad_hook(add)
+
+
+@functools.cache
+def open_replacement() -> None:
+    """From now on sharded tensors take other values whole, where torch swaps tensors or sets their data."""
+    torch.utils.swap_tensors = _swapping(torch.utils.swap_tensors)
+    data: Any = Tensor.data
+
+    def set_data(x: DTensor, value: Tensor) -> None:
+        if is_ours(x.device_mesh):
+            replace(x, value)
+        else:
+            data.__set__(x, value)
+
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment, method-assign]
+
+
+def _swapping(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        if isinstance(t1, DTensor) and is_ours(t1.device_mesh):
+            replace(t1, t2)
+            t1.requires_grad_(t2.requires_grad)
+        else:
+            stock(t1, t2)
+
+    return swap_tensors
