@@ -51,13 +51,15 @@ def replace(x: DTensor, value: Tensor) -> None:
         for name in HOOKS:  # torch keeps them with what was swapped, too
             if getattr(x, name) is not None:
                 setattr(x, name, getattr(x, name))
-        if x.is_leaf and x.requires_grad:
-            hand_on(new, x)
+        hand_on(new, x)
     x._local_tensor, x._spec = new._local_tensor, new._spec
 
 
 def hand_on(late: Tensor, now: DTensor) -> None:
     """From now on, gradients that graphs bring to ``late`` are added to those of ``now``."""
+
+    if not (late.is_leaf and late.requires_grad):
+        return
 
     def add(late: Tensor) -> None:
         grad, late.grad = late.grad, None
