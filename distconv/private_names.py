@@ -44,6 +44,7 @@ NAMES = (
     Name("torch._C._nn.flatten_dense_tensors", "gradients are added in one message"),
     Name("torch._C._nn.unflatten_dense_tensors", "gradients are added in one message"),
     Name("torch._C._select_conv_backend", "which kernel torch would take for a convolution"),
+    Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
     Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
     Name("torch._decomp.decomposition_table", "what an operator is made of"),
     Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),

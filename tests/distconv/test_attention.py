@@ -66,6 +66,9 @@ FUSED: dict[str, Attention] = {
     "grouped heads": lambda x: F.scaled_dot_product_attention(
         heads(x, 8), heads(x[:, ::4], 2), heads(x[:, 1::4], 2), enable_gqa=True
     ),
+    "grouped heads, dropout that drops nothing": lambda x: F.scaled_dot_product_attention(
+        heads(x, 8), heads(x[:, ::4], 2), heads(x[:, 1::4], 2), dropout_p=1e-30, enable_gqa=True
+    ),
     "one head": lambda x: F.scaled_dot_product_attention(tokens(x), tokens(x), tokens(x * 2)),
     "to few keys": lambda x: F.scaled_dot_product_attention(heads(x), pooled(x), pooled(x) * 2),
     "of few queries": lambda x: F.scaled_dot_product_attention(pooled(x), heads(x), heads(x * 2)),

@@ -73,18 +73,6 @@ def penalty_before(net: nn.Sequential) -> list[Any]:
     return [parameter.grad for parameter in net.parameters()]
 
 
-def flat_optimizer(net: nn.Sequential) -> list[Any]:
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        value = loss(net)
-        value.backward()
-        return value
-
-    return [optimizer.step(closure), optimizer.step(closure), loss(net)]
-
-
 def average(net: nn.Sequential) -> list[Any]:
     mean = copy.deepcopy(net)
     held = list(mean.parameters())
@@ -164,7 +152,7 @@ def files(net: nn.Sequential) -> list[Any]:
 
 
 USES = (
-    *(lists, own_optimizer, penalty_before, flat_optimizer, average, other_dtypes, other_values, initialised),
+    *(lists, own_optimizer, penalty_before, average, other_dtypes, other_values, initialised),
     *(fused, parametrized, pruned, files),
 )
 

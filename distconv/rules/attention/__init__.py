@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from distconv.layouts import dim_axes, find_layout, local_box, owners, replicated
-from distconv.refusal import UnsupportedOperation
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
 from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
 from distconv.rules.attention.rotation import rotation
@@ -138,10 +137,8 @@ def _with_dropout(
 ) -> Tensor:
     """Written out, as dropout acts on the weights: each rank draws numbers of its own for its rows."""
     if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
-        raise UnsupportedOperation(
-            f"scaled_dot_product_attention with dropout_p={p} and grouped heads, queries {tuple(query.shape)} and keys"
-            f" {tuple(key.shape)}; accepted: dropout_p=0, or as many heads of keys as of queries"
-        )
+        each = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(each, -3), value.repeat_interleave(each, -3)
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
