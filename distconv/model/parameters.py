@@ -44,7 +44,7 @@ class Replaced(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return current(self).__reduce_ex__(protocol)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return repr(current(self))
 
 
@@ -107,7 +107,7 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     old.grad = None
     late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))
     torch._C._swap_tensor_impl(old, late)
-    hand_on(late, new)
+    hand_on(late, new)  # type: ignore[arg-type]
     old.__dict__ = new.__dict__
     old.__class__ = Replaced
     _successors[old] = new
@@ -142,8 +142,8 @@ def _shard_state(optimizer: Optimizer, *_: Any) -> None:
     """What was loaded, or kept since before a parameter was sharded, is whole: from now on it is sharded as that is."""
     for group in optimizer.param_groups:
         group["params"][:] = map(current, group["params"])
-    for parameter in [parameter for parameter in optimizer.state if type(parameter) is Replaced]:
-        optimizer.state[current(parameter)] = optimizer.state.pop(parameter)
+    for old in [parameter for parameter in optimizer.state if type(parameter) is Replaced]:
+        optimizer.state[current(old)] = optimizer.state.pop(old)
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, DTensor) or not is_ours(parameter.device_mesh):
             continue

@@ -67,7 +67,7 @@ def hand_on(late: Tensor, now: DTensor) -> None:
         grad = _like(now, grad).to(now.dtype)
         now.grad = grad if now.grad is None else now.grad + grad
 
-    late._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
+    late._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     late.register_post_accumulate_grad_hook(add)
 
 
@@ -83,7 +83,7 @@ def open_replacement() -> None:
         else:
             data.__set__(x, value)
 
-    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment, method-assign]
+    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
 
 
 def _swapping(stock: Any) -> Any:

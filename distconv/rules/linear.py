@@ -187,7 +187,7 @@ class Whole(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
         mesh, held = ctx.layout
         if torch.is_grad_enabled():
-            return relaid(grad, mesh, held), None  # type: ignore[return-value]
+            return relaid(grad, mesh, held), None
         keep = [p if p.is_partial() and not of.is_shard() else of for p, of in zip(grad.placements, held, strict=True)]
         if any(p != to and not p.is_replicate() for p, to in zip(grad.placements, keep, strict=True)):
             return moved(grad, mesh, held), None
