@@ -8,7 +8,7 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
-.PHONY: test quick test-frameworks test-scripts lint demo gpu docs clean
+.PHONY: test quick test-frameworks test-scripts lint demo gpu docs dist clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -61,5 +61,12 @@ docs: .venv-docs/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,demo,mpi]'
 	touch $@
 
+# What a release uploads: a wheel and a sdist, whose description the index can show.
+dist: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 clean:
-	rm -rf .venv .venv-docs .venv-frameworks demo site
+	rm -rf dist .venv .venv-docs .venv-frameworks demo site

@@ -12,6 +12,7 @@ from distconv import private_names, settings
 from distconv.commands import calibrate, check, convert, doctor, plan, run, simulate
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
+from mucudnn.version import VERSION
 
 COMMANDS = (run, check, convert, plan, simulate, calibrate, doctor)
 
@@ -27,6 +28,7 @@ def _parser() -> _Parser:
         description="Runs single-device PyTorch scripts on many ranks, each of which holds a part of every activation.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"distconv {VERSION}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

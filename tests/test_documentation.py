@@ -222,6 +222,16 @@ def test_the_table_of_make_targets() -> None:
     assert phony and told == {f"make {target}" for target in phony[1].split()}
 
 
+# Messages.
+
+
+def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
+    told = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    code = "".join(path.read_text() for folder in ("mucudnn", "distconv") for path in (ROOT / folder).rglob("*.py"))
+    assert len(told) > 15
+    assert [message for message in told if message not in code] == []
+
+
 # Figures.
 
 

@@ -8,11 +8,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+
+import distconv.__main__
+import mucudnn.__main__
+from mucudnn.version import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 NEIGHBOURS = Path(__file__).with_name("neighbours")
@@ -160,3 +165,26 @@ def test_imports_without_what_is_used_later(tmp_path: Path) -> None:
             sys.executable, "-c", program, cwd=tmp_path, XDG_CACHE_HOME=given, HOME=str(tmp_path), PYTHONPATH=str(ROOT)
         )
         assert told.splitlines() == [str(expected / "mucudnn" / "times.sqlite"), "2.0"]
+
+
+def test_what_a_release_uploads(wheel: Path, source: Path, tmp_path: Path) -> None:
+    """The sdist has what a wheel is built from, and the index can show the description of both."""
+    build = "import setuptools.build_meta, sys; setuptools.build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build, str(tmp_path), cwd=source)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "distconv/py.typed", "mucudnn/py.typed"} <= names
+    assert {str(path.relative_to(ROOT)) for path in (ROOT / "optimizer").glob("*.py")} <= names
+    told = run(sys.executable, "-m", "twine", "check", "--strict", str(wheel), str(sdist), cwd=tmp_path)
+    assert told.count("PASSED") == 2
+
+
+def test_the_versions_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    for package, main in (("mucudnn", mucudnn.__main__.main), ("distconv", distconv.__main__.main)):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(sys, "argv", [package, "--version"])
+            main()
+        assert (ended.value.code, capsys.readouterr().out) == (0, f"{package} {VERSION}\n")
+    assert f"\nversion: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {VERSION}" in (ROOT / "CHANGELOG.md").read_text()
