@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
+from mucudnn.commands import page
+from mucudnn.commands.arguments import Commands, add_json, add_settings, check_writable, settings, usage
 from mucudnn.commands.output import print_json, show
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import to_json
@@ -24,18 +25,24 @@ def add(commands: Commands) -> None:
         "show what was chosen in a run, or the times that are known",
         "Shows the records that `run --report FILE` wrote, or, without FILE, the times that the database holds.",
         "plans.json",
+        "plans.json --html report.html",
         "--database times.sqlite --json",
     )
     reporting.add_argument("file", nargs="?", metavar="FILE", help="what `run --report` wrote")
     add_settings(reporting, "database")
     add_json(reporting)
+    reporting.add_argument("--html", metavar="PAGE", help="write it as one page for a browser, with pictures, to PAGE")
 
 
 def _report(arguments: Any) -> int:
     with usage(arguments.parser):
+        if arguments.html is not None:
+            check_writable("--html", arguments.html)
         if arguments.file is not None:
             outcome = read(arguments.file)
-            if arguments.json:
+            if arguments.html is not None:
+                Path(arguments.html).write_text(page.of_a_run(outcome))
+            elif arguments.json:
                 print_json(to_json(outcome.records))
             else:
                 show(sys.stdout, table(outcome.records), summary(outcome.records), *outcome.notices)
@@ -43,15 +50,14 @@ def _report(arguments: Any) -> int:
         chosen = settings(arguments)
     store = Store(chosen.database)
     contents = store.contents()
-    if arguments.json:
+    counts = store.counts()
+    told = f"{store.path} holds {counts.launches} launches of {counts.problems} convolutions."
+    if arguments.html is not None:
+        Path(arguments.html).write_text(page.of_a_database(known_tables(contents), told))
+    elif arguments.json:
         print_json([{"key": key, "launches": [_plain(option) for option in options]} for key, options in contents])
     else:
-        counts = store.counts()
-        show(
-            sys.stdout,
-            *known_tables(contents),
-            f"{store.path} holds {counts.launches} launches of {counts.problems} convolutions.",
-        )
+        show(sys.stdout, *known_tables(contents), told)
     return 0
 
 
