@@ -9,12 +9,12 @@ import sys
 from typing import NoReturn
 
 from distconv import private_names, settings
-from distconv.commands import calibrate, check, convert, doctor, plan, run, simulate
+from distconv.commands import calibrate, check, convert, doctor, dump, plan, run, simulate
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
 from mucudnn.version import VERSION
 
-COMMANDS = (run, check, convert, plan, simulate, calibrate, doctor)
+COMMANDS = (run, check, convert, plan, simulate, calibrate, doctor, dump)
 
 
 class _Parser(argparse.ArgumentParser):

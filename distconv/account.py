@@ -9,12 +9,15 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+WAITING = "waiting for other ranks"
+"""The name of such spans in a trace."""
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Account:
         waited: seconds in which the program stood still for messages; on a GPU the device waits, which nobody counts.
         calls: outermost calls of models.
         before: bytes that the process held when a model was first called.
+        is_traced: whether torch's profiler records, which is then to show where the rank waits.
         first_call, first_step: the marks at the end of the first call of a model, and of the first optimizer step.
     """
 
@@ -50,6 +54,7 @@ class Account:
     before: int = 0
     first_call: Mark | None = None
     first_step: Mark | None = None
+    is_traced: bool = False
 
     def mark(self) -> Mark:
         """This moment."""
@@ -86,7 +91,8 @@ class Account:
         """Within it the program waits for messages."""
         begin = time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function(WAITING) if self.is_traced else nullcontext():
+                yield
         finally:
             self.waited += time.perf_counter() - begin
 

@@ -120,6 +120,11 @@ def add(commands: Any) -> None:
         "(python -m mucudnn report FILE shows it)",
     )
     run.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write a timeline of all ranks' first ten steps to FILE at the end, for ui.perfetto.dev",
+    )
+    run.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
         help="tell at the end, on stderr, what the ranks held, sent and waited for, in two to four lines (default: on "
@@ -214,6 +219,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         print_all_ranks=options.print_all_ranks,
         report=options.report,
         show_ranks=options.show_ranks,
+        trace=options.trace,
         summary=options.summary,
     )
 

@@ -20,7 +20,7 @@ from distconv.job.files.private import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
-from distconv.job.signals import Signals, endings_are_exits
+from distconv.job.signals import ASKING, Signals, endings_are_exits
 from distconv.job.watch import STOP_SECONDS, Watch, shell_code
 from distconv.place import Place
 
@@ -228,6 +228,8 @@ def accompany(process: Process, bound: bool) -> int:
     with Signals() as signals:
         while (code := process.poll()) is None:
             for number in signals.taken():
+                if number == ASKING:
+                    continue  # whoever watches the ranks gets it, too
                 asked.add(number)
                 process.send_signal(number)
             if bound and os.getppid() != parent and kill_at == math.inf:

@@ -47,6 +47,7 @@ class Job:
     print_all_ranks: bool = False
     report: str | None = None  # a file for what mucudnn chose on rank 0
     show_ranks: bool = False
+    trace: str | None = None  # a file for a timeline of all ranks
     summary: bool | None = None  # None: where the first rank's stderr is a terminal
 
 
@@ -86,6 +87,11 @@ def check(job: Job, size: int | None, backend: str | None) -> None:
             raise BadInput("--report tells what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
         try:
             check_writable("--report", job.report)
+        except NotFound as error:
+            raise BadInput(str(error)) from None
+    if job.trace is not None:
+        try:
+            check_writable("--trace", job.trace)
         except NotFound as error:
             raise BadInput(str(error)) from None
     if divides_locally():

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+ANSWER_SECONDS = 3.0  # what ranks get to tell where they are
+
 _T = TypeVar("_T")
 
 
@@ -27,6 +29,12 @@ class Notices:
             store = store.underlying_store
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store when it starts anew
         self._store, self._at, self.size = store, f"distconv/ending/{attempt}", size
+
+    def whereabouts(self) -> list[str]:
+        """Where the ranks are, in a line each."""
+        from distconv.job.whereabouts import Questions
+
+        return self._asked(lambda: Questions(self._store, self.size).asked_now(ANSWER_SECONDS), [])
 
     def claim(self) -> bool:
         """Whether the caller is the first to ask, and so the one that tells why the job ends."""

@@ -8,9 +8,6 @@ be meant to be, such as a checkpoint that one rank writes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import os
 import sys
 import threading
 import time
@@ -23,6 +20,7 @@ from distconv import settings
 from distconv.agreement.ledger import script_line
 from distconv.job.collectives import Collectives, noted
 from distconv.job.standstill import State, Waiting, standstill
+from distconv.job.whereabouts import Questions
 
 LOOK_SECONDS = 1.0
 """Between two looks at the store, at most; a quarter of what a rank may wait where that is less."""
@@ -38,7 +36,7 @@ def telling_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[
     Every rank of the job must call it before it makes process groups.
     """
     seconds = settings.value("slow_after")
-    if dist.get_world_size() == 1 or seconds == float("inf"):
+    if dist.get_world_size() == 1:
         yield
         return
     with noted() as collectives:
@@ -51,11 +49,10 @@ def telling_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[
 
 class _Patience:
     def __init__(self, store: Store, collectives: Collectives, seconds: float, tell: Callable[[str], None]) -> None:
-        self._store, self._collectives, self._tell = store, collectives, tell
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._collectives, self._tell = collectives, tell
+        self._questions = Questions(store, dist.get_world_size())
+        self._rank = dist.get_rank()
         self._seconds, self._look = seconds, min(LOOK_SECONDS, seconds / 4)
-        self._at = f"distconv/slow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._answered = 0
         self._asked: tuple[str, int] | None = None
         self._program = threading.main_thread()
         self._closed = threading.Event()
@@ -74,36 +71,28 @@ class _Patience:
 
     def _answer(self) -> None:
         """Tells where this rank is, where that has been asked."""
-        while self._store.check([f"{self._at}/{self._answered}/asked"]):
-            told = json.dumps(dataclasses.asdict(self._state()))
-            self._store.set(f"{self._at}/{self._answered}/{self._rank}", told)
-            self._answered += 1
+        while self._questions.is_open():
+            self._questions.answer(self._rank, self._state())
 
     def _ask(self) -> None:
         """Asks where all ranks are, where this one has waited for long and no other asks about the same."""
         begun = self._collectives.waiting()
-        patience = self._seconds * min(2**self._answered, MOST_PATIENCE)
+        patience = self._seconds * min(2**self._questions.answered, MOST_PATIENCE)
         if begun is None or time.monotonic() - begun.since < patience or self._asked == (begun.group, begun.number):
             return
         self._asked = begun.group, begun.number
         if not self._is_first(f"asking/{begun.group}/{begun.number}"):
             return
-        question = self._store.add(f"{self._at}/questions", 1) - 1
-        self._store.set(f"{self._at}/{question}/asked", "")
+        question = self._questions.ask()
         self._answer()
         if self._closed.wait(2 * self._look) or begun.is_complete():
             return
-        states = {}
-        for rank in range(self._size):
-            key = f"{self._at}/{question}/{rank}"
-            if self._store.check([key]):
-                states[rank] = _read(self._store.get(key))
-        found = standstill(states)
+        found = standstill(self._questions.answers(question))
         if found is not None and self._is_first(f"told/{found.group}/{found.number}"):
             self._tell(found.line)
 
     def _is_first(self, what: str) -> bool:
-        return bool(self._store.add(f"{self._at}/{what}", 1) == 1)
+        return bool(self._questions.store.add(f"{self._questions.at}/{what}", 1) == 1)
 
     def _state(self) -> State:
         begun = self._collectives.waiting()
@@ -113,11 +102,3 @@ class _Patience:
             waiting = Waiting(begun.name, begun.group, begun.number, ranks, time.monotonic() - begun.since)
         frame = sys._current_frames().get(self._program.ident or 0)
         return State(dict(self._collectives.counts), waiting, script_line(frame) if frame is not None else "")
-
-
-def _read(text: bytes) -> State:
-    told = json.loads(text)
-    waiting = told["waiting"]
-    if waiting is not None:
-        waiting = Waiting(**{**waiting, "ranks": tuple(waiting["ranks"])})
-    return State(told["counts"], waiting, told["line"])

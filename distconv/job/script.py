@@ -23,9 +23,10 @@ from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.patience import telling_what_is_slow
-from distconv.job.signals import interrupts_are_exceptions
+from distconv.job.signals import interrupts_are_exceptions, questions_end_nothing
 from distconv.job.summary import local_gain, summed_up
 from distconv.job.surroundings import surroundings
+from distconv.job.trace import traced
 from distconv.mesh import make_mesh
 from distconv.model.strategy import Strategy
 from distconv.place import Place
@@ -43,6 +44,7 @@ def run(job: Job, place: Place, watcher: Watcher) -> int:
     ending = Ending(place.rank, output, reads_parts=job.shard_data)
     try:
         interrupts_are_exceptions()
+        questions_end_nothing()
         store = _join(backend, place, watcher)
         ending.notices = Notices(store, dist.get_world_size())
         with telling_what_is_slow(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
@@ -105,6 +107,7 @@ def _run_distributed(job: Job, store: Store) -> None:
                 around.callback(_write_report, job.report, session)
         around.callback(_tell_gathered)
         around.enter_context(summed_up(store, job.partition, job.summary))
+        around.enter_context(traced(job.trace))
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))

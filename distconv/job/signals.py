@@ -15,11 +15,14 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 """Those that reach every rank when the launcher receives them."""
 
+ASKING = signal.SIGQUIT
+"""The one that asks where the ranks are; Ctrl-\\ sends it."""
+
 SAME_SECONDS = 1.0  # within which a signal that comes twice is one: the terminal sent it, and the launcher passed it on
 
 
 class Signals:
-    """Within it, this process notes the signals of PASSED_ON instead of ending; those that it ignores stay ignored."""
+    """Within it, this process notes ASKING and the signals of PASSED_ON instead of ending; what is ignored stays so."""
 
     def __init__(self) -> None:
         self._came: deque[int] = deque()
@@ -27,7 +30,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        for number in PASSED_ON:
+        for number in (*PASSED_ON, ASKING):
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
@@ -57,6 +60,12 @@ def interrupts_are_exceptions() -> None:
     """From now on SIGINT raises KeyboardInterrupt, as Python has it; where it is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def questions_end_nothing() -> None:
+    """From now on ASKING does not end this process; what it starts is ended by it as ever."""
+    if signal.getsignal(ASKING) == signal.SIG_DFL:
+        signal.signal(ASKING, lambda number, frame: None)
 
 
 def endings_are_exits() -> None:

@@ -11,7 +11,7 @@ from typing import IO
 
 from distconv.job.notices import Notices, how_it_ended
 from distconv.job.processes import Process, end_descendants
-from distconv.job.signals import ENDING, Signals
+from distconv.job.signals import ASKING, ENDING, Signals
 
 ALIKE_SECONDS = 3.0  # after a rank failed by itself, what others get to fail alike, or to show why
 STOP_SECONDS = 3.0  # what a rank gets between SIGTERM and SIGKILL
@@ -89,7 +89,21 @@ class Watch:
     def _running(self) -> list[Process]:
         return [process for rank, process in self._processes.items() if rank not in self._codes]
 
+    def _ask(self) -> None:
+        """Tells where the ranks are, if this process watches the first."""
+        notices = self._find_notices()
+        if 0 not in self._processes:
+            return
+        if notices is None:
+            self._tell("the ranks have not met yet")
+        else:
+            for line in notices.whereabouts():
+                self._tell(line)
+
     def _pass_on(self, number: int) -> None:
+        if number == ASKING:
+            self._ask()
+            return
         if number in ENDING:
             self._look_around(at_once=True)  # a launcher's SIGTERM may follow from another rank's failure
             if self._signal is not None:  # asked twice

@@ -1,0 +1,118 @@
+"""A timeline of all ranks in one file, as Perfetto and Chrome show it: torch's profiler on every rank, merged."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerActivity
+
+from distconv.account import ACCOUNT
+from distconv.job.summary import ending_well
+
+STEPS = 10
+"""So many optimizer steps are recorded; of a program that takes none, all of it."""
+
+_LEVEL = "KINETO_LOG_LEVEL"
+
+
+@contextlib.contextmanager
+def traced(path: str | None) -> Iterator[None]:
+    """Within it a script runs and is recorded; at its end, unless it fails, the first rank writes what all recorded.
+
+    Args:
+        path: of the file; None records nothing.
+    """
+    if path is None:
+        yield
+        return
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    recording = _Recording(torch.profiler.profile(activities=activities))
+    hook = register_optimizer_step_post_hook(recording.stepped)
+    try:
+        with ending_well() as ended:
+            yield
+    finally:
+        hook.remove()
+        recording.stop()
+        if ended:
+            _write(path, recording.events())
+
+
+class _Recording:
+    def __init__(self, profile: torch.profiler.profile) -> None:
+        self._profile, self._steps, self._is_on = profile, 0, True
+        ACCOUNT.is_traced = True
+        before = os.environ.get(_LEVEL)
+        os.environ[_LEVEL] = "99"  # else the library beneath tells on stderr that it starts
+        profile.start()
+        if before is None:
+            del os.environ[_LEVEL]
+        else:
+            os.environ[_LEVEL] = before
+
+    def stepped(self, *_: object) -> None:
+        """An optimizer has stepped."""
+        self._steps += 1
+        if self._steps == STEPS:
+            self.stop()
+
+    def stop(self) -> None:
+        """Ends the recording."""
+        if self._is_on:
+            self._profile.stop()
+            self._is_on = ACCOUNT.is_traced = False
+
+    def events(self) -> dict[str, Any]:
+        """What was recorded, as torch writes it."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            self._profile.export_chrome_trace(path)
+            with open(path) as file:
+                found: dict[str, Any] = json.load(file)
+            return found
+
+
+def _write(path: str, own: dict[str, Any]) -> None:
+    """Collective over all ranks."""
+    packed = zlib.compress(json.dumps({**own, "process": os.getpid()}).encode())
+    everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(packed, everyone)
+    if everyone is not None:
+        with open(path, "w") as file:
+            json.dump(merged([json.loads(zlib.decompress(each)) for each in everyone]), file)
+
+
+def merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The recordings of all ranks as one, with a process for each rank, and one for each of its GPUs.
+
+    Args:
+        ranks: what torch writes on each, and beside it the number of its process.
+    """
+    begin = int(ranks[0].get("baseTimeNanoseconds", 0))
+    events: list[dict[str, Any]] = []
+    for rank, found in enumerate(ranks):
+        later = (int(found.get("baseTimeNanoseconds", 0)) - begin) / 1000  # microseconds
+        names: dict[int, str] = {}
+        for event in found["traceEvents"]:
+            process = event.get("pid")
+            if event.get("ph") == "M" or not isinstance(process, int):
+                continue  # torch's own names of processes, and what spans all of them
+            is_host = process == found["process"]
+            place = 1000 * rank + (0 if is_host else 1 + process)
+            names[place] = f"rank {rank}" if is_host else f"rank {rank}, GPU {process}"
+            moved = {"ts": event["ts"] + later} if "ts" in event else {}
+            flow = {"id": f"{rank}/{event['id']}"} if "id" in event else {}
+            events.append({**event, "pid": place, **moved, **flow})
+        for place, name in names.items():
+            events.append({"ph": "M", "name": "process_name", "pid": place, "args": {"name": name}})
+            events.append({"ph": "M", "name": "process_sort_index", "pid": place, "args": {"sort_index": place}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

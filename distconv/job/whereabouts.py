@@ -1,0 +1,83 @@
+"""Where the ranks of a job are now: a question that goes to all of them through the store at which they met.
+
+A thread of each rank answers, also while the rank computes or waits. Nothing is collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from distconv.agreement.disagreement import named
+from distconv.job.standstill import State, Waiting, standstill
+
+
+class Questions:
+    """The questions that have been asked in a job.
+
+    Attributes:
+        answered: how many of them this rank has answered.
+    """
+
+    def __init__(self, store: Store, size: int) -> None:
+        while isinstance(store, PrefixStore):  # which torch may put around a rank's store, but not around a watcher's
+            store = store.underlying_store
+        self.store, self._size, self.answered = store, size, 0
+        self.at = f"distconv/slow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def is_open(self) -> bool:
+        """Whether a question has been asked that this rank has not answered."""
+        return bool(self.store.check([f"{self.at}/{self.answered}/asked"]))
+
+    def answer(self, rank: int, state: State) -> None:
+        """Tells where this rank is."""
+        self.store.set(f"{self.at}/{self.answered}/{rank}", json.dumps(dataclasses.asdict(state)))
+        self.answered += 1
+
+    def ask(self) -> int:
+        """Asks all ranks; the number of the question."""
+        question = int(self.store.add(f"{self.at}/questions", 1)) - 1
+        self.store.set(f"{self.at}/{question}/asked", "")
+        return question
+
+    def answers(self, question: int) -> dict[int, State]:
+        """What ranks have answered so far."""
+        keys = {rank: f"{self.at}/{question}/{rank}" for rank in range(self._size)}
+        return {rank: _read(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+
+    def asked_now(self, seconds: float) -> list[str]:
+        """Where all ranks are, a line each, from what they answer within so many seconds."""
+        question, deadline = self.ask(), time.monotonic() + seconds
+        while len(states := self.answers(question)) < self._size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return told(states, self._size)
+
+
+def told(states: Mapping[int, State], size: int) -> list[str]:
+    """A line for each rank, and one about what holds the ranks up, if something does."""
+    lines = [f"rank {rank} of {size}: {_where(states.get(rank))}" for rank in range(size)]
+    found = standstill(states)
+    return lines if found is None else [*lines, found.line]
+
+
+def _where(state: State | None) -> str:
+    if state is None:
+        return "does not answer: it is starting or ending, or its Python stands still"
+    place = f"at {state.line}" if state.line else "at no line of the script"
+    if state.waiting is None:
+        return f"{place}, in no collective"
+    at = state.waiting
+    return f"{place}, for {at.seconds:.0f} s in {at.name} among {named(at.ranks)}"
+
+
+def _read(text: bytes) -> State:
+    told = json.loads(text)
+    waiting = told["waiting"]
+    if waiting is not None:
+        waiting = Waiting(**{**waiting, "ranks": tuple(waiting["ranks"])})
+    return State(told["counts"], waiting, told["line"])
