@@ -114,6 +114,14 @@ class Exploration:
         """Median of the baseline's calls, the first left out where there are others: it does more than the others."""
         return statistics.median(self._baseline[1:] or self._baseline)
 
+    def leader(self) -> tuple[str, float]:
+        """The algorithms of the division that is the fastest by what was timed so far, and its seconds; "" for the
+        baseline."""
+        best = min((division for _, division in self.launches.wholes()), key=lambda found: found.seconds, default=None)
+        if best is None or best.seconds >= self.baseline_seconds:
+            return "", self.baseline_seconds
+        return " + ".join(dict.fromkeys(option.algorithm for option in best.options)), best.seconds
+
     def trial(self, is_elsewhere: Callable[[Sequence[Key]], bool] = lambda keys: False) -> Trial | None:
         """What the next call is to be computed by; `None` for the baseline where nothing is to be learnt of it.
 

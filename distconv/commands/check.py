@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
@@ -14,7 +14,8 @@ from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
 from mucudnn import program
-from mucudnn.commands.output import print_json, show
+from mucudnn.commands.network import INPUT, USUAL, add_batch, shape
+from mucudnn.commands.output import add_wide, print_json, show
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -69,10 +70,11 @@ def add(commands: Any) -> None:
     check.add_argument(
         "--input",
         action="append",
-        type=_shape,
-        metavar="N,C,H,W",
-        help="the shape of the model's whole input; once for each input",
+        type=shape,
+        metavar="C,H,W",
+        help=f"{INPUT}; once for each input",
     )
+    add_batch(check)
     check.add_argument("--inference", action="store_true", help="the forward alone, of a model as in inference")
     check.add_argument(
         "--dtype",
@@ -84,6 +86,7 @@ def add(commands: Any) -> None:
         "--all-layers", action="store_true", help=f"show all layers, not the {MOST_LAYERS} that send most"
     )
     check.add_argument("--json", action="store_true", help="print JSON, for programs")
+    add_wide(check)
     check.add_argument("-m", dest="module", action="store_true", help="TARGET names a module to run, as with python -m")
     check.add_argument(
         "target",
@@ -106,7 +109,7 @@ def command(options: argparse.Namespace) -> int:
     if options.json:
         print_json(findings.as_json())
     else:
-        show(sys.stdout, *_report(findings, None if options.all_layers else MOST_LAYERS))
+        show(sys.stdout, *_report(findings, None if options.all_layers else MOST_LAYERS), wide=options.wide)
     return 0 if findings.accepted else 1
 
 
@@ -127,9 +130,10 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
     try:
         if options.input is None:
             return survey.script(_script(options), partition, strategy=strategy)
+        build, usual = _found(options)
         return survey.model(
-            _builder(options),
-            options.input,
+            build,
+            _inputs(build, options, usual),
             partition,
             strategy=strategy,
             dtype=_dtype(options.dtype),
@@ -145,37 +149,37 @@ def _is_script(options: argparse.Namespace) -> bool:
 
 def _script(options: argparse.Namespace) -> Callable[[], None]:
     if not _is_script(options):
-        raise program.NotFound(
-            f"{options.target} is no script; of a model give --input N,C,H,W, the shape of its whole input"
-        )
+        raise program.NotFound(f"{options.target} is no script; of a model give --input C,H,W, {INPUT}")
     found = program.module(options.target) if options.module else program.script(options.target)
     return lambda: found.run(options.arguments)
 
 
-def _builder(options: argparse.Namespace) -> Callable[[], Any]:
+def _found(options: argparse.Namespace) -> tuple[Callable[[], Any], int]:
+    """What builds the model, and its usual number of samples."""
     from mucudnn.networks import layers
 
     if options.arguments:
         raise program.NotFound(f"arguments {' '.join(options.arguments)} behind a model: accepted behind a script")
     if "" not in sys.path:
         sys.path.insert(0, "")  # models of the folder that one stands in, as for python -c
-    return layers.find(options.target).build
+    found = layers.find(options.target)
+    return found.build, found.batch or USUAL
+
+
+def _inputs(build: Callable[[], Any], options: argparse.Namespace, usual: int) -> Sequence[tuple[int, ...]]:
+    from mucudnn.networks.inputs import whole_inputs
+    from mucudnn.networks.layers import without_data
+
+    try:
+        return whole_inputs(without_data(build), options.input, options.batch, usual)
+    except Exception:  # what follows the model tells why it cannot be made, or fails
+        return [(options.batch, *each) for each in options.input] if options.batch else options.input
 
 
 def _dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, name)
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        shape = ()
-    if not shape or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted are extents of 1 or more, as 8,3,224,224")
-    return shape
 
 
 def _report(findings: Findings, most: int | None) -> list[RenderableType]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from distconv.job.launcher import BadInput
 from distconv.performance.machine import HERE, built_in
 from mucudnn.commands.arguments import check_writable
-from mucudnn.commands.network import add_network
+from mucudnn.commands.network import INPUT, USUAL, add_network
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def add_network_and_machine(parser: Any) -> None:
         action="append",
         default=[],
         metavar="C,H,W",
-        help="the shape of one sample of a further input of the model; may be given more than once",
+        help="the shape of a further input of the model, as that of --input; may be given more than once",
     )
     parser.add_argument(
         "--machine",
@@ -91,13 +91,16 @@ class Asked:
 def network_of(options: Any) -> Asked:
     """The network of NETWORK, `--input`, `--also` and `--batch`. ValueError, one line, where its input is not known."""
     from distconv.performance.recording import on_meta
+    from mucudnn.networks.inputs import whole_inputs
     from mucudnn.networks.layers import find
 
     found = find(options.network)
     shape = options.input or found.input_shape
     if shape is None:
-        raise ValueError(f"{options.network} does not tell its input: give --input C,H,W, the shape of one sample")
-    return Asked(on_meta(found.build), (shape, *options.also), options.batch or found.batch or 32)
+        raise ValueError(f"{options.network} does not tell its input: give --input C,H,W, {INPUT}")
+    model = on_meta(found.build)
+    whole = whole_inputs(model, (shape, *options.also), options.batch, found.batch or USUAL)
+    return Asked(model, tuple(each[1:] for each in whole), whole[0][0])
 
 
 def _shape(text: str) -> tuple[int, ...]:

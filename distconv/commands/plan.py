@@ -13,6 +13,7 @@ from distconv.commands.network import add_network_and_machine, add_picture, chec
 from distconv.model.strategy import as_toml, layer_text
 from distconv.partition import AXES
 from mucudnn.commands.network import NAMES
+from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def add(commands: Any) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    add_wide(parser)
     parser.set_defaults(command=command)
 
 
@@ -126,7 +128,7 @@ def command(options: Any) -> int:
     if options.json:
         print(json.dumps(_plain(plan, rows, uniform, planner), indent=2))
     else:
-        _show(plan, rows, uniform, planner, graph)
+        _show(plan, rows, uniform, planner, options.wide)
     return 0
 
 
@@ -185,27 +187,21 @@ def _best(planner: Planner, limit: float) -> Plan:
         raise ValueError(f"--memory {format_bytes(math.floor(limit))}: no choice fits; {least} on a rank") from None
 
 
-def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, graph: LayerGraph) -> None:
+def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, wide: bool) -> None:
     from rich.table import Table
 
     from mucudnn.commands.output import show
 
     table = Table(box=None, pad_edge=False)
     for heading in ("layer", "partition"):
-        table.add_column(heading, no_wrap=True)
-    for heading in (
-        "compute ms",
-        "exchange ms",
-        "hidden ms",
-        "moves ms",
-        "allreduce ms",
-        "memory",
-        "runner-up",
-        "price ms",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, overflow="fold")
+    details = ["hidden ms", "moves ms", "allreduce ms"] if wide else []
+    for heading in ("compute ms", "exchange ms", *details, "memory", "runner-up", "price ms"):
+        name = heading == "runner-up"
+        table.add_column(heading, justify="right", no_wrap=not name, overflow="fold" if name else "ellipsis")
     for row in rows:
-        numbers = (row.cost.compute, row.cost.exchange, row.cost.hidden, row.moves, row.cost.gradients)
+        detail = [row.cost.hidden, row.moves, row.cost.gradients] if wide else []
+        numbers = (row.cost.compute, row.cost.exchange, *detail)
         table.add_row(
             row.name,
             layer_text(row.partition, row.cost.algorithm),
@@ -232,7 +228,7 @@ def _show(plan: Plan, rows: list[Row], uniform: list[Plan], planner: Planner, gr
     ]
     if plan.gap:
         sentences.append(f"within the memory, another choice could be better by {100 * plan.gap:.2f} % at most")
-    show(sys.stdout, table, "", *sentences)
+    show(sys.stdout, table, "", *sentences, wide=wide)
 
 
 def _milliseconds(seconds: float) -> str:

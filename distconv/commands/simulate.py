@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
+from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes
 
 DESCRIPTION = """\
@@ -49,6 +50,7 @@ def add(commands: Any) -> None:
     )
     add_picture(parser, "scaling curves: time of a step, and efficiency")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    add_wide(parser)
     parser.set_defaults(command=command)
 
 
@@ -80,7 +82,7 @@ def command(options: Any) -> int:
     if options.json:
         print(json.dumps({"machine": machine.name, "points": found}, indent=2))
     else:
-        _show(machine.name, found)
+        _show(machine.name, found, options.wide)
     return 0
 
 
@@ -144,21 +146,22 @@ def _partitions(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: 
     return samples + asked
 
 
-def _show(machine: str, found: list[dict[str, Any]]) -> None:
+def _show(machine: str, found: list[dict[str, Any]], wide: bool) -> None:
     from rich.table import Table
 
     from mucudnn.commands.output import show
 
     table = Table(box=None, pad_edge=False)
     table.add_column("ranks", justify="right")
-    table.add_column("partition", no_wrap=True)
-    for heading in ("batch", "ms a step", "samples/s", "kernels ms", "waiting ms", "hidden ms", "memory"):
+    table.add_column("partition", overflow="fold")
+    details = {"kernels ms": "compute", "waiting ms": "exposed", "hidden ms": "hidden"} if wide else {}
+    for heading in ("batch", "ms a step", "samples/s", *details, "memory"):
         table.add_column(heading, justify="right", no_wrap=True)
     for point in found:
         if "refused" in point:
-            table.add_row(str(point["ranks"]), point["partition"], str(point["batch"]), f"refused: {point['refused']}")
+            table.add_row(str(point["ranks"]), point["partition"], str(point["batch"]), "refused")
             continue
-        times = (f"{1e3 * point[name]:.2f}" for name in ("compute", "exposed", "hidden"))
+        times = (f"{1e3 * point[name]:.2f}" for name in details.values())
         table.add_row(
             str(point["ranks"]),
             point["partition"],
@@ -168,4 +171,10 @@ def _show(machine: str, found: list[dict[str, Any]]) -> None:
             *times,
             format_bytes(math.ceil(point["memory"])),
         )
-    show(sys.stdout, f"machine: {machine}; kernels by a roofline, messages by latency and bandwidth", table)
+    refused = [
+        f"refused: {point['partition']} on {point['ranks']} ranks: {point['refused']}"
+        for point in found
+        if "refused" in point
+    ]
+    told = f"machine: {machine}; kernels by a roofline, messages by latency and bandwidth"
+    show(sys.stdout, told, table, *refused, wide=wide)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mucudnn.commands.arguments import Commands, add_json, add_settings, settings, usage
 from mucudnn.commands.network import NAMES, add_network, layers_of
-from mucudnn.commands.output import print_json, show
+from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.networks import layers
 from mucudnn.reporting.record import to_json
 from mucudnn.reporting.tables import summary, table
@@ -29,6 +29,7 @@ def add(commands: Commands) -> None:
     add_network(benching)
     add_settings(benching)
     add_json(benching)
+    add_wide(benching)
 
 
 def _bench(arguments: Any) -> int:
@@ -43,5 +44,6 @@ def _bench(arguments: Any) -> int:
         print_json([name | values for name, values in zip(named, to_json(records), strict=True)])
     else:
         names = [f"{layer.name}{f' x{layer.count}' if layer.count > 1 else ''}" for layer in met]
-        show(sys.stdout, table(records, names), summary(records, [layer.count for layer in met]))
+        told = summary(records, [layer.count for layer in met])
+        show(sys.stdout, table(records, names, arguments.wide), told, wide=arguments.wide)
     return 0

@@ -17,39 +17,54 @@ NAMES = (
 )
 """What NETWORK may be, for a help text."""
 
+INPUT = "the shape of one sample, or, samples first, of the whole input: whichever the network takes"
+"""What `--input` may be, for a help text."""
+
+USUAL = 32
+"""Samples, where nothing says how many."""
+
 
 def add_network(parser: Parser, nargs: str | None = None) -> None:
     """NETWORK with its `--input` and `--batch`; with `nargs` "?" it may be left out."""
     parser.add_argument("network", metavar="NETWORK", nargs=nargs, help="the network")
-    parser.add_argument("--input", type=_shape, metavar="C,H,W", help="the shape of one sample")
+    parser.add_argument("--input", type=shape, metavar="C,H,W", help=f"{INPUT} (default: as the network says)")
+    add_batch(parser)
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """`--batch`."""
     parser.add_argument(
-        "--batch", type=_count, metavar="N", help="samples (default: the network's usual number, or 32)"
+        "--batch", type=_count, metavar="N", help=f"samples (default: the network's usual number, or {USUAL})"
     )
 
 
-def layers_of(arguments: Any) -> list[LayerCall]:
+def layers_of(arguments: Any, batch: int | None = None) -> list[LayerCall]:
     """The convolutions of one training step of the network.
+
+    Args:
+        batch: samples; those of `--batch` or `--input`, else the network's usual number, if not given.
 
     Raises:
         NotFound: where there is no such network, or the shape of a sample is not known.
     """
     from mucudnn.networks import layers  # which needs torch; the options above do not
+    from mucudnn.networks.inputs import whole_inputs
 
     network = layers.find(arguments.network)
-    shape = arguments.input or network.input_shape
-    if shape is None:
-        raise NotFound(f"{arguments.network} does not tell its input: give --input C,H,W, the shape of one sample")
-    return layers.convolutional(network.build, (arguments.batch or network.batch or 32, *shape))
+    given = arguments.input or network.input_shape
+    if given is None:
+        raise NotFound(f"{arguments.network} does not tell its input: give --input C,H,W, {INPUT}")
+    model, asked = layers.without_data(network.build), batch or arguments.batch
+    (whole,) = whole_inputs(model, [given], asked, network.batch or USUAL)
+    return layers.convolutional(network.build, whole)
 
 
-def _shape(text: str) -> tuple[int, ...]:
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        shape = ()
-    if len(shape) not in (2, 3, 4) or min(shape) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: accepted are channels and 1 to 3 sizes, as 3,224,224")
-    return shape
+def shape(text: str) -> tuple[int, ...]:
+    """The value of `--input`."""
+    sizes = text.split(",")
+    if len(sizes) < 2 or not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are channels and sizes, as 3,224,224, or 8,3,224,224")
+    return tuple(map(int, sizes))
 
 
 def _count(text: str) -> int:

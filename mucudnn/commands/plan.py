@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
 
 from mucudnn.commands.arguments import Commands, Parser, add_json, add_settings, settings, usage
 from mucudnn.commands.network import NAMES, add_network, layers_of
-from mucudnn.commands.output import print_json, show
+from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.networks import layers
 from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import NetworkPlan, plan
@@ -39,6 +40,7 @@ def add(commands: Commands) -> None:
     add_settings(planning)
     add_recorded(planning)
     add_json(planning)
+    add_wide(planning)
 
 
 def add_recorded(parser: Parser) -> None:
@@ -54,25 +56,28 @@ def add_recorded(parser: Parser) -> None:
 def _plan(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        met = layers_of(arguments)
-        known = recorded(arguments, chosen, met)
+        met, known = recorded(arguments, chosen)
     found = plan(met, known, chosen)
     if arguments.json:
         print_json(_plain(found, known))
     else:
         names = [f"{row.layer.name}{f' x{row.count}' if row.count > 1 else ''}" for row in found.rows]
         records = [row.record for row in found.rows]
-        show(sys.stdout, f"times: {known.name}", table(records, names), *found.sentences(), *missing(found))
+        shown = table(records, names, arguments.wide)
+        show(sys.stdout, f"times: {known.name}", shown, *found.sentences(), *missing(found), wide=arguments.wide)
     return 0 if found.rows else 1
 
 
-def recorded(arguments: Any, chosen: Settings, met: list[LayerCall]) -> Times:
-    """The times on which the command is to decide, what is missing measured if the user asked for that.
+def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
+    """The convolutions, and the times on which the command is to decide; what is missing is measured where asked for.
+
+    Without `--batch`, and where nothing is on record for the network's usual number of samples, it is the number on
+    record, which a line on stderr tells.
 
     Raises:
         NotFound: where there are none.
     """
-    store = Store(chosen.database)
+    met, store = layers_of(arguments), Store(chosen.database)
     if arguments.measure:
         layers.measure(met, chosen, store)
     every = times(store.contents())
@@ -84,6 +89,19 @@ def recorded(arguments: Any, chosen: Settings, met: list[LayerCall]) -> Times:
             + (f" of --machine {arguments.machine}: there are " + "; ".join(e.name for e in every) if every else "")
             + ": `python -m mucudnn bench` or plan --measure measures"
         )
+    known = _best(wanted, met)
+    if arguments.batch is None and not any(known.knows(layer.problem) for layer in met):
+        counts = Counter(batch for entry in wanted for layer in met for batch in entry.batches(layer.problem))
+        if counts:
+            batch = max(counts, key=lambda batch: (counts[batch], batch))
+            print(f"{arguments.parser.prog}: the batch on record, {batch}; --batch takes another", file=sys.stderr)
+            met = layers_of(arguments, batch)
+            known = _best(wanted, met)
+    return met, known
+
+
+def _best(wanted: list[Times], met: list[LayerCall]) -> Times:
+    """Those of this machine, else the most complete."""
     here = Environment.current(torch.device("cpu")).launch_key()
     return max(
         wanted,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mucudnn.commands.arguments import Commands, add_settings, settings, usage
-from mucudnn.commands.network import NAMES, add_network, layers_of
+from mucudnn.commands.network import NAMES, add_network
 from mucudnn.commands.plan import add_recorded, missing, recorded
 from mucudnn.commands.report import read
 from mucudnn.networks.plan import plan
@@ -52,8 +52,7 @@ def _plot(arguments: Any) -> int:
         told: list[str] = []
         if arguments.network is not None:
             chosen = settings(arguments)
-            met = layers_of(arguments)
-            found = plan(met, recorded(arguments, chosen, met), chosen)
+            found = plan(*recorded(arguments, chosen), chosen)
             told = missing(found)
             if found.rows:
                 drawn |= {

@@ -9,7 +9,7 @@ from typing import Any
 
 from mucudnn.commands import page
 from mucudnn.commands.arguments import Commands, add_json, add_settings, check_writable, settings, usage
-from mucudnn.commands.output import print_json, show
+from mucudnn.commands.output import add_wide, print_json, show
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import to_json
 from mucudnn.reporting.run_file import Outcome
@@ -31,6 +31,7 @@ def add(commands: Commands) -> None:
     reporting.add_argument("file", nargs="?", metavar="FILE", help="what `run --report` wrote")
     add_settings(reporting, "database")
     add_json(reporting)
+    add_wide(reporting)
     reporting.add_argument("--html", metavar="PAGE", help="write it as one page for a browser, with pictures, to PAGE")
 
 
@@ -45,7 +46,9 @@ def _report(arguments: Any) -> int:
             elif arguments.json:
                 print_json(to_json(outcome.records))
             else:
-                show(sys.stdout, table(outcome.records), summary(outcome.records), *outcome.notices)
+                tables = [table(outcome.records, wide=arguments.wide)] if outcome.records else []
+                told = summary(outcome.records, met=outcome.met)
+                show(sys.stdout, *tables, told, *outcome.notices, wide=arguments.wide)
             return 0
         chosen = settings(arguments)
     store = Store(chosen.database)
@@ -57,7 +60,7 @@ def _report(arguments: Any) -> int:
     elif arguments.json:
         print_json([{"key": key, "launches": [_plain(option) for option in options]} for key, options in contents])
     else:
-        show(sys.stdout, *known_tables(contents), told)
+        show(sys.stdout, *known_tables(contents), told, wide=arguments.wide)
     return 0
 
 

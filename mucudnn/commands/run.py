@@ -10,7 +10,7 @@ from typing import Any
 import mucudnn
 from mucudnn import program
 from mucudnn.commands.arguments import METAVARS, Commands, add_settings, check_writable, flags, settings, usage
-from mucudnn.commands.output import show
+from mucudnn.commands.output import add_wide, show
 from mucudnn.reporting.gain import gained
 from mucudnn.reporting.run_file import Outcome
 from mucudnn.reporting.tables import summary, table
@@ -32,6 +32,7 @@ def add(commands: Commands) -> None:
     add_settings(running)
     running.add_argument("--report", metavar="FILE", help="write what was chosen to FILE, as JSON, at the end")
     running.add_argument("--verbose", action="store_true", help="print what was chosen to stderr at the end")
+    add_wide(running)
     running.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
@@ -84,7 +85,8 @@ def _tell(arguments: Any, outcome: Outcome) -> None:
         except OSError as error:
             print(f"{arguments.parser.prog}: --report {arguments.report}: {error.strerror}", file=sys.stderr)
     if arguments.verbose:
-        show(sys.stderr, table(outcome.records), summary(outcome.records), *outcome.notices)
+        tables = [table(outcome.records, wide=arguments.wide)] if outcome.records else []
+        show(sys.stderr, *tables, summary(outcome.records, met=outcome.met), *outcome.notices, wide=arguments.wide)
     if arguments.summary or (arguments.summary is None and sys.stderr.isatty()):
         for sentence in gained(outcome, arguments.report):
             print(f"mucudnn: {sentence}", file=sys.stderr)

@@ -97,6 +97,18 @@ def find(name: str) -> Subject:
     raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
 
 
+def without_data(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module on the meta device.
+
+    Raises:
+        NotFound: if `build` makes something else.
+    """
+    model = build()
+    if not isinstance(model, nn.Module):
+        raise NotFound(f"what was built is no torch.nn.Module but a {type(model).__name__}")
+    return model.to("meta")
+
+
 def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) -> list[LayerCall]:
     """The convolutions of one training step, in the order of the first call of each; nothing of it is computed.
 
@@ -107,10 +119,7 @@ def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     Raises:
         NotFound: if `build` makes something else.
     """
-    model = build()
-    if not isinstance(model, nn.Module):
-        raise NotFound(f"what was built is no torch.nn.Module but a {type(model).__name__}")
-    model = model.to("meta")
+    model = without_data(build)
     dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
     sample = torch.empty(input_shape, dtype=dtypes[0] if dtypes else torch.float32, device="meta")
     with _named(model) as name, _Calls(name) as calls:

@@ -67,6 +67,10 @@ class Times:
         """Whether torch's own kernel was timed on the whole of a problem; without that nothing can be said."""
         return self._stock(problem) is not None
 
+    def batches(self, problem: ConvProblem) -> set[int]:
+        """The numbers of samples on which torch's own kernel was timed as a whole, of a problem of any number."""
+        return {row.extent for row in self._of(problem) if row.algorithm == STOCK and not row.workspace}
+
     def choices(self, problem: ConvProblem, policy: str) -> Choices:
         """What the times know of a problem, the parts of a mini-batch being of the policy's sizes.
 

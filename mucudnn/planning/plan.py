@@ -35,6 +35,8 @@ class Plan:
         trials: calls of the program that tried something, where planning is live.
         cost: seconds that these took more than torch's own kernel would have.
         tries: algorithms, and how many of these calls tried each.
+        leader: of what was tried so far, as `Record` has it; `None` where nothing is tried any more.
+        leader_seconds: what that takes.
     """
 
     schedule: Schedule
@@ -47,6 +49,8 @@ class Plan:
     trials: int = 0
     cost: float = 0.0
     tries: tuple[tuple[str, int], ...] = ()
+    leader: str | None = None
+    leader_seconds: float = 0.0
 
     @property
     def problem(self) -> ConvProblem:
@@ -85,6 +89,8 @@ class Plan:
             trials=self.trials,
             cost=self.cost,
             tries=self.tries,
+            leader=self.leader,
+            leader_seconds=self.leader_seconds,
         )
 
     def divided(self, dim: Dim, division: Division) -> Plan:

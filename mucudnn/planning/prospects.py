@@ -122,12 +122,20 @@ class Prospects:
         """Torch's own kernel, and what was tried beside it."""
         plan = self.stock(exploration.baseline_seconds)
         tries = tuple(sorted(exploration.tries.items()))
-        return replace(plan, trials=exploration.tried, cost=exploration.lost, tries=tries)
+        leader, seconds = exploration.leader()
+        return replace(
+            plan,
+            trials=exploration.tried,
+            cost=exploration.lost,
+            tries=tries,
+            leader=leader,
+            leader_seconds=seconds,
+        )
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
         """The plan that exploring came to, with all that it knows of launches."""
         options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
-        plan = replace(self.so_far(exploration), options=options)
+        plan = replace(self.so_far(exploration), options=options, leader=None)
         if settled.division is not None:
             plan = plan.divided(Dim(settled.dim), settled.division)
             plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)

@@ -30,6 +30,9 @@ class Record:
         cost: seconds that these took more than torch's own kernel would have; negative where they were faster.
         tries: algorithms, and how many of these calls tried each.
         calls: of the program, in this run, that the division computed.
+        leader: the algorithms of the fastest of what was tried so far, "" where that is torch's own kernel; `None`
+            where nothing is tried any more, the division being what was chosen.
+        leader_seconds: what that takes.
     """
 
     problem: ConvProblem
@@ -46,6 +49,8 @@ class Record:
     cost: float = 0.0
     tries: tuple[tuple[str, int], ...] = ()
     calls: int = 0
+    leader: str | None = None
+    leader_seconds: float = 0.0
 
     @property
     def saved(self) -> float:

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from rich.table import Table  # imported where a table is made: whoever prints none needs no rich
 
 
-def table(records: Sequence[Record], names: Sequence[str] | None = None) -> Table:
+def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: bool = False) -> Table:
     """A row per record, in the given order.
 
     Args:
         names: the first column, for instance the layers' names; left out if not given.
+        wide: with the columns that are details: the speed-up over undivided algorithms, and what was tried.
     """
     limits = {record.limit for record in records}
     title = f"workspace limit {format_bytes(*limits)}" if len(limits) == 1 else None
@@ -28,34 +29,41 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None) -> Tabl
     shown.add_column("convolution", overflow="fold", min_width=8)
     shown.add_column("direction")
     shown.add_column("division", overflow="fold")
-    for heading in ("ms", "over\nundivided", "over\nstock", "workspace", *(["limit"] if title is None else [])):
+    details = ["over\nundivided"] if wide else []
+    for heading in ("ms", *details, "over\nstock", "workspace", *(["limit"] if title is None else [])):
         shown.add_column(heading, justify="right", no_wrap=True)
-    is_live = any(record.trials for record in records)
+    is_live = wide and any(record.trials for record in records)
     if is_live:
         shown.add_column("tried", overflow="fold")
-        shown.add_column("at the cost\nof ms", justify="right", no_wrap=True)
+        shown.add_column("trials\nsaved ms", justify="right", no_wrap=True)
     for index, record in enumerate(records):
         shown.add_row(
             *([] if names is None else [names[index]]),
             str(record.problem),
             _spaced(record.direction),
-            record.division,
+            _division(record),
             f"{record.seconds * 1e3:.3f}",
-            _times(record.undivided_seconds, record.seconds),
+            *([_times(record.undivided_seconds, record.seconds)] if wide else []),
             _times(record.stock_seconds, record.seconds),
             format_bytes(record.workspace),
             *([format_bytes(record.limit)] if title is None else []),
-            *([_tried(record), f"{record.cost * 1e3:.3f}"] if is_live else []),
+            *([_tried(record), f"{-record.cost * 1e3:+.1f}"] if is_live else []),
         )
     return shown
 
 
-def summary(records: Sequence[Record], counts: Sequence[int] | None = None) -> str:
+def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met: int = 0) -> str:
     """What the records say together: what is gained, what workspace is saved, and what limits it.
 
     Args:
         counts: how often each is called; once if not given.
+        met: convolutions that the program called, where that is known: not all of them are timed.
     """
+    if not records and met:
+        return (
+            f"{met} convolution{'s' * (met > 1)} met, by shape and direction, each called too seldom to be timed: "
+            "torch's own kernels computed them."
+        )
     if not records:
         return "No convolution was met."
     divided = sum(record.is_divided for record in records)
@@ -89,28 +97,55 @@ def _saved(records: Sequence[Record]) -> list[str]:
 
 
 def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
-    torchs = [weight * r.seconds for r, weight in zip(records, weights, strict=True) if r.seconds == r.stock_seconds]
-    whole = sum(weight * record.seconds for record, weight in zip(records, weights, strict=True))
+    pairs = [*zip(records, weights, strict=True)]
+    torchs = [weight * r.seconds for r, weight in pairs if r.seconds == r.stock_seconds and r.leader is None]
+    whole = sum(weight * record.seconds for record, weight in pairs)
     if not torchs or whole == 0:
         return []
-    return [
-        f"{len(torchs)} of them, {sum(torchs) / whole:.0%} of the time, stay with torch's own kernel, which nothing "
-        "within the limit beats."
-    ]
+    share = f"{sum(torchs) / whole:.0%}"
+    if share == "100%" and len(torchs) < len(records):
+        share = "over 99%"
+    stay = f"{len(torchs)} of them, {share} of the time, stay with torch's own kernel"
+    return [f"{stay}, which nothing within the limit beats."]
 
 
 def _tried(record: Record) -> str:
     return ", ".join(f"{algorithm} {count} time{'s' * (count > 1)}" for algorithm, count in record.tries)
 
 
+def _division(record: Record) -> str:
+    return f"{record.division}, so far {record.leader} {_ratio(record)}x" if record.leader else record.division
+
+
+def _ratio(record: Record) -> str:
+    """How many times as fast as torch's own kernel the leader is."""
+    ratio = record.stock_seconds / record.leader_seconds
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}"
+
+
 def _explored(records: Sequence[Record]) -> list[str]:
-    """What live planning tried, and what that cost the program."""
+    """What live planning tried, what that cost the program, and what it does not know yet."""
+    told = []
     trials = sum(record.trials for record in records)
-    if not trials:
-        return []
-    cost = sum(record.cost for record in records)
-    took = "more" if cost >= 0 else "less"
-    return [f"{trials} calls were trials: they took {abs(cost):.3f} s {took} than torch's own kernels would have."]
+    if trials:
+        cost = sum(record.cost for record in records)
+        took = "more" if cost >= 0 else "less"
+        told.append(
+            f"{trials} calls were trials: they took {abs(cost):.3f} s {took} than torch's own kernels would have."
+        )
+    untried = sum(record.leader is not None and not record.trials for record in records)
+    if untried:
+        told.append(f"{untried} of them {'were' if untried > 1 else 'was'} called too seldom for anything to be tried.")
+    exploring = [record for record in records if record.leader is not None and record.trials]
+    ahead = [record for record in exploring if record.leader]
+    if exploring:
+        text = f"Still exploring {len(exploring)} of them, computed by torch's own kernel between trials"
+        if ahead:
+            best = max(ahead, key=lambda record: record.stock_seconds / record.leader_seconds)
+            what = f"{_spaced(best.direction)} of {best.problem}"
+            text += f": {best.leader} about {_ratio(best)} times as fast so far in {what}"
+        told.append(f"{text}.")
+    return told
 
 
 def _narrow_table(title: str | None) -> Table:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -137,7 +138,7 @@ class Explored:
         with self._budget.lock:
             exploration, stock = self._exploration, self._stock
             if exploration is None:
-                return [self._prospects.stock(min(stock)).record] if stock else []
+                return [replace(self._prospects.stock(min(stock)).record, leader="")] if stock else []
             return [self._prospects.so_far(exploration).record]
 
     def _next(self) -> Trial | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -167,4 +167,4 @@ class Live:
         if self._outline is None or self._seconds is None:
             return []
         record = self._site.stock(*self._outline, self._seconds)
-        return [] if record is None else [record]
+        return [] if record is None else [replace(record, leader="")]
