@@ -174,7 +174,8 @@ def refusal_of(error: BaseException) -> str | None:
         return None
     places = [(name, line) for name, line in frames if not name.startswith(_PACKAGES) and "/torch/" not in name]
     text = " ".join(str(error).split())
-    return f"{os.path.relpath(places[-1][0])}:{places[-1][1]}: {text}" if places else text
+    place = f"{os.path.relpath(places[-1][0])}:{places[-1][1]}" if places else ""
+    return text if re.search(rf"{re.escape(place)}(?!\d)", text) else f"{place}: {text}"  # it may name the place itself
 
 
 def _of_a_file(error: BaseException) -> str | None:

@@ -33,6 +33,7 @@ from distconv.mesh import is_ours, is_the_programs
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
+from distconv.model.idle import tell_idle
 from distconv.model.images import refuse_images
 from distconv.model.meeting import brought
 from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
@@ -168,6 +169,9 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
         ACCOUNT.called()
     if whole:
         args, kwargs = tree_map_only(Tensor, plain, (args, kwargs))
+        tell_idle(
+            type(module).__name__, mesh, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        )
         for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):
             what = f"input {name} of {type(module).__name__}.forward"
             refuse_images(value, what, mesh)

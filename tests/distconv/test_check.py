@@ -149,7 +149,7 @@ def test_memory_is_followed_by_shapes_alone() -> None:
     ("arguments", "words"),
     [
         (["resnet18", "--input", "1,4,64,64", "--partition", "height=2"], "the model fails in one process"),
-        (["resnet18", "--partition", "height=2"], "give --input N,C,H,W"),
+        (["resnet18", "--partition", "height=2"], "give --input C,H,W"),
         (["resnet18", "--input", "1,3,64,64"], "no partition"),
         (["torch.nn:Conv2d", "--input", "1,3,64,64", "--partition", "height=2"], "the model cannot be made"),
     ],

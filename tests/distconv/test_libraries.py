@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 
+import distconv
 from distconv.job.ending import as_python_prints, refusal_of
 from distconv.job.files.private import files_of_rank
+from distconv.refusal import UnsupportedOperation
 
 
 @pytest.fixture
@@ -166,6 +168,17 @@ def test_errors_are_those_of_python(folder):
     assert str(error("old.txt/x", "w")) == "[Errno 20] Not a directory: 'old.txt/x'"
     assert str(error("old.txt", "x")) == "[Errno 17] File exists: 'old.txt'"
     assert refusal_of(error("old.txt", "q")) is None
+
+
+def test_a_refusal_names_its_place_once() -> None:
+    made_up = os.path.join(os.path.dirname(distconv.__file__), "made_up.py")
+    within = {}
+    exec(compile("def fail(error): raise error", made_up, "exec"), within)
+    here = f"{os.path.relpath(__file__)}:{sys._getframe().f_lineno + 3}"
+    for text, told in ((f"refused; at {here}", f"refused; at {here}"), ("refused", f"{here}: refused")):
+        with pytest.raises(UnsupportedOperation) as raised:
+            within["fail"](UnsupportedOperation(text))
+        assert refusal_of(raised.value) == told
 
 
 def test_all_is_plain_again_afterwards(tmp_path):

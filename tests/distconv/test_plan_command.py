@@ -42,7 +42,10 @@ def test_more_ranks_never_make_the_choice_slower(plan: Any) -> None:
     [
         (("--ranks", "2", "--at-most", "--keep", "none.toml"), "--at-most: accepted: without --keep"),
         (("--ranks", "2", "--also", "3,x"), "accepted are sizes, as 3,224,224, or 16"),
-        (("--ranks", "2", "--also", "3,8,8"), "Small does not run on inputs (4, 3, 12, 12) and (4, 3, 8, 8) without"),
+        (
+            ("--ranks", "2", "--also", "3,8,8"),
+            "Small does not take --input 3,12,12 and 3,8,8 with --batch 4",
+        ),
         (("--ranks", "7", "--at-most", "--axes", "depth"), "accepted for 2-D data"),
     ],
 )

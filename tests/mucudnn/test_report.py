@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mucudnn
+from mucudnn.commands.output import show
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.optimizer import Option
 from mucudnn.reporting.record import Record, from_json, to_json
@@ -82,7 +83,7 @@ def test_json_of_something_else(values: Any) -> None:
 
 
 def test_a_table_has_a_row_per_record() -> None:
-    shown = table([DIVIDED, STOCK], names=["first", "second"])
+    shown = table([DIVIDED, STOCK], names=["first", "second"], wide=True)
     assert shown.row_count == 2
     first, second = (line for line in text(shown).splitlines() if "67x3" in line)
     assert cells(first) == [
@@ -97,7 +98,7 @@ def test_a_table_has_a_row_per_record() -> None:
         "64 MiB",
     ]
     narrow = text(table([DIVIDED], names=["layer"]), width=80)
-    assert all(number in narrow for number in ("10.000", "2.00x", "4.00x", "3 MiB"))
+    assert all(number in narrow for number in ("10.000", "4.00x", "3 MiB")) and "2.00x" not in narrow
     assert "second" in second and "unlimited" in second
     alone = text(table([DIVIDED]))
     assert "layer" not in alone and alone.startswith("workspace limit 64 MiB")
@@ -112,6 +113,9 @@ def test_a_summary_adds_up() -> None:
     assert "70.000 ms predicted, 2.29x the speed of torch's own kernels (160.000 ms)" in weighted
     assert "1.43x that of the best undivided algorithms within the limit (100.000 ms)" in weighted
     assert summary([]) == "No convolution was met."
+    assert summary([], met=3).startswith(
+        "3 convolutions met, by shape and direction, each called too seldom to be timed"
+    )
 
 
 def test_a_summary_tells_what_is_saved_and_what_limits() -> None:
@@ -140,3 +144,39 @@ def test_what_a_database_holds() -> None:
 
 def test_the_function_of_this_name_is_the_package_s() -> None:
     assert mucudnn.report() == []
+
+
+def test_what_is_still_explored_is_said() -> None:
+    """Neither a gain nor what nothing beats: torch's own kernel computes it until something is settled."""
+    exploring = replace(STOCK, trials=5, cost=-4.77, leader="fft", leader_seconds=0.005, tries=(("fft", 5),))
+    slower, untried = replace(STOCK, trials=2, leader=""), replace(STOCK, leader="")
+    told = summary([exploring, slower, untried])
+    assert "Still exploring 2 of them" in told and "fft about 8.0 times as fast so far in backward filter of" in told
+    assert "1 of them was called too seldom for anything to be tried" in told
+    assert "nothing within the limit beats" not in told and "4.770 s less than torch's own" in told
+    wide = text(table([exploring], wide=True))
+    assert "stock(67), so far fft 8.0x" in wide and "+4770.0" in wide and "fft 5 times" in wide
+
+
+def test_a_share_that_is_not_all_is_not_100_percent() -> None:
+    told = summary([STOCK, replace(DIVIDED, seconds=1e-6)])
+    assert "1 of them, over 99% of the time, stay with torch's own kernel" in told
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_tables_fit_100_columns(tty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless details are wanted; into a pipe sentences are not broken."""
+    exploring = replace(DIVIDED, trials=5, leader="fft", leader_seconds=0.005, tries=(("fft", 5), ("gemm", 12)))
+    names, sentence = ["encoder.stages.3.block.convolution"] * 2, "a sentence of many words " * 9
+    monkeypatch.setenv("COLUMNS", "200")
+    lengths = []
+    for wide in (False, True):
+        file = io.StringIO()
+        monkeypatch.setattr(file, "isatty", lambda: tty)
+        show(file, table([exploring, STOCK], names, wide), sentence, wide=wide)
+        lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue()).splitlines()]
+        rows = [line for line in lines if "sentence" not in line]
+        lengths.append(max(map(len, rows)))
+        assert (sentence.strip() in lines) is not tty
+        assert ("+" in "".join(rows) and "gemm 12 times" in "".join(rows)) is wide
+    assert lengths[0] <= 100 < lengths[1]

@@ -1,0 +1,53 @@
+"""Ranks that hold nothing of what a model is given: told once."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.partition import AXES, Kind, nested_ownership
+
+_told: set[str] = set()
+
+
+def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
+    """Prints a line where ranks have nothing of the largest whole input (N, C, spatial...); once in a process."""
+    x = max(inputs, key=lambda each: each.numel(), default=None)
+    if _told or x is None or x.dim() < 3 or not x.numel():
+        return
+    axes = tuple(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+    working = at_work(axes, tuple(x.shape))
+    if working < math.prod(size for _, size in axes):
+        _told.add(model)
+        if dist.get_rank() == 0:
+            partition, ranks = ",".join(f"{name}={size}" for name, size in axes), mesh.size()
+            told = f"under {partition} only {working} of {ranks} ranks hold a part of it, and the others idle"
+            advice = "give an axis at most as many ranks as there are samples, or rows"
+            print(f"distconv: {model} is called with {tuple(x.shape)}: {told}; {advice}", file=sys.stderr, flush=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def at_work(axes: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> int:
+    """How many ranks hold a part of a tensor; axes of channels, of which an input may have few, count as full.
+
+    Args:
+        axes: names and sizes of the mesh.
+        shape: (N, C, spatial...).
+    """
+    found, sizes = 1, dict[int, list[int]]()
+    for name, size in axes:
+        axis = AXES.get(name)
+        dim = None if axis is None or axis.kind is Kind.CHANNELS else axis.dim_of(len(shape))
+        if dim is None:
+            found *= size
+        else:
+            sizes.setdefault(dim, []).append(size)
+    for dim, each in sizes.items():
+        found *= sum(start < stop for start, stop in nested_ownership(shape[dim], each))
+    return found

@@ -1,0 +1,35 @@
+"""Ranks that idle, since a batch has fewer samples than there are ranks for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distconv.model import idle
+from distconv.partition import Partition
+from distconv.performance.imagined import imagined_job, mesh_of
+
+
+@pytest.mark.parametrize(
+    ("partition", "shape", "working"),
+    [
+        ("sample=8", (1, 3, 16, 16), 1),
+        ("sample=8", (8, 3, 16, 16), 8),
+        ("sample=4", (5, 3, 16, 16), 3),  # in twos: 2, 2, 1
+        ("sample=2,height=2", (1, 3, 16, 16), 2),
+        ("channel=8", (2, 3, 16, 16), 8),  # the first layer alone has fewer channels
+        ("height=2,width=4", (2, 3, 16, 3), 6),
+    ],
+)
+def test_ranks_that_hold_a_part(partition: str, shape: tuple[int, ...], working: int) -> None:
+    assert idle.at_work(Partition.parse(partition).axes, shape) == working
+
+
+def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(idle, "_told", set())
+    with imagined_job(2):
+        mesh = mesh_of(Partition.parse("sample=2"))
+        for samples in (2, 1, 1):
+            idle.tell_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks hold a part")
