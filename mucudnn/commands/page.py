@@ -33,11 +33,11 @@ _ROW, _LEFT, _WIDTH = 22, 330, 900
 
 def of_a_run(outcome: Outcome) -> str:
     """The page about a run: its summary, a picture of the times, all convolutions, and the memory of a step."""
-    parts = [escape(summary(outcome.records)), *map(escape, outcome.notices)]
+    parts = [escape(summary(outcome.records, met=outcome.met)), *map(escape, outcome.notices)]
     body = "".join(f"<p>{part}</p>\n" for part in parts)
     if outcome.records:
         body += f"<h2>Milliseconds of a call</h2>\n{bars(outcome.records)}\n"
-        body += f"<h2>Every convolution</h2>\n{as_html(table(outcome.records))}\n"
+        body += f"<h2>Every convolution</h2>\n{as_html(table(outcome.records, wide=True))}\n"
     if outcome.timeline:
         body += f"<h2>Memory of a step</h2>\n{_memory(outcome.timeline)}\n"
     return page("What mucudnn chose", body)
