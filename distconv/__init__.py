@@ -1,9 +1,11 @@
 """distconv: an unmodified training script over many ranks; samples, channels and space partitioned.
 
-mesh = distconv.init("sample=2,height=2")
-model = distconv.parallelize(model, mesh)
-y = model(distconv.shard(x, mesh))        # DTensors: shape, slicing and sums mean the whole tensor
-whole = distconv.gather(y)
+In a program on several ranks:
+
+    mesh = distconv.init("sample=2,height=2")
+    model = distconv.parallelize(model, mesh)
+    y = model(distconv.shard(x, mesh))  # DTensors: shape, slicing and sums mean the whole tensor
+    whole = distconv.gather(y)
 """
 
 from __future__ import annotations

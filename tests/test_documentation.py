@@ -87,6 +87,20 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
 
 
+def test_the_site_is_searched_and_breaks_no_names() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert re.search(r"^  - search$", settings, re.M)
+    (style,) = re.findall(r"^extra_css: \[(.*)\]$", settings, re.M)
+    assert "word-break: normal" in (ROOT / "docs" / style).read_text()
+
+
+@every_page
+def test_code_and_diagrams_are_not_cut_off(page: Path) -> None:
+    """What the site shows beside its navigation: so many columns."""
+    shown = [line for block in blocks(page, "", "python", "py", "sh", "console", "toml") for line in block.splitlines()]
+    assert [line for line in shown if len(line) > 132] == []
+
+
 def test_every_folder_is_told_of() -> None:
     told = (ROOT / "docs" / "architecture.md").read_text()
     for package in ("mucudnn", "distconv"):
