@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from distconv import private_names, settings
 from distconv.place import without_place
@@ -127,16 +128,16 @@ def told_to_all(asking: Callable[[], Answer]) -> Answer:
     return answer
 
 
-def ranks_here() -> int:
-    """How many ranks of the job run on the first rank's machine; every rank of the job must call it."""
+def ranks_here(group: Any = None) -> int:
+    """How many ranks of a group, by default of the job, run on its first rank's machine; each of them must call it."""
     import platform
 
     import torch.distributed as dist
 
-    nodes: list[str] = [""] * dist.get_world_size()
+    nodes: list[str] = [""] * dist.get_world_size(group)
     if len(nodes) == 1:
         return 1
-    dist.all_gather_object(nodes, platform.node())
+    dist.all_gather_object(nodes, platform.node(), group=group)
     return nodes.count(nodes[0])
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from distconv.choosing import ranks_here
 from distconv.job.random_state import as_text, from_text, set_generators, state_of_generators
 from distconv.job.samples import Samples
 from distconv.partition import shards_data
@@ -40,12 +44,15 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     if shard and not shards_data(mesh.mesh_dim_names or ()):
         raise ValueError(f"sharded data needs an axis sample or one of space in the partition: {mesh.mesh_dim_names}")
     alike = _Alike(mesh)
+    ranks = 1 if alike.group is None else ranks_here(alike.group)
     samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     indices: Any = DataLoader._index_sampler
 
     def iterate(loader: DataLoader[Any]) -> Any:
         alike()
+        if not shard and dist.get_rank() == 0:
+            _tell_of_workers(loader.num_workers, ranks, len(os.sched_getaffinity(0)))
         return samples.begin(loader, begin) if samples else begin(loader)
 
     def next_batch(iterator: Any) -> Any:
@@ -71,6 +78,27 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
             samples.close()
 
 
+def crowd_of_workers(workers: int, ranks: int, cores: int) -> str | None:
+    """What to tell of a DataLoader whose workers on all ranks of a machine are more than its cores, where fewer help.
+
+    They are not made fewer by themselves: which worker reads a batch decides what random augmentation draws.
+    """
+    enough = max(1, cores // ranks)
+    if workers <= enough:
+        return None
+    return (
+        f"{workers} workers of a DataLoader on each of {ranks} ranks are {workers * ranks} processes on {cores} cores;"
+        f" num_workers={enough} may be faster"
+    )
+
+
+@functools.cache
+def _tell_of_workers(workers: int, ranks: int, cores: int) -> None:
+    told = crowd_of_workers(workers, ranks, cores) if ranks > 1 else None
+    if told:
+        print(f"distconv: {told}", file=sys.stderr)
+
+
 class _Alike:
     """Gives every rank of a mesh the random state of its first rank: one broadcast, in a group of its own."""
 
@@ -80,20 +108,20 @@ class _Alike:
         # A group of its own: a script may prefetch in another thread, where the order among other collectives is open.
         # The states stay on the host, so that no rank waits for its GPU; NCCL has no collectives there.
         host = "gloo" if dist.get_backend() == "nccl" else None
-        self._group = dist.new_group(ranks, backend=host) if len(ranks) > 1 else None
+        self.group = dist.new_group(ranks, backend=host) if len(ranks) > 1 else None
         # Such a thread begins with the machine's first GPU as its current one, whichever is this rank's.
         on_gpu = mesh.device_type == "cuda" and torch.cuda.is_available()
         self._gpu = torch.cuda.current_device() if on_gpu else None
 
     def __call__(self) -> None:
-        if self._group is not None:
+        if self.group is not None:
             with contextlib.nullcontext() if self._gpu is None else torch.cuda.device(self._gpu):
                 self._share()
 
     def _share(self) -> None:
         own = as_text(state_of_generators())
         state = torch.frombuffer(bytearray(own.ljust(_STATE_BYTES, b"\0")), dtype=torch.uint8)
-        dist.broadcast(state, self._first, group=self._group)
+        dist.broadcast(state, self._first, group=self.group)
         common = state.numpy().tobytes().rstrip(b"\0")
         if common != own:
             set_generators(from_text(common))
