@@ -8,13 +8,36 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
-.PHONY: test quick test-frameworks test-scripts lint demo gpu docs dist clean
+.PHONY: test quick test-torch newest test-newest test-frameworks test-scripts lint demo gpu docs dist clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -k 'not gloo and not mpi' $(QUICK)
+
+# The tests under another torch, and maybe another Python, in an environment of its own:
+#     make test-torch TORCH=2.12.1 PYTHON=python3.12 TESTS=tests/mucudnn
+NEWEST := 2.14.1
+TORCH ?= $(NEWEST)
+TESTS ?=
+OTHER := .venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
+
+test-torch: $(OTHER)/ready
+	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
+
+newest: .venv-torch-$(NEWEST)/ready
+
+# What CI passes under the newest torch beside the pinned one: what is pure, and files of each package.
+test-newest: newest
+	.venv-torch-$(NEWEST)/bin/python -m pytest -k 'not gloo and not mpi' $(QUICK)
+	$(MAKE) test-torch TORCH=$(NEWEST) TESTS="tests/test_private_names.py tests/mucudnn/test_shim.py \
+		tests/mucudnn/test_tiles.py tests/distconv/test_training.py"
+
+.venv-torch-%/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --editable '.[dev,demo,mpi]' torch==$(firstword $(subst -, ,$*))
+	touch $@
 
 # Scripts of Lightning, accelerate and MONAI on many ranks; not part of `make test`.
 test-frameworks: .venv-frameworks/ready
@@ -69,4 +92,4 @@ dist: .venv/ready
 	$(BIN)/python -m twine check --strict dist/*
 
 clean:
-	rm -rf dist .venv .venv-docs .venv-frameworks demo site
+	rm -rf dist .venv .venv-docs .venv-frameworks .venv-torch-* demo site

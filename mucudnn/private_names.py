@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 TESTED = ("2.11", "2.14.1")
-"""The oldest and the newest release of torch with which all tests have passed."""
+"""The oldest and the newest release of torch under which tests have passed; docs/index.md says which."""
 
 
 class MissingName(ImportError):
@@ -132,6 +132,6 @@ def _is_written(folders: Iterable[str], parts: Sequence[str]) -> bool:
     return all(name in _words(spec.origin) for name in parts[1:])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def _words(file: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", Path(file).read_text()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -26,6 +27,8 @@ OTHERS = {
 }
 """Private attributes of objects of Python and NumPy, and those that we give to objects of torch."""
 SOME = "torch._C._select_conv_backend"
+
+parsed = functools.cache(ast.parse)
 
 
 def is_private(path: str) -> bool:
@@ -107,8 +110,8 @@ def unlisted_and_unused(
     sources: Sequence[str], own_sources: Sequence[str], names: Sequence[Name]
 ) -> tuple[list[str], list[str]]:
     """The uses without a row, and the rows without a use."""
-    own = own_names(map(ast.parse, own_sources))
-    files = [Uses(ast.parse(source), own) for source in sources]
+    own = own_names(map(parsed, own_sources))
+    files = [Uses(parsed(source), own) for source in sources]
     found = set().union(*(file.found for file in files))
     words = set().union(*(file.words for file in files))
     rows = [name.path for name in names]
@@ -230,3 +233,11 @@ def test_an_import_after_torch_s_asks_at_once(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and last.startswith(f"mucudnn.private_names.MissingName: mucudnn needs {SOME}, which")
+
+
+def test_the_tested_releases_are_the_same_everywhere() -> None:
+    oldest, newest = mucudnn.private_names.TESTED
+    assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text()
+    assert f"NEWEST := {newest}\n" in (ROOT / "Makefile").read_text()
+    page = (ROOT / "docs/index.md").read_text()
+    assert f"\n| {newest} " in page and f"\n| {oldest}." in page

@@ -98,9 +98,8 @@ class Job:
         """Its exit code, and what it printed from now on, once it ends by itself. Nothing of it may be left."""
         printed, errors = self.process.communicate(timeout=START_SECONDS + GRACE_SECONDS * SLOW)
         self.await_nothing_left()
-        assert [
-            name for name in os.listdir(self._temporary) if not name.startswith("torch")
-        ] == []  # torch leaves caches
+        left = [name for name in os.listdir(self._temporary) if not name.startswith("torch")]  # torch leaves caches
+        assert left == [], left
         return self.process.returncode, printed, errors
 
     def await_nothing_left(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensor_memory import TensorMemory
+from tensor_memory import TensorMemory, no_garbage
 from torch import nn
 
 import mucudnn
@@ -64,10 +64,11 @@ class Program:
         for samples in batches[:unmeasured]:
             self.step(samples)
         found = []
-        for samples in batches[unmeasured:]:
-            with TensorMemory() as memory:
-                self.step(samples)
-            found.append(memory.peak)
+        with no_garbage():
+            for samples in batches[unmeasured:]:
+                with TensorMemory() as memory:
+                    self.step(samples)
+                found.append(memory.peak)
         return found
 
 
