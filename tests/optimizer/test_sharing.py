@@ -91,7 +91,7 @@ def test_what_the_exact_method_gives_up_goes_to_a_solver(monkeypatch: pytest.Mon
     exact = share(kernels, total)
     assert exact.method == "frontier" and exact.gap == 0
     monkeypatch.setattr(sharing, "MOST_STATES", 1)
-    solved = share(kernels, total)
+    solved = share(kernels, total, time_limit=200)  # a busy machine takes longer than anybody would wait
     assert solved.workspace <= total
     assert solved.seconds == pytest.approx(exact.seconds, rel=1e-6)
     assert solved.method in programme.SOLVERS and solved.gap == 0
