@@ -34,6 +34,7 @@ from distconv.agreement.turns import Turns, state
 from distconv.mesh import is_ours
 from distconv.mesh_options import batch_norm_statistics
 from distconv.settings import value
+from distconv.transfer.tracing import is_traced
 
 CALLS = 64
 """Calls of models after which a comparison is started, where nothing else starts one."""
@@ -66,7 +67,7 @@ class Ledger:
 
     def note(self, what: str, x: Tensor, *, line: str | None = None) -> None:
         """Take the tensor, whole on this rank, to be the same on every rank."""
-        if x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.is_meta or is_traced(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
             return
         site = Site(what, tuple(x.shape), str(x.dtype), script_line() if line is None else line)
         with torch.no_grad():

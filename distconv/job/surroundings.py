@@ -21,6 +21,7 @@ from distconv.job.random_state import (
     set_generators,
     state_of_generators,
 )
+from distconv.job.unwritten_memory import zeros_for_unwritten
 
 
 @contextlib.contextmanager
@@ -34,6 +35,7 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
     set_generators(generators, every_device=True)
     with contextlib.ExitStack() as around:
         around.enter_context(common_entropy(entropy))
+        around.enter_context(zeros_for_unwritten())
         around.enter_context(files_of_rank(folder, dist.get_rank()))
         _wait_for_all(store)  # from here on the first rank's changes are noted, and every rank can tell
         if not show_ranks:

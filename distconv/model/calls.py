@@ -38,6 +38,7 @@ from distconv.model.images import refuse_images
 from distconv.model.meeting import brought
 from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
 from distconv.model.shard_gather import to_shards
+from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.plain_tensors import plain, watchers
 from distconv.refusal import UnsupportedOperation
 from distconv.rules.normalization.running import is_a_modules
@@ -87,6 +88,8 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if inside.whole:
+        return _call(module, *args, **kwargs)
     wrapper, module = module, compiled.original(module)
     made = compiled.maker(wrapper)
     run = inside.run
@@ -101,6 +104,8 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if first is None or isinstance(module, AveragedModel):
         return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    if scripts and is_for_whole(module, leaves):
+        return run_whole(_call, module, args, kwargs)
     theirs = next(
         (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None
     )

@@ -35,6 +35,7 @@ from distconv.model.replacement import open_replacement
 from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
+from distconv.model.whole_calls import graphs_of_whole_models
 from distconv.plain_tensors import plain
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
@@ -256,7 +257,7 @@ def distributed_script(
     scripts.append(script)
     hook = register_optimizer_step_pre_hook(script.check)
     try:
-        with saving_whole():
+        with saving_whole(), graphs_of_whole_models():
             yield
             finish(mesh)
         script.check()

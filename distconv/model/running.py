@@ -57,6 +57,8 @@ class Run:
 
 class _Thread(threading.local):
     run: Run | None = None
+    whole: bool = False
+    """Whether a model runs that is computed whole on every rank."""
 
 
 inside = _Thread()

@@ -1,0 +1,50 @@
+"""Zeros for a script that asks for memory without values, which would differ from rank to rank.
+
+What counts the operators of a model gives it such a tensor, and the ranks are to have the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._device import _device_constructors
+
+_MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
+_FILL_THEMSELVES = ("torch", "distconv", "mucudnn")
+"""Packages that write to all that they ask for."""
+
+
+@contextlib.contextmanager
+def zeros_for_unwritten() -> Iterator[None]:
+    """Within it, tensors without values have zeros where the program has asked for them."""
+    _device_constructors()  # torch keeps which functions `with torch.device(...)` concerns: the ones of now
+    with contextlib.ExitStack() as undo:
+        for owner, name in _MAKERS:
+            real = getattr(owner, name)
+            filled = _filled(real)
+            operator = torch.jit._builtins._find_builtin(real)
+            if operator is not None:  # scripted functions know torch's functions as objects
+                torch.jit._builtins._register_builtin(filled, operator)
+            setattr(owner, name, filled)
+            undo.callback(setattr, owner, name, real)
+        yield
+
+
+def _filled(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        result = make(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return result
+        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _FILL_THEMSELVES:
+            with torch.no_grad():
+                result.zero_()
+        return result
+
+    return made

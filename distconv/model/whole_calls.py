@@ -1,0 +1,112 @@
+"""Models that run whole on every rank: one that is traced or exported, and one that torch.jit has made.
+
+A traced model is looked at, not trained: what is wanted is the graph that one process would get, or the shapes that one
+process would find. The parameters of a scripted one lie beneath Python, where none of its operators is met. Every rank
+computes all of it, so ranks agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from distconv.mesh import is_ours
+from distconv.model.running import inside
+from distconv.model.shard_gather import gather, whole
+from distconv.transfer.tracing import is_traced
+
+_FUNCTIONS = (
+    *((torch.jit, name) for name in ("trace", "trace_module", "_get_trace_graph")),
+    *((library, "export") for library in (torch.onnx, torch.export)),
+)
+"""What makes a graph of a model, its first argument."""
+
+_scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
+    """Whether the call of a model that begins, with some tensors, is to run whole."""
+    if torch._C._get_tracing_state() is not None or any(is_traced(x) for x in given):
+        return True
+    found = _scripted.get(module)
+    if found is None:
+        found = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
+        _scripted[module] = found
+        if found:
+            warnings.warn(
+                f"{type(module).__name__} is, or holds, a module of torch.jit: it runs whole on every rank",
+                stacklevel=6,
+            )
+    return found
+
+
+def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Calls a module with whole tensors; all modules within it run likewise. Collective where an input has shards."""
+    args, kwargs = tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, (args, kwargs))
+    with _whole_state(module), _calling_whole():
+        return call(module, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _calling_whole() -> Iterator[None]:
+    outer, inside.whole = inside.whole, True
+    try:
+        yield
+    finally:
+        inside.whole = outer
+
+
+@contextlib.contextmanager
+def graphs_of_whole_models() -> Iterator[None]:
+    """Within it, what makes a graph of a model finds whole parameters. Every rank must call it."""
+    with contextlib.ExitStack() as undo:
+        for library, name in (*_FUNCTIONS, (torch.jit, "script")):
+            real = getattr(library, name)
+            setattr(library, name, _finding_whole(real, frames=name == "script"))
+            undo.callback(setattr, library, name, real)
+        yield
+
+
+def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def made(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if frames:  # in which names are looked up
+            kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
+        with _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext(), _calling_whole():
+            return real(model, *args, **kwargs)
+
+    return made
+
+
+@contextlib.contextmanager
+def _whole_state(model: nn.Module) -> Iterator[None]:
+    """Within it, each of a model's sharded parameters and buffers is the whole. Collective where there are such."""
+    found: dict[Tensor, Tensor] = {}
+    sharded: list[tuple[dict[str, Any], str, DTensor]] = []
+    for module in model.modules():
+        held: dict[str, Any]
+        for held in () if isinstance(module, torch.jit.ScriptModule) else (module._parameters, module._buffers):
+            sharded += [
+                (held, name, x) for name, x in held.items() if isinstance(x, DTensor) and is_ours(x.device_mesh)
+            ]
+    for held, name, x in sharded:
+        if x not in found:
+            with _disable_current_modes():  # one may follow shapes alone
+                own = whole(x.detach())  # type: ignore[arg-type]
+            found[x] = nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own
+        held[name] = found[x]
+    try:
+        yield
+    finally:
+        for held, name, x in sharded:
+            held[name] = x
