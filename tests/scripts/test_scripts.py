@@ -28,6 +28,7 @@ ENVIRONMENT = {
 }
 QUICK = {
     "detector": 2e-3,
+    "graphs": 1e-8,
     "image_export": 1e-4,
     "inference": 1e-4,
     "masks": 1e-7,
