@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.dtensors import wrap
 from distconv.layouts import replicated
 from distconv.mesh import is_ours
+from distconv.model.shard_gather import whole
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -83,6 +84,10 @@ def open_replacement() -> None:
         else:
             data.__set__(x, value)
 
+    def set_data_of_plain(x: nn.Parameter, value: Tensor) -> None:
+        data.__set__(x, whole(value) if isinstance(value, DTensor) and is_ours(value.device_mesh) else value)
+
+    nn.Parameter.data = property(data.__get__, set_data_of_plain)  # type: ignore[assignment]
     DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
 
 

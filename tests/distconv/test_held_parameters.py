@@ -96,13 +96,16 @@ def other_dtypes(net: nn.Sequential) -> list[Any]:
 
 
 def other_values(net: nn.Sequential) -> list[Any]:
+    held = list(net.parameters())
     vector = nn.utils.parameters_to_vector(step(net).parameters())
     nn.utils.vector_to_parameters(vector * 0.5, net.parameters())
     halves = loss(net)
-    net[0].weight.data = net[0].weight.data.clamp(-0.1, 0.1)
+    held[0].data = net[0].weight.data.clamp(-0.1, 0.1)
+    twin = nn.Conv2d(3, 8, 3).double()
+    twin.weight.data = net[0].weight.data.clone()
     net[0].weight.data.mul_(2)
     net[7].weight, net[7].bias = (nn.Parameter(each.detach()[:3]) for each in net[7].parameters())
-    return [vector.sum(), halves, loss(step(net)), *net[7].weight.shape]
+    return [vector.sum(), halves, twin.weight.sum(), loss(step(net)), *net[7].weight.shape]
 
 
 def initialised(net: nn.Sequential) -> list[Any]:
