@@ -38,9 +38,7 @@ class Replaced(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*tree_map_only(Replaced, current, args), **tree_map_only(Replaced, current, kwargs or {}))
 
-    data = property(  # type: ignore[assignment]
-        lambda self: current(self).data, lambda self, value: setattr(current(self), "data", value)
-    )
+    data = property(lambda self: current(self).data, lambda self, value: setattr(current(self), "data", value))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(current(self), memo)
