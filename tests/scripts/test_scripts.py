@@ -27,6 +27,11 @@ ENVIRONMENT = {
     "MPLBACKEND": "agg",
 }
 QUICK = {
+    "small_batches": 1e-8,
+    "own_optimizer": 1e-8,
+    "lists_of_parameters": 1e-8,
+    "digits_one_by_one": 1e-9,
+    "best_weights": 1e-7,
     "detector": 2e-3,
     "graphs": 1e-8,
     "image_export": 1e-4,
@@ -38,11 +43,6 @@ QUICK = {
 """By script: how far its numbers may be apart. Those printed with four digits, or computed in float32, allow 1e-4."""
 
 OTHERS = {
-    "small_batches": 1e-8,
-    "own_optimizer": 1e-8,
-    "lists_of_parameters": 1e-8,
-    "digits_one_by_one": 1e-9,
-    "best_weights": 1e-7,
     "confusion_masks": 1e-3,
     "gradient_penalty": 1e-6,
     "histograms": 1e-7,
