@@ -92,7 +92,7 @@ def crowd_of_workers(workers: int, ranks: int, cores: int) -> str | None:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _tell_of_workers(workers: int, ranks: int, cores: int) -> None:
     told = crowd_of_workers(workers, ranks, cores) if ranks > 1 else None
     if told:

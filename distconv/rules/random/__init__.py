@@ -71,7 +71,7 @@ def _is_whole(whole: Whole, part: Tensor, name: str, arguments: tuple[Any, ...])
     return able
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _tell_once(name: str, line: str) -> None:
     warnings.warn(
         f"{name} {line} draws for each shard apart: on this processor it cannot be drawn in pieces, and the whole takes"
