@@ -149,22 +149,17 @@ class Planner:
 
     def _by(self, name: str, partition: Partition, mesh: DeviceMesh, algorithm: str | None) -> Cost:
         recorded = self.recordings.layer(name, partition, algorithm)
-        trains = self.recordings.trains
         try:
-            cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine, trains)
+            cost = layer_cost(recorded, self.graph.layers[name], mesh, self.machine, self.recordings.trains)
         except Unmeasurable as error:
             self.recordings.faults.setdefault(partition, f"layer {name}: {error}")
             cost = replace(NEVER, refusal=str(error))
         return replace(cost, algorithm=algorithm)
 
     def _moves(self) -> dict[tuple[str, str], Numbers]:
-        known: dict[tuple[int, ...], Numbers] = {}
-        moves = {}
-        for pair, shape in self.graph.edges.items():
-            if shape not in known:
-                known[shape] = move_seconds(shape, self.meshes, self.machine, self.recordings.trains)
-            moves[pair] = known[shape]
-        return moves
+        shapes, trains = set(self.graph.edges.values()), self.recordings.trains
+        known = {shape: move_seconds(shape, self.meshes, self.machine, trains) for shape in shapes}
+        return {pair: known[shape] for pair, shape in self.graph.edges.items()}
 
     def best(self, limit: float = math.inf) -> Plan:
         """The plan whose whole step is the fastest, of the best sums over layers and of single partitions.
@@ -176,8 +171,9 @@ class Planner:
         plans = [plan for exposed in EXPOSED if (plan := self._chosen(exposed, limit)) is not None]
         if not self.fixed:
             self.uniform()
-            known = [plan for plan in self._plans.values() if plan is not None]
-            plans += [self.widened(plan, limit) for plan in known if plan.memory(self.states) <= limit]
+            plans += [
+                self.widened(p, limit) for p in list(self._plans.values()) if p and p.memory(self.states) <= limit
+            ]
         if not plans and limit == math.inf:
             raise ValueError(f"no whole step can run: {'; '.join(dict.fromkeys(self.refusals.values()))}")
         if not plans:
@@ -265,8 +261,7 @@ class Planner:
             times = replay(step, self.machine)
         except Unmeasurable as error:
             self.refusals[", ".join(strategy.values())] = str(error)
-            for partition in layers.values():
-                self.recordings.faults.setdefault(partition, str(error))
+            self.recordings.faults = dict.fromkeys(layers.values(), str(error)) | self.recordings.faults
             return None
         return Plan(layers, strategy, step, times, exposed, gap)
 
