@@ -20,6 +20,7 @@ from ranks import missing_for_mpi
 from torch.utils.data import DataLoader, TensorDataset
 
 from distconv.gpu import take_gpu
+from distconv.job import data
 from distconv.job.data import loading
 from distconv.job.to_device import ToDevice
 from distconv.model import parallelize
@@ -134,6 +135,7 @@ def test_random_states_are_those_of_the_ranks_gpu_in_any_thread(monkeypatch: pyt
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: object())
+    monkeypatch.setattr(data, "ranks_here", lambda group: 2)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: seen.append(torch.cuda.current_device()))
     mesh: Any = SimpleNamespace(mesh=torch.arange(2), mesh_dim_names=("sample",), device_type="cuda")
     with loading(mesh):
