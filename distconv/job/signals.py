@@ -22,7 +22,10 @@ SAME_SECONDS = 1.0  # within which a signal that comes twice is one: the termina
 
 
 class Signals:
-    """Within it, this process notes ASKING and the signals of PASSED_ON instead of ending; what is ignored stays so."""
+    """Within it, this process notes ASKING and the signals of PASSED_ON instead of ending.
+
+    What is ignored stays so, but for ASKING: a shell has its background jobs ignore it, and these are asked, too.
+    """
 
     def __init__(self) -> None:
         self._came: deque[int] = deque()
@@ -31,7 +34,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for number in (*PASSED_ON, ASKING):
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if number == ASKING or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -64,7 +67,7 @@ def interrupts_are_exceptions() -> None:
 
 def questions_end_nothing() -> None:
     """From now on ASKING does not end this process; what it starts is ended by it as ever."""
-    if signal.getsignal(ASKING) == signal.SIG_DFL:
+    if signal.getsignal(ASKING) in (signal.SIG_DFL, signal.SIG_IGN):
         signal.signal(ASKING, lambda number, frame: None)
 
 
