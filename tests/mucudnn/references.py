@@ -51,6 +51,16 @@ def reference(problem: ConvProblem, given: Operands) -> torch.Tensor:
     return torch.autograd.grad(output, wide[wanted], wide[produced_role])[0]
 
 
+def rounding_error(problem: ConvProblem, given: Operands) -> float:
+    """Norm-wise distance of the target from the reference, relative to the sums of absolute products.
+
+    The terms of a sum may cancel; what rounding leaves of them is measured by their sizes.
+    """
+    sizes = Operands(given.x.abs(), given.w.abs(), given.y.abs(), None if given.bias is None else given.bias.abs())
+    scale = reference(problem, sizes).norm().item()
+    return (given.target(problem).double() - reference(problem, given)).norm().item() / (scale or 1.0)
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm-wise: |actual - expected| / |expected|, NaN where actual is."""
     scale = expected.double().norm().item()
