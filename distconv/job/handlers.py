@@ -76,7 +76,8 @@ class _CommonHandlers:
             yield
         finally:
             for number, handler in list(self._handlers.items()):
-                self._install(number, handler)
+                # A signal that has come may come once more, from the terminal and from the launcher.
+                self._install(number, signal.SIG_IGN if number in self._counts else handler)
             self._handlers.clear()
             signal.signal, signal.getsignal = self._install, self._installed_for
             hook.remove()

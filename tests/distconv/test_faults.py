@@ -10,7 +10,11 @@ import signal
 import sys
 
 import pytest
+import torch
+import torch.distributed as dist
 from jobs import ENVIRONMENT, SCRIPTS, WAYS, command, hear_interrupts, needs_mpi, started
+
+from distconv.job.handlers import common_handlers
 
 FAULTS, HANDLES = str(SCRIPTS / "faults.py"), str(SCRIPTS / "handles.py")
 TWO = ["alone", pytest.param("mpiexec", marks=needs_mpi)]
@@ -147,6 +151,24 @@ def test_an_interrupt_raises_after_the_same_step_on_every_rank(to, tmp_path):
     *steps, first, second = sorted(printed.splitlines())
     assert [first, second] == ["[1] after" + steps[0][9:], "[1] interrupted"]
     assert steps == [steps[0], "[0] interrupted"]
+
+
+def test_an_interrupt_that_the_launcher_passes_on_late_does_not_end_the_end_of_a_script():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = dist.HashStore()
+    store.set(f"distconv/signal/{signal.SIGINT.value}/1/1", "0")  # the other rank's, before its first step
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    try:
+        with pytest.raises(KeyboardInterrupt), common_handlers(store, rank=0, size=2):
+            signal.raise_signal(signal.SIGINT)
+            while True:
+                optimizer.step()
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            pytest.fail("the second one has interrupted, too")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_an_interrupt_ends_a_script_that_does_not_catch_it(tmp_path):

@@ -136,3 +136,4 @@ with distconv.distributed_script(mesh) if how == "script" else contextlib.nullco
         except Exception as error:
             # torch words one error in two ways, with and without a colon, by the path that the operator takes.
             print(f"{name}: {type(error).__name__} {str(error).replace(': got', ' got').splitlines()[0][:100]}")
+dist.destroy_process_group()  # whose threads would otherwise race with the end of the process
