@@ -20,7 +20,7 @@ from distconv.job.files.private import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
-from distconv.job.signals import ASKING, Signals, endings_are_exits
+from distconv.job.signals import ASKING, Signals, endings_are_exits, endings_are_ignored
 from distconv.job.watch import STOP_SECONDS, Watch, shell_code
 from distconv.place import Place
 
@@ -131,6 +131,11 @@ def keep_rank(place: Place, captures: bool) -> int | Watcher:
             else:
                 notices.leave(rank)
     finally:
+        endings_are_ignored()
+        if child.poll() is None:  # this process was asked to end before it watched the rank
+            child.send_signal(signal.SIGKILL)
+            while child.poll() is None:
+                time.sleep(_POLL_SECONDS)
         remove_folders_of(child.pid)
     if mpi and meeting.notices() is None and watch.failed is not None and watch.failed[1] < 0:
         # The ranks have not met. mpiexec, too, may not know this one yet, and would let the others wait for it; that a

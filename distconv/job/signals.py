@@ -76,3 +76,9 @@ def endings_are_exits() -> None:
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
+
+
+def endings_are_ignored() -> None:
+    """From now on nothing but SIGKILL ends this process before its own end."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)

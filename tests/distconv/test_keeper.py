@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 PARTING = """
-import os, signal, time
+import os, signal, sys, time
 from distconv.job import keeper
 from distconv.job.files.private import make_folder
 from distconv.place import Place
@@ -22,10 +22,12 @@ class Ended:
 
     lost = failed = None
 
-    def __init__(self, *of_rank, **others): pass
+    def __init__(self, processes, *of_rank, **others):
+        [self.rank] = processes.values()
 
     def run(self):
-        os.wait()
+        while self.rank.poll() is None:
+            time.sleep(0.01)
         return 0
 
 
@@ -34,6 +36,12 @@ def notices(meeting):
     time.sleep(60)
 
 
+def removed(process):
+    signal.raise_signal(int(sys.argv[1]))  # as a launcher may ask twice
+    remove(process)
+
+
+remove, keeper.remove_folders_of = keeper.remove_folders_of, removed
 keeper.Watch, keeper._Meeting.notices = Ended, notices
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests' own process may have been told to ignore it
 if isinstance(keeper.keep_rank(Place(1, 2, 1, mpi=False), captures=False), keeper.Watcher):
@@ -45,7 +53,10 @@ if isinstance(keeper.keep_rank(Place(1, 2, 1, mpi=False), captures=False), keepe
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
 def test_a_keeper_that_is_ended_while_it_parts_leaves_no_folder(asked: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", PARTING], env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", PARTING, str(asked.value)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "parting\n"
         assert len(list(tmp_path.iterdir())) == 1
