@@ -6,6 +6,8 @@ In a program on several ranks:
     model = distconv.parallelize(model, mesh)
     y = model(distconv.shard(x, mesh))  # DTensors: shape, slicing and sums mean the whole tensor
     whole = distconv.gather(y)
+
+On one device, part after part: model = distconv.in_turn(model, "height=8")
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedOperation,
         distributed_script,
         gather,
+        in_turn,
         init,
         is_first,
         layout,
@@ -39,6 +42,7 @@ __all__ = [
     "__version__",
     "distributed_script",
     "gather",
+    "in_turn",
     "init",
     "is_first",
     "layout",

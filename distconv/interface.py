@@ -30,11 +30,13 @@ from distconv.rules.registry import discover, install_guard
 from distconv.rules.texts import described
 from distconv.transfer import compilers
 from distconv.transfer.redistribution import redistribute
+from distconv.turns.turning import in_turn
 
 __all__ = [
     "UnsupportedOperation",
     "distributed_script",
     "gather",
+    "in_turn",
     "init",
     "is_first",
     "layout",

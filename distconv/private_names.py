@@ -16,6 +16,7 @@ _WHOLE = "DTensor's own dispatch, for operators without a rule here"
 _TREES = "the tensors within nested arguments and results"
 _MODULE = "what a module holds, by name"
 _FAKE = "whether a tensor has numbers"
+_PARTS = "parts in turn are ranks in threads"
 _READING = "a rank reads its part of what a Dataset gives"
 _BATCHES = "the indices of the next batch, in the order of one process"
 
@@ -37,6 +38,7 @@ NAMES = (
     Name("torch._C._current_graph_task_id", _BACKWARD),
     Name("torch._C._dispatch_get_all_op_names", "which operators there are"),
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "which operators are made of others"),
+    Name("torch._C._distributed_c10d._set_thread_isolation_mode", _PARTS),
     Name("torch._C._functorch.is_functorch_wrapped_tensor", "such a tensor has no numbers to compare"),
     Name("torch._C._get_tracing_state", "a model that is traced runs whole"),
     Name("torch._C._is_any_autocast_enabled", "autocast may change a type"),
@@ -84,7 +86,10 @@ NAMES = (
     Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),
     Name("torch.distributed._tools.fake_collectives.collective_ops", "which operators are collectives"),
     Name("torch.distributed._tools.fake_collectives.sync_ops", "which operators wait for collectives"),
+    Name("torch.distributed.device_mesh.DeviceMesh._hash", _PARTS),
+    Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),
     Name("torch.distributed.distributed_c10d._get_default_store", "where the ranks of a group met"),
+    Name("torch.distributed.distributed_c10d._world", _PARTS),
     Name("torch.distributed.tensor.DTensor._local_tensor", "the shard of this rank"),
     Name("torch.distributed.tensor.DTensor._op_dispatcher", _WHOLE),
     Name(

@@ -14,6 +14,7 @@ from typing import Any
 from distconv import private_names, settings
 from distconv.channels import check_algorithm
 from distconv.choosing import NothingChosen, Question, ask, environment_of_settings
+from distconv.commands.parts import run_in_turn
 from distconv.job.keeper import Watcher, keep_rank
 from distconv.job.launcher import BadInput, Job, is_launcher, part, start
 from distconv.model.strategy import Strategy, as_toml, read
@@ -38,6 +39,7 @@ examples:
   torchrun --nproc-per-node 4 -m distconv run --partition height=2,width=2 train.py
   python -m distconv run --partition sample=2,channel=2 train.py              wide layers, without more samples
   python -m distconv run --partition auto --nproc 4 train.py                  what is predicted to be the fastest
+  python -m distconv run --parts height=8 decode.py                           eight parts in turn, on one device
 
 strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
 model.named_modules() gives; a pattern is as of the shell, stands for all within the layers it matches, and the first
@@ -98,6 +100,12 @@ def add(commands: Any) -> None:
         "--strategy",
         metavar="FILE",
         help="a TOML file that says which layers run under another partition; see below",
+    )
+    run.add_argument(
+        "--parts",
+        metavar="AXIS=PARTS,...",
+        help="one process computes so many parts of its models' inputs one after another, on one device, and needs the "
+        "memory of one part at a time: for samples that are too large",
     )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
     run.add_argument(
@@ -228,6 +236,8 @@ def command(options: argparse.Namespace) -> int:
     """Start the ranks, be what they are forked from, or be one that a launcher started; the exit code of the job or of
     the script."""
     place = find_place(os.environ)
+    if options.parts is not None:
+        return run_in_turn(options, place)
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
         if place is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,9 @@ loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 scripts: list[Script] = []
 """The scripts being run; at most one, and none in a program."""
 
+elsewhere: list[Callable[[nn.Module, Any, Any], Any]] = []
+"""What may take an outermost call with (module, args, kwargs) upon itself, or give NotImplemented."""
+
 
 _call = nn.Module.__call__
 
@@ -103,6 +106,10 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     first = next(module.parameters(), None)
     if first is None or isinstance(module, AveragedModel):
         return _call_alone(wrapper, made, args, kwargs)
+    for take in elsewhere:
+        taken = take(module, args, kwargs)
+        if taken is not NotImplemented:
+            return taken
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if scripts and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)

@@ -154,6 +154,10 @@ class Bucket:
         """Where in the place of a gradient this rank's share belongs; None where another rank's counts for it."""
         return counted_part(grad, self.plan.places[index], slot)
 
+    def sources(self, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The parameters for one forward pass, whose gradients this bucket is handed."""
+        return finish(self, parameters)
+
     def start(self) -> None:
         """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
         compare_if_due(self.homes[0].mesh)
@@ -232,8 +236,14 @@ def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
     return root
 
 
-_plans: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], list[BucketPlan]]] = weakref.WeakKeyDictionary()
-"""For each module called outermost: what its buckets were made for, and the plans of the buckets."""
+kinds: dict[DeviceMesh, type[Bucket]] = {}
+"""The buckets of meshes whose ranks do not add gradients by messages."""
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, dict[DeviceMesh | None, tuple[list[Any], list[BucketPlan]]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""For each module called outermost, by the first mesh: what its buckets were made for, and the plans of the buckets."""
 
 
 def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan]:
@@ -246,7 +256,8 @@ def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> l
         for p, mesh in parameters.items()
         if p.requires_grad
     ]
-    before, plans = _plans.get(model, (None, []))
+    known, first = _plans.setdefault(model, {}), next(iter(parameters.values()), None)
+    before, plans = known.get(first, (None, []))
     if before != now:
         homes = {p: home(p, mesh) for p, mesh in parameters.items() if p.requires_grad}
         groups = {place: place.group() for place in dict.fromkeys(homes.values())}
@@ -254,7 +265,7 @@ def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> l
             BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
             for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
         ]
-        _plans[model] = now, plans
+        known[first] = now, plans
     return plans
 
 
@@ -268,8 +279,8 @@ def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool
     sources: dict[int, tuple[Tensor, Bucket, int]] = {}
     if torch.is_grad_enabled():
         for plan in bucket_plans(model, parameters):
-            bucket = Bucket(plan)
-            finished = finish(bucket, plan.parameters)
+            bucket = kinds.get(plan.homes[0].mesh, Bucket)(plan)
+            finished = bucket.sources(plan.parameters)
             for index, (parameter, source) in enumerate(zip(plan.parameters, finished, strict=True)):
                 sources[id(parameter)] = source, bucket, index
 

@@ -1,0 +1,96 @@
+"""The baton: of several threads one computes at a time, in an order that does not depend on timing.
+
+Who waits for what another part has not done yet passes it on to the part that ran last among those that can go on. So
+the order turns round at every exchange, and what was computed last is used first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Abandoned(BaseException):
+    """Another part has failed, or the caller was interrupted: this one ends too."""
+
+
+class Disagreement(RuntimeError):
+    """The parts wait for each other in unlike collectives, or for one that has ended."""
+
+
+class Baton:
+    """Passed among so many parts. ``arrive(part)`` and ``leave(part)`` are called when it comes to a part, and goes."""
+
+    def __init__(self, parts: int, arrive: Callable[[int], None], leave: Callable[[int], None]) -> None:
+        self._gates = [threading.Semaphore(0) for _ in range(parts)]
+        self._home = threading.Semaphore(0)
+        self._arrive, self._leave = arrive, leave
+        self.failure: BaseException | None = None
+        """Why all parts are to end."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self.failure = None
+        self._open: dict[int, Callable[[], bool] | None] = dict.fromkeys(range(len(self._gates)))
+        """The parts that have not ended, the one that ran last in front, and what each waits for."""
+        self._started: set[int] = set()
+
+    def run(self) -> None:
+        """Lets all parts run to their ends. Raises what the first part that failed has raised."""
+        self._begin()
+        self._pass(0)
+        while True:
+            try:
+                self._home.acquire()
+                break
+            except BaseException as error:  # such as Ctrl-C: the parts end where they next wait
+                self.failure = self.failure or error
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def start(self, part: int) -> None:
+        """What a part's thread calls first: returns when the baton comes for the first time."""
+        self._gates[part].acquire()
+
+    def wait(self, part: int, is_ready: Callable[[], bool], what: str) -> None:
+        """Returns when something is ready, while other parts run. Abandoned where one of them has failed."""
+        while True:
+            if self.failure is not None:
+                raise Abandoned
+            if is_ready():
+                return
+            self._open.pop(part)
+            self._open = {part: is_ready, **self._open}
+            following = self._next()
+            if following is None:
+                raise Disagreement(f"part {part} waits in {what} for parts that wait elsewhere, or have ended")
+            self._leave(part)
+            self._pass(following)
+            self._gates[part].acquire()
+
+    def end(self, part: int, error: BaseException | None) -> None:
+        """What a part's thread calls last."""
+        if error is not None and self.failure is None and not isinstance(error, Abandoned):
+            self.failure = error
+        self._open.pop(part)
+        self._leave(part)
+        following = self._next()
+        if following is None and self._open:
+            self.failure = self.failure or Disagreement(f"part {part} has ended, and others wait for it")
+            following = self._next()
+        if following is None:
+            self._home.release()
+        else:
+            self._pass(following)
+
+    def _next(self) -> int | None:
+        """The part to go on; where all are to end, any."""
+        for part, is_ready in self._open.items():
+            if self.failure is not None or is_ready is None or is_ready():
+                return part
+        return None
+
+    def _pass(self, part: int) -> None:
+        self._arrive(part)
+        self._gates[part].release()

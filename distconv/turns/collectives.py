@@ -1,0 +1,135 @@
+"""What collectives make of the tensors of all members, which are all in this process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Given(NamedTuple):
+    """What a member has brought: tensors to read, tensors to write, and numbers such as a root or sizes."""
+
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    numbers: Any = None
+
+
+_REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.AVG: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MIN: torch.minimum,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+def reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
+    """The reduction of tensors, in their order; of half types in float32, rounded once."""
+    kind = next((known for known in _REDUCTIONS if op == known), None)
+    if kind is None:
+        raise ValueError(f"reduction {op}: accepted: {', '.join(map(str, _REDUCTIONS))}")
+    dtype = tensors[0].dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        tensors = [tensor.float() for tensor in tensors]
+    total = functools.reduce(_REDUCTIONS[kind], tensors)
+    if kind == dist.ReduceOp.AVG:
+        total = total / len(tensors)
+    return total.to(dtype)
+
+
+def all_reduce(members: Sequence[Given]) -> None:
+    """Every member's tensors become the reduction; ``numbers``: the operation."""
+    for tensors in zip(*(member.inputs for member in members), strict=True):
+        total = reduced(tensors, members[0].numbers)
+        for tensor in tensors:
+            tensor.copy_(total)
+
+
+def reduce(members: Sequence[Given]) -> None:
+    """The root's tensors become the reduction; ``numbers``: the operation and the root."""
+    op, root = members[0].numbers
+    for tensors in zip(*(member.inputs for member in members), strict=True):
+        tensors[root].copy_(reduced(tensors, op))
+
+
+def broadcast(members: Sequence[Given]) -> None:
+    """Every member's tensors become the root's; ``numbers``: the root."""
+    root = members[0].numbers
+    for at, member in enumerate(members):
+        for tensor, source in zip(member.outputs, members[root].outputs, strict=True) if at != root else ():
+            tensor.copy_(source)
+
+
+def all_gather(members: Sequence[Given]) -> None:
+    """Every member gets the input of each, in as many outputs."""
+    for member in members:
+        for output, source in zip(member.outputs, members, strict=True):
+            output.copy_(source.inputs[0].view(output.shape))
+
+
+def all_gather_single(members: Sequence[Given]) -> None:
+    """Every member gets the inputs of all, one after another."""
+    for member in members:
+        for at, output in enumerate(member.outputs):
+            torch.cat([source.inputs[at].reshape(-1) for source in members], out=output.view(-1))
+
+
+def reduce_scatter_single(members: Sequence[Given]) -> None:
+    """Every member gets its part of the reduction; ``numbers``: the operation."""
+    for at in range(len(members[0].outputs)):
+        total = reduced([member.inputs[at].reshape(-1) for member in members], members[0].numbers)
+        for member, share in zip(members, total.chunk(len(members)), strict=True):
+            member.outputs[at].copy_(share.view(member.outputs[at].shape))
+
+
+def reduce_scatter(members: Sequence[Given]) -> None:
+    """Member i gets the reduction of everyone's input i; ``numbers``: the operation."""
+    for at, member in enumerate(members):
+        member.outputs[0].copy_(reduced([each.inputs[at] for each in members], member.numbers))
+
+
+def all_to_all_single(members: Sequence[Given]) -> None:
+    """Member i gets from each its i-th rows; ``numbers``: how many rows each member sends to every other, and gets."""
+    starts = [list(itertools.accumulate(member.numbers[0], initial=0)) for member in members]
+    for at, member in enumerate(members):
+        position = 0
+        for source, rows, start in zip(members, member.numbers[1], starts, strict=True):
+            if source.numbers[0][at] != rows:
+                raise ValueError(
+                    f"all_to_all_single: member {at} expects {rows} rows, and gets {source.numbers[0][at]}"
+                )
+            if rows:
+                member.outputs[0].narrow(0, position, rows).copy_(source.inputs[0].narrow(0, start[at], rows))
+            position += rows
+
+
+def all_to_all(members: Sequence[Given]) -> None:
+    """Member i gets everyone's input i."""
+    for at, member in enumerate(members):
+        for output, source in zip(member.outputs, members, strict=True):
+            output.copy_(source.inputs[at].view(output.shape))
+
+
+def gather(members: Sequence[Given]) -> None:
+    """The root gets the input of each; ``numbers``: the root."""
+    for output, source in zip(members[members[0].numbers].outputs, members, strict=True):
+        output.copy_(source.inputs[0].view(output.shape))
+
+
+def scatter(members: Sequence[Given]) -> None:
+    """Member i gets the root's input i; ``numbers``: the root."""
+    for member, source in zip(members, members[members[0].numbers].inputs, strict=True):
+        member.outputs[0].copy_(source.view(member.outputs[0].shape))
+
+
+def barrier(members: Sequence[Given]) -> None:
+    """Nothing moves."""

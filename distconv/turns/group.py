@@ -1,0 +1,204 @@
+"""A process group whose members are the parts: torch.distributed's collectives within this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distconv.turns import collectives
+from distconv.turns.baton import Baton, Disagreement
+from distconv.turns.collectives import Given
+
+BACKEND = "in_turn"
+
+Collective = Callable[[Sequence[Given]], None]
+
+
+class _Round:
+    """One collective, which the last member that comes does for all."""
+
+    def __init__(self, collective: Collective, size: int) -> None:
+        self.collective = collective
+        self.given: list[Given | None] = [None] * size
+        self.done = False
+
+
+class Meetings:
+    """Where the parts meet: the baton, and the collectives of every group that not all members have come to."""
+
+    def __init__(self) -> None:
+        self.baton: Baton | None = None
+        self._rounds: dict[tuple[object, int], _Round] = {}
+
+    def bring(self, group: object, number: int, collective: Collective, at: int, size: int, given: Given) -> _Round:
+        """A member has come to the collective of a number in its group."""
+        found = self._rounds.setdefault((group, number), _Round(collective, size))
+        if found.collective is not collective:
+            names = found.collective.__name__, collective.__name__
+            raise Disagreement(
+                f"the parts are in unlike collectives: {names[0]}, and part {at} of the group {names[1]}"
+            )
+        found.given[at] = given
+        if None not in found.given:
+            del self._rounds[group, number]
+            with torch.inference_mode():
+                collective(found.given)  # type: ignore[arg-type]
+            found.given, found.done = [], True
+        return found
+
+    def forget(self) -> None:
+        """After a failure: nobody comes to what had begun."""
+        self._rounds.clear()
+
+
+class TurnWork(dist.Work):
+    """A collective that goes on while other parts run."""
+
+    def __init__(self, group: TurnGroup, round: _Round, outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._group, self._round, self._outputs = group, round, list(outputs)
+
+    def wait(self, timeout: Any = None) -> bool:
+        if not self._round.done:
+            self._group.wait(self._round)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whoever asks has nothing else to do: the other parts run, so it always is."""
+        return self.wait()
+
+    def is_success(self) -> bool:
+        return self._round.done
+
+    def exception(self) -> BaseException | None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+
+_ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
+
+
+class TurnGroup(_ProcessGroup):  # type: ignore[misc]
+    """Collectives of some parts. ``key`` is the same for all members; ``part``: this one among all parts."""
+
+    def __init__(self, rank: int, size: int, name: str, meetings: Meetings, key: object, part: int) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size, self._name = rank, size, name
+        self._meetings, self._key, self._part = meetings, key, part
+        self._number = 0
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    def _get_backend(self, device: torch.device) -> TurnGroup:
+        return self
+
+    def restart(self) -> None:
+        """After a failure members have come to different numbers of collectives."""
+        self._number = 0
+
+    def wait(self, round: _Round) -> None:
+        """Lets other parts run until a collective is done."""
+        assert self._meetings.baton is not None
+        self._meetings.baton.wait(self._part, lambda: round.done, round.collective.__name__)
+
+    def _bring(self, collective: Collective, given: Given) -> TurnWork:
+        number, self._number = self._number, self._number + 1
+        round = self._meetings.bring(self._key, number, collective, self._rank, self._size, given)
+        return TurnWork(self, round, given.outputs or given.inputs)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
+        return self._bring(collectives.all_reduce, Given(tensors, (), (opts or dist.AllreduceOptions()).reduceOp))
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
+        opts = opts or dist.ReduceOptions()
+        return self._bring(collectives.reduce, Given(tensors, (), (opts.reduceOp, opts.rootRank)))
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
+        return self._bring(collectives.broadcast, Given((), tensors, (opts or dist.BroadcastOptions()).rootRank))
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
+        (parts,) = outputs
+        return self._bring(collectives.all_gather, Given(inputs, parts))
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
+        return self._bring(collectives.all_gather_single, Given(inputs, outputs))
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
+        (parts,) = inputs
+        op = (opts or dist.ReduceScatterOptions()).reduceOp
+        return self._bring(collectives.reduce_scatter, Given(parts, outputs, op))
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> TurnWork:
+        op = (opts or dist.ReduceScatterOptions()).reduceOp
+        return self._bring(collectives.reduce_scatter_single, Given(inputs, outputs, op))
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+    ) -> TurnWork:
+        sent, received = (
+            list(sizes) if sizes else [tensor.shape[0] // self._size] * self._size
+            for tensor, sizes in ((source, input_split_sizes), (output, output_split_sizes))
+        )
+        return self._bring(collectives.all_to_all_single, Given([source], [output], (sent, received)))
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
+        return self._bring(collectives.all_to_all, Given(inputs, outputs))
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
+        parts = outputs[0] if outputs else []
+        return self._bring(collectives.gather, Given(inputs, parts, (opts or dist.GatherOptions()).rootRank))
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
+        parts = inputs[0] if inputs else []
+        return self._bring(collectives.scatter, Given(parts, outputs, (opts or dist.ScatterOptions()).rootRank))
+
+    def barrier(self, opts: Any = None) -> TurnWork:
+        return self._bring(collectives.barrier, Given())
+
+    # The names of these collectives before torch 2.13.
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single

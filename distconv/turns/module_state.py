@@ -1,0 +1,145 @@
+"""What every part has of its own of a model: what its modules hold besides parameters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_SHARED = ("_modules", "_parameters")
+_CONTAINERS = (list, dict, deque, set, tuple)
+
+
+class ModuleState:
+    """The attributes of modules: every part begins with the caller's, and changes its own.
+
+    Parameters are the same tensors in all parts. The first part has the caller's buffers and other tensors, the others
+    have copies. What the first part has put into its modules, the caller's get.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parts: int) -> None:
+        self._modules = modules
+        self._callers = [module.__dict__ for module in modules]
+        self._originals: dict[int, Any] = {}
+        """By the id of a container of the first part: the caller's, of which it is a copy."""
+        self._own = [self._copies(part) for part in range(parts)]
+
+    def _copies(self, part: int) -> list[dict[str, Any]]:
+        known: dict[int, Any] = {id(p): p for of in self._callers for p in of["_parameters"].values()}
+        originals = self._originals if part == 0 else {}
+        result = []
+        for of in self._callers:
+            own = dict(of)
+            for name, value in of.items():
+                if name not in _SHARED and (type(value) in _CONTAINERS or isinstance(value, Tensor)):
+                    own[name] = _copy(value, known, originals, tensors=part > 0)
+            own["_parameters"] = dict(of["_parameters"])
+            result.append(own)
+        return result
+
+    def arrive(self, part: int) -> None:
+        for module, own in zip(self._modules, self._own[part], strict=True):
+            object.__setattr__(module, "__dict__", own)
+
+    def leave(self, part: int) -> None:
+        for module, of in zip(self._modules, self._callers, strict=True):
+            object.__setattr__(module, "__dict__", of)
+
+    def settle(self, part: int, whole: Callable[[DTensor], Tensor]) -> None:
+        """A part has computed. What it holds of its own of DTensors becomes whole; the caller's modules get what the
+        first part's hold. All parts must call it.
+        """
+        leaving = _Leaving(whole, self._originals if part == 0 else None)
+        for own, of in zip(self._own[part], self._callers, strict=True):
+            changed = {
+                name: leaving.value(x) for name, x in own.items() if name not in _SHARED and x is not of.get(name)
+            }
+            if part == 0:
+                of.update(changed)
+                for name in [name for name in of if name not in own]:
+                    del of[name]
+
+
+def _copy(value: Any, known: dict[int, Any], originals: dict[int, Any], tensors: bool) -> Any:
+    """Containers anew, and tensors where asked for; everything else itself."""
+    kind = type(value)
+    if kind not in _CONTAINERS and not (tensors and isinstance(value, Tensor)):
+        return value
+    made = known.get(id(value))
+    if made is not None:
+        return made
+    if isinstance(value, Tensor):
+        made = value.detach().clone()
+    elif kind is set:
+        made = set(value)
+    elif kind is dict:
+        made = {key: _copy(item, known, originals, tensors) for key, item in value.items()}
+    else:
+        made = _like(value, (_copy(item, known, originals, tensors) for item in value))
+    known[id(value)] = made
+    originals[id(made)] = value
+    return made
+
+
+def _like(value: Any, items: Iterator[Any]) -> Any:
+    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+class _Leaving:
+    """What a part holds, as the caller is to find it: whole tensors, in the caller's own containers where they are
+    copies of these; ``originals`` is None in a part whose values nobody gets.
+    """
+
+    def __init__(self, whole: Callable[[DTensor], Tensor], originals: dict[int, Any] | None) -> None:
+        self._whole, self._originals = whole, originals
+        self._made: dict[int, Any] = {}
+        self._held: list[Any] = []
+
+    def value(self, x: Any) -> Any:
+        """That of a value."""
+        if isinstance(x, DTensor):
+            return self._once(x, lambda: self._whole(x))
+        if type(x) not in _CONTAINERS:
+            return x
+        return self._once(x, lambda: self._container(x))
+
+    def _once(self, x: Any, make: Callable[[], Any]) -> Any:
+        if id(x) not in self._made:
+            self._held.append(x)
+            self._made[id(x)] = make()
+        return self._made[id(x)]
+
+    def _container(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            items: Any = {key: self.value(item) for key, item in x.items()}
+        else:
+            items = x if isinstance(x, set) else [self.value(item) for item in x]
+        if self._originals is None:
+            return x
+        found = self._originals.get(id(x), x)
+        if isinstance(x, tuple):
+            same = len(found) == len(items) and all(a is b for a, b in zip(found, items, strict=True))
+            return found if same else _like(x, iter(items))
+        if isinstance(x, dict | set):
+            if x is not found or any(items[key] is not x[key] for key in (x if isinstance(x, dict) else ())):
+                _refill(found, items)
+        elif len(found) != len(items) or any(a is not b for a, b in zip(found, items, strict=True)):
+            found.clear()
+            found.extend(items)
+        return found
+
+
+def _refill(found: Any, items: Any) -> None:
+    if isinstance(found, dict):
+        if list(found) == list(items) and all(found[key] is items[key] for key in found):
+            return
+        copied: Any = dict(items)
+    else:
+        if found == items:
+            return
+        copied = set(items)
+    found.clear()
+    found.update(copied)

@@ -1,0 +1,53 @@
+"""What torch keeps for each thread and the caller has set: a part computes as the caller would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of the caller, at the moment of a call."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]
+    """(device type, enabled, dtype, whether casts are kept) of each kind of device."""
+    device: torch.device
+    """On which tensors are made that say none."""
+    stream: Any
+    """The CUDA stream; None without one."""
+
+    @classmethod
+    def now(cls, device_type: str) -> Surroundings:
+        """Those of this thread."""
+        cached = torch.is_autocast_cache_enabled()
+        kinds = dict.fromkeys(("cpu", device_type))
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached) for kind in kinds),
+            torch.get_default_device(),
+            torch.cuda.current_stream() if device_type == "cuda" else None,
+        )
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Within it they are those of this thread, in which autograd runs a backward that is called."""
+        with contextlib.ExitStack() as around:
+            around.enter_context(torch.autograd.set_multithreading_enabled(False))
+            around.enter_context(torch.inference_mode(self.inference))
+            around.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype, cached in self.autocast:
+                around.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cached))
+            if self.device.type != "cpu":
+                around.enter_context(self.device)
+            if self.stream is not None:
+                around.enter_context(torch.cuda.device(self.stream.device))
+                around.enter_context(torch.cuda.stream(self.stream))
+            yield

@@ -1,0 +1,111 @@
+"""Which models run in turn: those that a program names, or all of a script."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from distconv.direct.paths import is_open
+from distconv.model.calls import elsewhere
+from distconv.model.compiled import original
+from distconv.model.whole_calls import is_for_whole
+from distconv.partition import Partition
+from distconv.turns.call import call_in_turn, is_cut
+from distconv.turns.parts import parts_of, read
+from distconv.turns.world import is_part
+
+M = TypeVar("M", bound=nn.Module)
+
+_turning: weakref.WeakKeyDictionary[nn.Module, Partition] = weakref.WeakKeyDictionary()
+"""The modules that run in turn where they are called outermost."""
+
+_script: list[Partition] = []
+"""The partition of the script that is run, if any."""
+
+
+def in_turn(model: M, parts: str) -> M:
+    """Lets a model compute the parts of its inputs one after another, in this process and on its device. Exact.
+
+    What it is given and gives are plain, whole tensors, and so are gradients. Where the model, or a module in it, is
+    called from outside of it, inputs are cut, and each part is computed up to where it needs what another one makes.
+
+    Args:
+        model: is changed in place; its parameters stay as they are.
+        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: one line, for parts that are not accepted, here, and where an input lacks a dim that is to be cut.
+        RuntimeError: one line, in a job of several ranks.
+    """
+    partition = read(parts)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
+    for module in original(model).modules():
+        _turning[module] = partition
+    _take(partition)
+    return model
+
+
+@contextmanager
+def script_in_turn(partition: Partition) -> Iterator[None]:
+    """Within it every model runs in turn whose inputs can be cut."""
+    _take(partition)
+    _script.append(partition)
+    try:
+        yield
+    finally:
+        _script.pop()
+
+
+def _take(partition: Partition) -> None:
+    """From now on calls of modules are looked at."""
+    if partition.ranks > 1:
+        parts_of(partition, "cpu")
+    if _called not in elsewhere:
+        elsewhere.append(_called)
+
+
+def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if is_part():
+        return NotImplemented
+    own = _turning.get(module)
+    partition = own or (_script[-1] if _script else None)
+    if partition is None or partition.ranks == 1:
+        return NotImplemented
+    first = next(module.parameters())
+    leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if not is_open() or any(isinstance(x, DTensor) or x.is_meta for x in (first, *leaves)):
+        return NotImplemented
+    if is_for_whole(module, leaves):
+        return NotImplemented
+    parts = parts_of(partition, first.device.type)
+    try:
+        if not is_cut(parts, leaves):
+            return NotImplemented
+    except ValueError as error:
+        if own is not None:
+            raise
+        _tell_whole(module, str(error))
+        return NotImplemented
+    return call_in_turn(parts, module, args, kwargs)
+
+
+_told: set[str] = set()
+
+
+def _tell_whole(module: nn.Module, why: str) -> None:
+    name = type(module).__name__
+    if name not in _told:
+        _told.add(name)
+        print(f"distconv: --parts: {name} runs whole: {why}", file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""What the parts have made, as whole tensors: every part writes what it has computed of each."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.direct.activation import Activation
+from distconv.layouts import added_up, has_partial, local_box
+from distconv.memory_format import memory_format
+from distconv.transfer.redistribution import relaid
+
+
+class Wholes:
+    """Those of one run. Every part makes the same ones in the same order; they are filled when all have ended."""
+
+    def __init__(self, parts: int, zero: bool = False) -> None:
+        self.made: dict[Hashable, Tensor] = {}
+        self.parts: list[dict[Hashable, DTensor]] = [{} for _ in range(parts)]
+        """By part: what it has of each through which gradients flow."""
+        self._next = [0] * parts
+        self._zero = zero
+
+    def of(self, part: int, x: Any, key: Hashable = None) -> Tensor:
+        """The whole of what is a DTensor to the parts. Collective where it is a sum.
+
+        ``key``: which one it is, where not all parts make the same.
+        """
+        if type(x) is Activation:
+            x = x.as_dtensor()
+        if has_partial(x.placements):
+            x = relaid(x, x.device_mesh, tuple(added_up(x.placements)))
+        if key is None:
+            key = self._next[part]
+            self._next[part] += 1
+        if x.requires_grad:
+            self.parts[part][key] = x
+        with torch.no_grad():
+            local, mesh, placements = x.detach()._local_tensor, x.device_mesh, x.placements
+            if key not in self.made:
+                form = memory_format(local)
+                made = torch.empty(tuple(x.shape), dtype=local.dtype, device=local.device, memory_format=form)
+                self.made[key] = made.zero_() if self._zero else made
+            whole = self.made[key]
+            coordinate = mesh.get_coordinate() or ()
+            if all(placement.is_shard() or not at for placement, at in zip(placements, coordinate, strict=True)):
+                box = local_box(mesh, placements, x.shape)
+                whole[tuple(slice(*interval) for interval in box)].copy_(local)
+        return whole

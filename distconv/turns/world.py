@@ -1,0 +1,92 @@
+"""torch.distributed as each part sees it: a thread of a part has a world of its own, any other that of the process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from distconv.turns.group import BACKEND, Meetings, TurnGroup
+
+_registry: Any = torch._C._distributed_c10d
+
+
+class _Thread(threading.local):
+    world: Any = None
+    part: Part | None = None
+
+
+thread = _Thread()
+
+
+class Part:
+    """A part in its thread: its number, what it meets the others at, and its groups."""
+
+    def __init__(self, number: int, parts: int, meetings: Meetings) -> None:
+        self.number, self.parts, self.meetings = number, parts, meetings
+        self.groups: list[TurnGroup] = []
+        self._made: dict[tuple[int, ...], int] = {}
+
+    def group(self, rank: int, ranks: tuple[int, ...], name: str) -> TurnGroup:
+        """A new group. Its members know it by who they are, and how many groups of the same they have made."""
+        made = self._made[ranks] = self._made.get(ranks, 0) + 1
+        self.groups.append(TurnGroup(rank, len(ranks), name, self.meetings, (ranks, made), self.number))
+        return self.groups[-1]
+
+
+def _create(options: Any, _: Any) -> TurnGroup:
+    part = thread.part
+    assert part is not None
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return part.group(options.group_rank, ranks, options.group_id)
+
+
+class _Worlds:
+    """What torch keeps of its process groups: in the thread of a part that part's, elsewhere the process's."""
+
+    def __init__(self, of_process: Any) -> None:
+        object.__setattr__(self, "of_process", of_process)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(thread.world or self.of_process, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(thread.world or self.of_process, name, value)
+
+
+@functools.cache
+def _open() -> None:
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    distributed_c10d._world = _Worlds(distributed_c10d._world)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def groups_of_parts() -> Iterator[None]:
+    """Within it, groups are found by their names among those of the thread's own."""
+    _open()
+    _registry._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        _registry._set_thread_isolation_mode(False)
+
+
+def enter(part: Part) -> None:
+    """This thread is a part from now on, and torch.distributed its ranks."""
+    thread.part, thread.world = part, type(distributed_c10d._world.of_process)()  # type: ignore[attr-defined]
+    hook = sys.excepthook
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(BACKEND, store=store, rank=part.number, world_size=part.parts)
+    sys.excepthook = hook  # torch's would write a rank before what ends the program
+
+
+def is_part() -> bool:
+    """Whether this thread is a part."""
+    return thread.part is not None

@@ -1,0 +1,339 @@
+"""Parts in turn in one process: outputs, gradients, buffers and side effects are those of stock torch."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+from mucudnn.networks.models import NETWORKS
+
+TOLERANCE = 1e-10
+
+
+class Attention(nn.Module):
+    """Over all pixels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Conv2d(channels, 3 * channels, 1), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).flatten(2).transpose(1, 2)[:, None].chunk(3, -1)
+        return x + self.proj(F.scaled_dot_product_attention(q, k, v)[:, 0].transpose(1, 2).reshape(x.shape))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, body: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = body, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+
+def body(**options: Any) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, **options), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+
+
+def decoder() -> nn.Module:
+    up = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+    return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), Attention(8), up, nn.Conv2d(8, 3, 3, padding=1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "norms and strides": (lambda: nn.Sequential(body(), nn.Conv2d(4, 6, 3, 2, 1)), (3, 4, 19, 9), "height=4"),
+    "two axes": (lambda: nn.Sequential(body(), nn.MaxPool2d(3, 2, 1)), (2, 4, 13, 11), "height=2,width=3"),
+    "samples": (lambda: nn.Sequential(body(), nn.Flatten(), nn.Linear(4 * 36, 5)), (5, 4, 6, 6), "sample=3"),
+    "samples and rows": (lambda: nn.Sequential(body(), nn.AdaptiveAvgPool2d(1)), (3, 4, 7, 6), "sample=2,height=2"),
+    "fewer rows than parts": (body, (2, 4, 3, 5), "height=8"),
+    "a decoder": (decoder, (1, 4, 8, 8), "height=4"),
+    "dropout": (lambda: nn.Sequential(body(), nn.Dropout(0.4), nn.Conv2d(4, 2, 3)), (2, 4, 12, 8), "height=3"),
+    "checkpoint": (lambda: Checkpointed(nn.Sequential(body(), nn.Dropout2d()), False), (2, 4, 8, 8), "height=2"),
+    "reentrant checkpoint": (lambda: Checkpointed(body(), True), (2, 4, 8, 8), "height=2"),
+    "dilated circles": (lambda: body(dilation=2, padding_mode="circular"), (2, 4, 12, 8), "width=4"),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 3, 4, 2, 1), (1, 4, 9, 9), "height=4"),
+    "a line": (lambda: nn.Sequential(nn.Conv1d(4, 4, 9, padding=4), nn.GELU()), (1, 4, 40), "width=5"),
+    "a volume": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 16, 16, 16), "depth=4"),
+    "a residual network": (lambda: NETWORKS["resnet18"].small().build(), (2, 3, 32, 32), "height=4"),
+}
+
+
+def numbers(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """What a training step leaves, and what evaluation gives."""
+    x = x.clone().requires_grad_()
+    torch.manual_seed(3)
+    y = model(x * 1.0)
+    (y.square().mean() + y.flatten()[0]).backward()
+    found = {"output": y, "input": x.grad, "random": torch.rand(3)}
+    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    found |= {f"{name} then": buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.inference_mode():
+        found["evaluation"] = model.eval()(x.detach())
+    assert all(type(value) is Tensor for value in found.values())
+    return {name: value.detach() for name, value in found.items()}
+
+
+def largest(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert found.keys() == right.keys()
+    scale = max(float(value.abs().max()) for value in right.values())
+    return max(float((found[name] - value).abs().max()) for name, value in right.items()) / scale
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_in_turn_is_that_of_one_process(name: str) -> None:
+    build, shape, parts = MODELS[name]
+    torch.manual_seed(0)
+    plain, x = build().double(), torch.randn(shape)
+    turned = distconv.in_turn(copy.deepcopy(plain), parts)
+    right = numbers(plain, x)
+    assert largest(numbers(turned, x), right) < TOLERANCE
+
+
+def test_gradients_accumulate_and_optimizers_step_as_ever() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(body(), nn.Conv2d(4, 1, 1))
+    turned = distconv.in_turn(copy.deepcopy(plain), "height=3")
+    for model in (plain, turned):
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(4):
+            x = torch.randn(2, 4, 9, 6, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert largest(turned.state_dict(), plain.state_dict()) < 1e-9  # Adam divides by small numbers
+
+
+def test_hooks_of_parameters_see_whole_gradients_once() -> None:
+    seen: list[Tensor] = []
+    model = distconv.in_turn(body(), "height=2")
+    model[0].weight.register_hook(lambda grad: seen.append(grad.clone()))
+    model(torch.randn(2, 4, 8, 8)).square().sum().backward()
+    assert len(seen) == 1 and torch.equal(seen[0], model[0].weight.grad)
+
+
+def test_frozen_parameters_and_inputs_have_no_gradients() -> None:
+    model = body()
+    model[0].requires_grad_(False)
+    distconv.in_turn(model, "height=2")(torch.randn(2, 4, 8, 8)).sum().backward()
+    assert model[0].weight.grad is None and model[1].weight.grad is not None
+
+
+def test_autocast_of_the_caller_holds_in_the_parts() -> None:
+    plain = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3)).float()
+    turned, x = distconv.in_turn(copy.deepcopy(plain), "height=2"), torch.randn(1, 4, 8, 8, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, right = turned(x), plain(x)
+    assert found.dtype == right.dtype == torch.bfloat16
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+
+
+@dataclass
+class Answer:
+    sample: Tensor
+    rows: int
+
+
+class Remembering(nn.Module):
+    """A model with a memory: in an attribute, in a list of its own, in the caller's list, and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.last: Any = None
+        self.all: list[Tensor] = []
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, cache: list[Any], at: list[int]) -> Answer:
+        y = self.conv(x if self.last is None else x + self.last)
+        self.last = y
+        self.all.append(y.mean())
+        self.seen += 1
+        self.calls += 1
+        cache[at[0]] = y * 2
+        at[0] += 1
+        return Answer(self.conv(y), y.shape[2])
+
+
+def test_what_a_model_keeps_is_whole_and_kept_once() -> None:
+    torch.manual_seed(0)
+    plain, x = Remembering(), torch.randn(1, 2, 9, 5)
+    turned = distconv.in_turn(copy.deepcopy(plain), "height=4")
+    own = turned.all
+    outcomes = []
+    for model in (plain, turned):
+        cache, at = [None, None, None], [0]
+        with torch.no_grad():
+            answers = [model(x, cache, at) for _ in range(2)]
+        outcomes.append([*(a.sample for a in answers), model.last, *model.all, model.seen, *cache[:2]])
+        assert (model.calls, at, cache[2], answers[0].rows) == (2, [2], None, 9)
+    assert turned.all is own
+    assert all(type(x) is Tensor for x in outcomes[1])
+    for found, right in zip(*reversed(outcomes), strict=True):
+        torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_a_kept_tensor_is_differentiated_too() -> None:
+    torch.manual_seed(0)
+    plain, x = Remembering(), torch.randn(1, 2, 9, 5)
+    turned = distconv.in_turn(copy.deepcopy(plain), "height=4")
+    for model in (plain, turned):
+        answer = model(x, [None], [0])
+        (answer.sample.square().sum() + model.last.square().sum() + model.all[0]).backward()
+    torch.testing.assert_close(turned.conv.weight.grad, plain.conv.weight.grad)
+
+
+class Failing(nn.Module):
+    """Fails in the last part, behind an exchange."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.conv, self.error = nn.Conv2d(2, 2, 3, padding=1), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if threading.current_thread().name == "part 2":
+            raise self.error
+        return self.conv(y)
+
+
+@pytest.mark.parametrize("error", [KeyError("a part"), KeyboardInterrupt()])
+def test_an_exception_of_one_part_ends_the_call_and_no_more(error: BaseException) -> None:
+    model, x = distconv.in_turn(Failing(error), "height=3"), torch.randn(1, 2, 6, 6)
+    attributes = [dict(module.__dict__) for module in model.modules()]
+    for _ in range(2):
+        with pytest.raises(type(error)) as raised:
+            model(x)
+        assert raised.value is error
+    assert attributes == [module.__dict__ for module in model.modules()]
+    again = distconv.in_turn(nn.Conv2d(2, 2, 3, padding=1), "height=3")
+    torch.testing.assert_close(again(x), F.conv2d(x, again.weight, again.bias, padding=1))
+
+
+class Unequal(nn.Module):
+    """Whose parts do not agree on what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if threading.current_thread().name == "part 1" else self.conv(x)
+
+
+def test_parts_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
+    with pytest.raises(RuntimeError, match="wait"):
+        distconv.in_turn(Unequal(), "height=2")(torch.randn(1, 2, 6, 6))
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.conv.weight.mul_(0.5)
+        return self.conv(x)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "an axis of channels": (lambda: distconv.in_turn(body(), "channel=2"), ValueError, "accepted: axis=parts.*depth"),
+    "an unknown axis": (lambda: distconv.in_turn(body(), "hight=2"), ValueError, "did you mean height"),
+    "a dim that is not there": (
+        lambda: distconv.in_turn(nn.Conv1d(2, 2, 3), "height=2")(torch.randn(1, 2, 8)),
+        ValueError,
+        "has no height",
+    ),
+    "a parameter that forward changes": (
+        lambda: distconv.in_turn(Changing(), "height=2")(torch.randn(1, 2, 6, 6)),
+        distconv.UnsupportedOperation,
+        "changes a parameter",
+    ),
+    "second derivatives": (
+        lambda: torch.autograd.grad(
+            distconv.in_turn(body(), "height=2")(x := torch.randn(2, 4, 6, 6, requires_grad=True)).sum(),
+            x,
+            create_graph=True,
+        ),
+        distconv.UnsupportedOperation,
+        "create_graph",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_said_in_one_line(name: str) -> None:
+    call, error, said = REFUSED[name]
+    with pytest.raises(error, match=said) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+
+torch.manual_seed(0)
+text, net = nn.Conv1d(2, 2, 3), nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()).double()
+with torch.no_grad():
+    text(torch.randn(1, 2, 9))
+    y = net(torch.randn(1, 3, 16, 16).double())
+print(type(y).__name__, round(y.sum().item(), 8), sys.argv[1:])
+sys.exit(3)
+"""
+
+
+def test_a_script_in_turn_prints_what_it_prints_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    words = ["-m", "distconv", "run", "--parts", "height=4", str(path), "-x"]
+    turned = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    with mock.patch.object(sys, "argv", [str(path), "-x"]), pytest.raises(SystemExit):
+        torch.set_default_dtype(torch.float32)
+        runpy.run_path(str(path), run_name="__main__")
+    assert turned.returncode == 3
+    assert turned.stdout == capsys.readouterr().out
+    assert turned.stderr.startswith("distconv: --parts: Conv1d runs whole: ") and turned.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--parts", "filter=2"), "would cut parameters"),
+        (("--parts", "height=2", "--partition", "height=2"), "accepted: one of the two"),
+        (("--parts", "height=2", "--batch-norm", "local"), "accepted: global"),
+    ],
+)
+def test_options_that_do_not_go_with_parts_are_refused(
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from distconv.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["distconv", "run", *words, "script.py"])
+    assert main() == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
