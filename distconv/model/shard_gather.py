@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Placement
 
 from distconv.agreement.ledger import settle
 from distconv.dtensors import wrap
-from distconv.layouts import added_up, replicated
+from distconv.layouts import added_up
 from distconv.mesh import placements
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import unsharded
 
 
 class _ToShards(torch.autograd.Function):
@@ -43,7 +43,7 @@ class _Gather(torch.autograd.Function):
 
 def whole(y: DTensor) -> Tensor:
     """The full tensor on every rank: partial sums are added, shards gathered. No autograd."""
-    local = moved(y, y.device_mesh, replicated(y.device_mesh))._local_tensor
+    local = unsharded(y)
     return local.clone() if local is y._local_tensor else local
 
 

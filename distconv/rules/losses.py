@@ -148,6 +148,8 @@ def _operands(
     if (x.shape[0], *x.shape[2:]) != tuple(target.shape):
         raise ValueError(f"{func}: scores {tuple(x.shape)} with class numbers {tuple(target.shape)}")
     scores, numbers = part_of(x, mesh, placements), part_of(target, mesh, of_target)
+    if numbers.dtype == torch.uint8:  # which torch takes where there are no spatial dims
+        numbers = numbers.long()
     weights = None if weight is None else local_as(weight, mesh, replicated(mesh))
     if dim_axes(mesh, placements, 1):
         own = local_box(mesh, placements, x.shape)[1]

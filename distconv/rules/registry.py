@@ -48,6 +48,10 @@ def rule(*operators: str) -> Callable[[H], H]:
     def register(handler: H) -> H:
         def dispatch(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
             kwargs = kwargs or {}
+            if torch.is_inference_mode_enabled() and _views_normal(func, args):
+                # As of a plain tensor, a view is no inference tensor.
+                with torch.inference_mode(False), torch.no_grad():
+                    return dispatch(cls, func, types, args, kwargs)
             mesh = _mesh(args)
             if mesh is None and kwargs:
                 mesh = _mesh(list(kwargs.values()))
@@ -209,8 +213,14 @@ def is_tensor(kind: Any) -> bool:
     return isinstance(kind, torch.TensorType)
 
 
+@functools.lru_cache(maxsize=4096)
 def _is_view(func: Any) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+
+
+def _views_normal(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator makes a view of a DTensor that is no inference tensor."""
+    return _is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
 
 
 @functools.cache

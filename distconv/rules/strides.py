@@ -19,6 +19,7 @@ from distconv.rules.along import named
 from distconv.rules.copies import copy_of
 from distconv.rules.registry import rule
 from distconv.rules.whole import permit, undone
+from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
 from distconv.transfer.redistribution import moved
 
@@ -34,9 +35,16 @@ def strided(func: Any, *args: Any, **kwargs: Any) -> DTensor:
     distributed = [value for value in arguments.values() if isinstance(value, DTensor)]
     permit(func, distributed, "its strides are those of the whole tensor's memory; accepted: slices, select, unfold")
     mesh = distributed[0].device_mesh
-    result = func(**{name: _whole(value) if isinstance(value, DTensor) else value for name, value in arguments.items()})
+    given = {name: _whole(value) if isinstance(value, DTensor) else value for name, value in arguments.items()}
+    result = func(**given)
     y = wrap_strided(result, mesh, replicated(mesh), result.shape, result.stride())
-    return copy_of(y, x) if isinstance(x, DTensor) and undone(x) else y
+
+    def write(x: DTensor, view: DTensor) -> None:
+        own = _whole(x)
+        func(**given | {"self": own}).copy_(view._local_tensor)
+        x._local_tensor.copy_(local_as(own, mesh, x.placements))
+
+    return copy_of(y, x, write) if isinstance(x, DTensor) and undone(x) else y
 
 
 def _whole(x: DTensor) -> Tensor:

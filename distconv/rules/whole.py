@@ -28,7 +28,7 @@ from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.copies import copy_of
 from distconv.rules.outside import instead
 from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
+from distconv.transfer.redistribution import moved, unsharded
 
 MOST_BYTES = 1 << 20
 """The most that all sharded tensors of one operator may take together to be gathered within a model's call."""
@@ -58,7 +58,7 @@ def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
 def whole_value(what: str, x: Any) -> Tensor:
     """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
-    local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    local = unsharded(x)
     settle(x.device_mesh)
     return local
 

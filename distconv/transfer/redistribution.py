@@ -202,6 +202,12 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     return wrap(plan.fetch(x._local_tensor), mesh, layout, x.shape)
 
 
+def unsharded(x: DTensor) -> Tensor:
+    """The whole tensor on every rank, as a plain one in the memory format of x, which may share its memory."""
+    local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
+    return local if local is x._local_tensor else local.contiguous(memory_format=memory_format(x))
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:

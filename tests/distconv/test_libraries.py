@@ -100,6 +100,13 @@ def test_hdf5_and_safetensors(folder):
     assert safetensors.load_file("a.safetensors")["a"].sum() == 2
 
 
+def test_an_array_in_memory_that_a_library_maps(folder):
+    arrow = pytest.importorskip("pyarrow")
+    Path("a.arrow").write_bytes(b"abc")
+    with arrow.memory_map("a.arrow") as file:
+        assert file.read() == b"abc"
+
+
 def test_tensorboard(folder):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
     with tensorboard.SummaryWriter("events") as writer:

@@ -47,6 +47,14 @@ def assigned(x: Tensor, key: Any, value: Any) -> Tensor:
     return y
 
 
+def copied(x: Tensor) -> Tensor:
+    """Parts of x in a plain tensor, as Fourier layers keep the frequencies that they have mixed."""
+    y = torch.zeros(x.shape, dtype=x.dtype)
+    y[:, :, 1:3] = 2 * x[:, :, 1:3]
+    y[:, 0] = x[:, 1]
+    return y * y + x
+
+
 def running(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     total += x.detach().mean()
@@ -97,6 +105,7 @@ REDUCTIONS |= {
     "any and all": lambda x: torch.stack([(x > 2).any(), (x < 9).all()]),
     "numbers": numbers,
     "running sum": running,
+    "copied into a plain tensor": copied,
     "shape": lambda x: torch.tensor([*x.shape, x.numel(), len(x)]),
 }
 
@@ -120,6 +129,9 @@ for _reduction in REDUCED:
     )
     LOSSES[f"class scores, {_reduction}"] = lambda x, r=_reduction: F.cross_entropy(  # type: ignore[misc]
         x.mean((2, 3)), classes(x)[:, 0, 0], reduction=r
+    )
+    LOSSES[f"class scores, classes of a byte, {_reduction}"] = lambda x, r=_reduction: F.cross_entropy(  # type: ignore[misc]
+        x.mean((2, 3)), classes(x)[:, 0, 0].byte(), reduction=r
     )
     for _loss in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss):
         LOSSES[f"{_loss.__name__}, {_reduction}"] = lambda x, f=_loss, r=_reduction: f(x, like(x), reduction=r)  # type: ignore[misc]

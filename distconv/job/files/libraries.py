@@ -32,6 +32,7 @@ LIBRARIES: dict[str, tuple[tuple[str, int, str | None, str], ...]] = {
     "safetensors": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
     "safetensors.torch": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
     "safetensors.numpy": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "pyarrow": (("memory_map", 0, "path", "mode"),),
     "cv2": (("imwrite", 0, "filename", "w"), ("imread", 0, "filename", "r")),
 }
 """By module: a function, the place and the name of its path, and how it opens it ("mode": as its argument says)."""

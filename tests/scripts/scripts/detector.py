@@ -29,6 +29,10 @@ for step in range(3):
         if value.dtype.is_floating_point:
             value *= 0.9
             value += 0.1 * state[key].detach()
+    with torch.inference_mode():  # an evaluation of each epoch
+        y = average.float()(x[:2])
+        state = {key: value.flatten()[0].item() for key, value in average.state_dict().items()}
+        print(tuple(y.shape), len(state), sum(p.detach().abs().sum().item() for p in average.parameters()))
     print(("%11.4g" * 2) % tuple(items.detach()), items.detach().cpu().numpy())
     saved = {"epoch": step, "model": None, "ema": deepcopy(average).half(), "optimizer": optimizer.state_dict()}
     torch.save(saved, "last.pt")
