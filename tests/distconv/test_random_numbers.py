@@ -23,6 +23,14 @@ from distconv.settings import options
 
 pytestmark = pytest.mark.gloo
 
+
+def from_another(x: Tensor) -> Tensor:
+    """Numbers of a generator that the script has made, and what it gives next."""
+    generator = torch.Generator().manual_seed(4)
+    y = torch.bernoulli(x.sigmoid(), generator=generator) + torch.empty_like(x).normal_(generator=generator)
+    return y + torch.rand((), generator=generator)
+
+
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
     "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
@@ -47,6 +55,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "of one sample": lambda x: x.new_empty(x.shape[0], 1, 1, 1).bernoulli_(0.5) * x,
     "of what all ranks hold": lambda x: F.dropout(x.sum((0, 1, 2, 3))),
     "random slopes": lambda x: F.rrelu(x, training=True),
+    "another generator": from_another,
     "samples of classes": lambda x: torch.multinomial(x[:, :, 0, 0].abs(), 1).to(x.dtype),
 }
 

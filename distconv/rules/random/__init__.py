@@ -5,6 +5,7 @@ The setting `random` chooses. When a graph runs, operators of distconv's own dra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from typing import Any
@@ -19,7 +20,7 @@ from distconv.layouts import Layout, dim_axes, layout, local_box, owners, refuse
 from distconv.memory_format import CHANNELS_LAST
 from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.random.graph import drawn_apart, drawn_whole
-from distconv.rules.random.own import coordinates, own_numbers, seed_of_shards
+from distconv.rules.random.own import coordinates, numbers_of, own_numbers, seed_of_shards
 from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill, in_place
 from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
@@ -102,9 +103,11 @@ def _shows_its_format(mesh: DeviceMesh, placements: tuple[Placement, ...], shape
     return 0 not in least and least[1] > 1 and max(least[2:]) > 1
 
 
-def _check_generator(func: Any, generator: torch.Generator | None) -> None:
-    if generator is not None:
-        raise refuse(func, "a generator= of its own on a distributed tensor")
+def _given(func: Any, x: DTensor, generator: torch.Generator | None) -> contextlib.AbstractContextManager[None]:
+    """Within it, numbers come from the generator that an operator is given."""
+    if generator is not None and is_traced(x._local_tensor):
+        raise refuse(func, "a generator= of its own in a compiled graph", whole_helps=False)
+    return numbers_of(generator)
 
 
 IN_PLACE = (
@@ -116,9 +119,9 @@ IN_PLACE = (
 @rule(*(f"aten::{name}" for name in IN_PLACE))
 def draw_in_place(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None) -> DTensor:
     """Fills x with random numbers."""
-    _check_generator(func, generator)
     refuse_partial(func, x.placements, "its tensor")
-    _fill(x._local_tensor, layout(x), x, _name(func), *args)
+    with _given(func, x, generator):
+        _fill(x._local_tensor, layout(x), x, _name(func), *args)
     return x
 
 
@@ -136,15 +139,17 @@ def _name(func: Any) -> str:
 )
 def draw(func: Any, x: DTensor, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> DTensor:
     """Random numbers laid out as x is."""
-    _check_generator(func, generator)
     match func._schema.name:
         case "aten::rand_like":
-            return _like(func, x, kwargs, "uniform_", 0.0, 1.0)
+            name, args = "uniform_", (0.0, 1.0)
         case "aten::randn_like":
-            return _like(func, x, kwargs, "normal_", 0.0, 1.0)
+            name, args = "normal_", (0.0, 1.0)
         case "aten::randint_like":
-            return _like(func, x, kwargs, "random_.from", *(args if len(args) == 2 else (0, *args)))
-    return _like(func, x, {"memory_format": torch.contiguous_format}, "bernoulli_.float", *args)
+            name, args = "random_.from", args if len(args) == 2 else (0, *args)
+        case _:
+            name, kwargs = "bernoulli_.float", {"memory_format": torch.contiguous_format}
+    with _given(func, x, generator):
+        return _like(func, x, kwargs, name, *args)
 
 
 def _like(func: Any, x: DTensor, options: dict[str, Any], name: str, *arguments: Any) -> DTensor:
@@ -160,12 +165,12 @@ def _like(func: Any, x: DTensor, options: dict[str, Any], name: str, *arguments:
 @rule("aten::bernoulli")
 def bernoulli(func: Any, x: DTensor, *, generator: torch.Generator | None = None) -> DTensor:
     """1 with the probability that x gives, else 0."""
-    _check_generator(func, generator)
     local, (mesh, placements) = settled(func, x)
     # torch compares each probability with a number of at least 24 bits.
     precise = x.dtype if x.dtype == torch.float64 else torch.float32
     options = {"dtype": precise, "memory_format": torch.contiguous_format}
-    drawn = _like(func, x, options, "uniform_", 0.0, 1.0)._local_tensor
+    with _given(func, x, generator):
+        drawn = _like(func, x, options, "uniform_", 0.0, 1.0)._local_tensor
     return wrap((drawn < local).to(local.dtype), mesh, placements, x.shape)
 
 
@@ -210,22 +215,28 @@ def rrelu(
     One process draws for such elements only, so that each number depends on all elements before: of a small tensor
     every rank computes the whole, those of a large one are always drawn apart.
     """
-    _check_generator(func, rest[0] if rest else None)
     refuse_partial(func, x.placements)
     local, where = x._local_tensor, layout(x)
     if not training:
         result = torch.ops.aten.leaky_relu(local, (lower + upper) / 2)
     else:
-        factors = noise._local_tensor
-        try:
-            functional = torch.ops.aten.rrelu_with_noise_functional.default
-            result, drawn = (y._local_tensor for y in whole_or_refused(functional, (x, noise, lower, upper, True), {}))
-            factors.copy_(drawn)
-        except UnsupportedOperation:
-            _fill_apart(factors, where, "uniform_", lower, upper)
-            factors.masked_fill_(local > 0, 1)
-            result = local * factors
+        with _given(func, x, rest[0] if rest else None):
+            result = _sloped(x, noise, lower, upper)
     if func._schema.name.endswith("_"):
         local.copy_(result)
         return x
     return wrap(result, *where, x.shape)
+
+
+def _sloped(x: DTensor, noise: DTensor, lower: float, upper: float) -> Tensor:
+    """This rank's part of it. Fills the noise."""
+    local, factors = x._local_tensor, noise._local_tensor
+    try:
+        functional = torch.ops.aten.rrelu_with_noise_functional.default
+        result, drawn = (y._local_tensor for y in whole_or_refused(functional, (x, noise, lower, upper, True), {}))
+        factors.copy_(drawn)
+    except UnsupportedOperation:
+        _fill_apart(factors, layout(x), "uniform_", lower, upper)
+        factors.masked_fill_(local > 0, 1)
+        result = local * factors
+    return result

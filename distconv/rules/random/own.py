@@ -1,4 +1,4 @@
-"""Random numbers of a shard's own: every shard draws others, replicas draw the same.
+"""Whose numbers are drawn: a shard's own, of which replicas draw the same, or those of a generator of the script.
 
 All ranks advance the default generator alike, by one number per call, so that what a script draws afterwards agrees.
 """
@@ -37,4 +37,20 @@ def own_numbers(seed: int, shard: Sequence[int], device: torch.device) -> Iterat
         source.manual_seed(seed)
         yield
     finally:
+        source.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def numbers_of(generator: torch.Generator | None) -> Iterator[None]:
+    """The default generator is within as one that the script gives, which goes on from where it has come to."""
+    if generator is None:
+        yield
+        return
+    source: Any = torch.cuda if generator.device.type == "cuda" else torch
+    state = source.get_rng_state()
+    source.set_rng_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(source.get_rng_state())
         source.set_rng_state(state)
