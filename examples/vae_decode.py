@@ -6,6 +6,7 @@ nothing; its mean tells that ranks compute what one process does.
 
 python examples/vae_decode.py
 python -m distconv run --partition height=2 examples/vae_decode.py
+python -m distconv run --parts height=8 --memory 100MB examples/vae_decode.py
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from distconv.turns.parts import read
+from distconv.turns.turning import script_in_turn
+
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 SMALL = {
@@ -71,6 +74,13 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest.M
     for name, numbers in alone.items():
         within = 0.02 if name == "unet3d_amp" else 1e-4  # bfloat16 rounds to three digits
         assert on_ranks[name] == pytest.approx(numbers, rel=within), name
+
+
+def test_parts_in_turn_give_what_one_process_gives() -> None:
+    decode = loaded("vae_decode").main
+    with script_in_turn(read("height=4"), 1 << 20):
+        numbers = decode(list(SMALL["vae_decode"]))
+    assert numbers == pytest.approx(decode(list(SMALL["vae_decode"])), rel=1e-4)
 
 
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

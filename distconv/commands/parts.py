@@ -34,11 +34,11 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
         raise BadInput("--parts with --batch-norm local; accepted: global, statistics over the whole batch")
     private_names.check()
     from distconv.turns.parts import read
-    from distconv.turns.turning import script_in_turn
+    from distconv.turns.turning import read_memory, script_in_turn
     from mucudnn import program
 
     try:
-        partition = read(options.parts)
+        partition, memory = read(options.parts), read_memory(options.memory)
         found = program.module(options.script) if options.module else program.script(options.script)
     except (ValueError, program.NotFound) as error:
         raise BadInput(f"--parts: {error}" if isinstance(error, ValueError) else str(error)) from None
@@ -48,6 +48,6 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             import mucudnn
 
             around.enter_context(mucudnn.patched())
-        around.enter_context(script_in_turn(partition))
+        around.enter_context(script_in_turn(partition, memory))
         found.run(options.arguments)
     return 0

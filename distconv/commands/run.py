@@ -107,6 +107,12 @@ def add(commands: Any) -> None:
         help="one process computes so many parts of its models' inputs one after another, on one device, and needs the "
         "memory of one part at a time: for samples that are too large",
     )
+    run.add_argument(
+        "--memory",
+        metavar="BYTES",
+        help="with --parts: how much the parts' tensors may take on the device, such as 8GiB; what was not read for "
+        "longest is kept in a file, or of a GPU in the host's memory (default: all stays)",
+    )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
     run.add_argument(
         "--shard-data",
@@ -238,6 +244,8 @@ def command(options: argparse.Namespace) -> int:
     place = find_place(os.environ)
     if options.parts is not None:
         return run_in_turn(options, place)
+    if options.memory is not None:
+        raise BadInput("--memory is about parts in turn; accepted: with --parts")
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
         if place is not None:

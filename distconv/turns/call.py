@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from distconv.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.turns.gradients import SECOND, Source, Totals, anchor, of_part
 from distconv.turns.module_state import ModuleState
+from distconv.turns.pager import Paging, pager_of
 from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
 from distconv.turns.surroundings import Surroundings
@@ -35,12 +36,15 @@ def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
     return any(placement.is_shard() for layout in layouts for placement in layout)
 
 
-def call_in_turn(parts: Parts, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module gives, computed part by part. Recorded by autograd as one function."""
+def call_in_turn(parts: Parts, memory: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a module gives, computed part by part. Recorded by autograd as one function.
+
+    ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile.
+    """
     given = tree_map_only(Tensor, plain, (args, kwargs))
     for number, value in enumerate(given[0], 1):
         refuse_images(value, f"input {number} of {type(module).__name__}.forward", parts.meshes[0])
-    call = _Call(parts, module, given)
+    call = _Call(parts, memory, module, given)
     outside = Containers((args, kwargs), call.given[0])
     if not call.tensors:
         call.compute()
@@ -55,8 +59,9 @@ def call_in_turn(parts: Parts, module: nn.Module, args: Any, kwargs: Any) -> Any
 class _Call:
     """One call: what each part begins with, and what is left of it until backward."""
 
-    def __init__(self, parts: Parts, module: nn.Module, given: Any) -> None:
+    def __init__(self, parts: Parts, memory: int | None, module: nn.Module, given: Any) -> None:
         self.parts, self.module = parts, module
+        self._pager = None if memory is None else pager_of(parts.device_type, memory)
         self.surroundings = Surroundings.now(parts.device_type)
         # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
@@ -81,13 +86,39 @@ class _Call:
     def compute(self) -> None:
         """Forward, part by part."""
         versions = [(p, p._version) for p in self.module.parameters() if not p.is_inference()]
-        self.results = self.parts.run(self._forward, self._states, self.surroundings)
+        if self._pager is not None:
+            self._pager.new_call()
+        self.results = self.parts.run(self._paged(self._forward), self._states, self.surroundings)
         self._states[1].hand_over()
+        if self._pager is not None and not self.tensors:
+            self._pager.release_all()
+        elif self._pager is not None:
+            held = [module.__dict__ for module in self.module.modules()]
+            for x in tree_leaves((self.results[0], self.given[0], [list(of.values()) for of in held])):
+                if isinstance(x, Tensor):
+                    self._release(x)
         if any(p._version != version for p, version in versions):
             raise UnsupportedOperation(
                 f"parts in turn: {type(self.module).__name__} changes a parameter in forward, which every part would do"
                 " again; accepted: models that change buffers"
             )
+
+    def _release(self, x: Tensor) -> None:
+        """A tensor that a part has made goes to the caller."""
+        if self._pager is not None:
+            self._pager.release(x)
+
+    def _paged(self, work: Callable[[int], Any]) -> Callable[[int], Any]:
+        """The same, within the limit of memory."""
+        pager = self._pager
+        if pager is None:
+            return work
+
+        def paged(part: int) -> Any:
+            with Paging(pager):
+                return work(part)
+
+        return paged
 
     def _forward(self, part: int) -> Any:
         of_part.totals = self._totals
@@ -150,11 +181,11 @@ class _Call:
                 wholes.of(part, self._gradients[part].pop(number), number)
 
         surroundings = dataclasses.replace(self.surroundings, grad=False)
-        self.parts.run(back, self._states, surroundings)
-        return [
-            *(wholes.made.get(number) for number in range(len(self._inputs))),
-            *map(self._totals.take, self._parameters),
-        ]
+        self.parts.run(self._paged(back), self._states, surroundings)
+        found = [wholes.made.get(number) for number in range(len(self._inputs))]
+        for parameter in self._parameters:
+            found.append(self._totals.take(parameter, self._release))
+        return found
 
 
 def _leaving(x: Any, whole: Any) -> Any:

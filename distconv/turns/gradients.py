@@ -50,10 +50,13 @@ class Totals:
         else:
             self._sums[id(parameter)] = share.clone(memory_format=torch.preserve_format)
 
-    def take(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of a parameter, which is then forgotten; None where it has none."""
+    def take(self, parameter: Tensor, release: Callable[[Tensor], None]) -> Tensor | None:
+        """The gradient of a parameter, which is then forgotten; None where it has none. ``release`` is told of it."""
         total = self._sums.pop(id(parameter), None)
-        return None if total is None else total.to(parameter.dtype)
+        if total is None:
+            return None
+        release(total)
+        return total.to(parameter.dtype)
 
 
 class _Thread(threading.local):

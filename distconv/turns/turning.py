@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Iterator
@@ -21,17 +22,21 @@ from distconv.partition import Partition
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.parts import parts_of, read
 from distconv.turns.world import is_part
+from mucudnn.sizes import parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
-_turning: weakref.WeakKeyDictionary[nn.Module, Partition] = weakref.WeakKeyDictionary()
+Way = tuple[Partition, int | None]
+"""The parts, and the most bytes of theirs on the device, if that is limited."""
+
+_turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary()
 """The modules that run in turn where they are called outermost."""
 
-_script: list[Partition] = []
-"""The partition of the script that is run, if any."""
+_script: list[Way] = []
+"""How the script that is run computes, if one is."""
 
 
-def in_turn(model: M, parts: str) -> M:
+def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
     """Lets a model compute the parts of its inputs one after another, in this process and on its device. Exact.
 
     What it is given and gives are plain, whole tensors, and so are gradients. Where the model, or a module in it, is
@@ -40,6 +45,9 @@ def in_turn(model: M, parts: str) -> M:
     Args:
         model: is changed in place; its parameters stay as they are.
         parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
+        memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters, what
+            the model is given and gives, and what one operator needs. What was not read for longest is kept in a file
+            of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device.
 
     Returns:
         The same model.
@@ -48,20 +56,31 @@ def in_turn(model: M, parts: str) -> M:
         ValueError: one line, for parts that are not accepted, here, and where an input lacks a dim that is to be cut.
         RuntimeError: one line, in a job of several ranks.
     """
-    partition = read(parts)
+    way = read(parts), read_memory(memory)
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
     for module in original(model).modules():
-        _turning[module] = partition
-    _take(partition)
+        _turning[module] = way
+    _take(way[0])
     return model
 
 
+def read_memory(memory: str | float | None) -> int | None:
+    """Bytes. ValueError, one line, for anything else."""
+    if memory is None:
+        return None
+    try:
+        limit = parse_bytes(memory)
+    except ValueError:
+        raise ValueError(f"memory {memory!r}: accepted: bytes, such as 8GiB or 500MB") from None
+    return None if limit == math.inf else int(limit)
+
+
 @contextmanager
-def script_in_turn(partition: Partition) -> Iterator[None]:
+def script_in_turn(partition: Partition, memory: int | None) -> Iterator[None]:
     """Within it every model runs in turn whose inputs can be cut."""
     _take(partition)
-    _script.append(partition)
+    _script.append((partition, memory))
     try:
         yield
     finally:
@@ -80,9 +99,10 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if is_part():
         return NotImplemented
     own = _turning.get(module)
-    partition = own or (_script[-1] if _script else None)
-    if partition is None or partition.ranks == 1:
+    way = own or (_script[-1] if _script else None)
+    if way is None or way[0].ranks == 1:
         return NotImplemented
+    partition, memory = way
     first = next(module.parameters())
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not is_open() or any(isinstance(x, DTensor) or x.is_meta for x in (first, *leaves)):
@@ -98,7 +118,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             raise
         _tell_whole(module, str(error))
         return NotImplemented
-    return call_in_turn(parts, module, args, kwargs)
+    return call_in_turn(parts, memory, module, args, kwargs)
 
 
 _told: set[str] = set()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.direct.activation import Activation
 from distconv.layouts import added_up, has_partial, local_box
@@ -43,8 +44,9 @@ class Wholes:
             local, mesh, placements = x.detach()._local_tensor, x.device_mesh, x.placements
             if key not in self.made:
                 form = memory_format(local)
-                made = torch.empty(tuple(x.shape), dtype=local.dtype, device=local.device, memory_format=form)
-                self.made[key] = made.zero_() if self._zero else made
+                with _disable_current_modes():  # it is the caller's, not the parts'
+                    made = torch.empty(tuple(x.shape), dtype=local.dtype, device=local.device, memory_format=form)
+                    self.made[key] = made.zero_() if self._zero else made
             whole = self.made[key]
             coordinate = mesh.get_coordinate() or ()
             if all(placement.is_shard() or not at for placement, at in zip(placements, coordinate, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import runpy
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distconv
+from distconv.turns import pager
 from mucudnn.networks.models import NETWORKS
 
 TOLERANCE = 1e-10
@@ -109,6 +111,34 @@ def test_a_step_in_turn_is_that_of_one_process(name: str) -> None:
     turned = distconv.in_turn(copy.deepcopy(plain), parts)
     right = numbers(plain, x)
     assert largest(numbers(turned, x), right) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_leaves_the_memory_comes_back_as_it_was(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "LEAST", 64)
+    build, shape, parts = MODELS[name]
+    torch.manual_seed(0)
+    plain, x = build().double(), torch.randn(shape)
+    turned = distconv.in_turn(copy.deepcopy(plain), parts, memory=2048)
+    assert largest(numbers(turned, x), numbers(plain, x)) < TOLERANCE
+    found = pager.pager_of("cpu", 2048)
+    assert found.written and found.read
+    del turned
+    gc.collect()
+    assert found.resident == 0, "what nobody holds is forgotten"
+
+
+def test_the_memory_of_parts_stays_within_the_limit() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8)) for _ in range(4)]
+    plain, x = nn.Sequential(*layers), torch.randn(1, 8, 256, 256)
+    whole = x.nbytes  # 4 MiB
+    turned = distconv.in_turn(copy.deepcopy(plain), "height=16", memory=whole // 4)
+    found = pager.pager_of("cpu", whole // 4)
+    found.most = 0
+    with torch.no_grad():
+        torch.testing.assert_close(turned(x), plain(x))
+    assert 0 < found.most <= whole * (1 / 4 + 2 / 16), "of the limit, and of what one operator makes"
 
 
 def test_gradients_accumulate_and_optimizers_step_as_ever() -> None:
@@ -262,6 +292,11 @@ class Changing(nn.Module):
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an axis of channels": (lambda: distconv.in_turn(body(), "channel=2"), ValueError, "accepted: axis=parts.*depth"),
+    "a size that is none": (
+        lambda: distconv.in_turn(body(), "height=2", memory="many"),
+        ValueError,
+        "'many'",
+    ),
     "an unknown axis": (lambda: distconv.in_turn(body(), "hight=2"), ValueError, "did you mean height"),
     "a dim that is not there": (
         lambda: distconv.in_turn(nn.Conv1d(2, 2, 3), "height=2")(torch.randn(1, 2, 8)),

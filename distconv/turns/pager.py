@@ -1,0 +1,262 @@
+"""What the parts hold, within a limit of memory: what was not read for longest leaves the device until it is read.
+
+Every tensor that an operator makes in a part is known here by its storage. A storage that leaves is written to a file,
+or to pinned memory of the host where it is a GPU's, and becomes empty; all tensors and views that share it stay what
+they are. It is filled again before the next operator that is given it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LEAST = 1 << 16
+"""Smaller storages stay, and are not counted."""
+
+
+class Place(Protocol):
+    """Where storages go that leave the device."""
+
+    def write(self, storage: torch.UntypedStorage) -> Any:
+        """Keeps what a storage holds; a key by which it is read."""
+
+    def read(self, key: Any, storage: torch.UntypedStorage) -> None:
+        """Fills a storage of the same size."""
+
+    def drop(self, key: Any, size: int) -> None:
+        """Forgets what was kept."""
+
+
+class File:
+    """A file without a name, for storages of a CPU."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="distconv-parts-")  # noqa: SIM115
+        self._end = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        """By size: places that are no longer needed."""
+
+    def write(self, storage: torch.UntypedStorage) -> int:
+        size = storage.nbytes()
+        free = self._free[size]
+        at = free.pop() if free else self._end
+        self._end = max(self._end, at + size)
+        self._move(os.pwrite, storage, at)
+        return at
+
+    def read(self, key: int, storage: torch.UntypedStorage) -> None:
+        self._move(lambda file, bytes, at: os.preadv(file, [bytes], at), storage, key)
+
+    def drop(self, key: int, size: int) -> None:
+        self._free[size].append(key)
+
+    def _move(self, move: Any, storage: torch.UntypedStorage, at: int) -> None:
+        bytes = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+        done = 0
+        while done < len(bytes):
+            count = move(self._file.fileno(), bytes[done:], at + done)
+            if not count:
+                raise OSError(f"parts in turn: their file ended after {at + done} bytes")
+            done += count
+
+
+class Pinned:
+    """Pinned memory of the host, for storages of a GPU; copies go in the order of its stream."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+
+    def write(self, storage: torch.UntypedStorage) -> Tensor:
+        size = storage.nbytes()
+        free = self._free[size]
+        kept = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        kept.copy_(_bytes(storage), non_blocking=True)
+        return kept
+
+    def read(self, key: Tensor, storage: torch.UntypedStorage) -> None:
+        _bytes(storage).copy_(key, non_blocking=True)
+
+    def drop(self, key: Tensor, size: int) -> None:
+        self._free[size].append(key)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class _Page:
+    """A storage; ``key``: where a copy of it is kept, if one is."""
+
+    __slots__ = ("away", "key", "size", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage, self.size = weakref.ref(storage), storage.nbytes()
+        self.key: Any = None
+        self.away = False
+
+
+class Pager:
+    """The storages of all parts on one kind of device, those read last at the end.
+
+    Attributes:
+        limit: the most bytes that are to be on the device; more where one operator needs more.
+        resident, most: bytes that are there, and the most that were.
+        written, read: bytes that have left, and come back.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.limit, self.resident, self.most, self.written, self.read = 0, 0, 0, 0, 0
+        self._pages: OrderedDict[int, _Page] = OrderedDict()
+        self._place: Place = Pinned() if device_type == "cuda" else File()
+        self._device_type = device_type
+        self._of_call: set[int] = set()
+
+    def new_call(self) -> None:
+        """A call begins, at the end of which `release_all` may let its storages go."""
+        self._of_call.clear()
+
+    def begin(self, tensors: Iterable[Tensor], changes: bool) -> dict[int, _Page]:
+        """An operator is to read some tensors, and may change them: they are there when this returns."""
+        used = {}
+        for x in tensors:
+            key = x.untyped_storage()._cdata
+            page = self._pages.get(key)
+            if page is not None:
+                used[key] = page
+                self._pages.move_to_end(key)
+        for page in used.values():
+            if page.away:
+                self._bring(page, used)
+            if changes and page.key is not None:
+                self._place.drop(page.key, page.size)
+                page.key = None
+        return used
+
+    def end(self, results: Iterable[Tensor], given: set[int], used: dict[int, _Page]) -> None:
+        """It has made some: those in storages of their own are the parts'. ``given``: the storages of its inputs."""
+        for x in results:
+            storage = x.untyped_storage()
+            key = storage._cdata
+            if storage.device.type != self._device_type:
+                continue
+            if key in given or key in self._pages or storage.nbytes() < LEAST or not storage.resizable():
+                continue
+            page = self._pages[key] = used[key] = _Page(storage)
+            self._of_call.add(key)
+            weakref.finalize(storage, self._freed, key, page).atexit = False
+            self._count(page.size)
+        self._fit(used)
+
+    def release(self, x: Tensor) -> None:
+        """A tensor leaves the parts: it is there from now on."""
+        key = x.untyped_storage()._cdata
+        page = self._pages.get(key)
+        if page is not None:
+            self._release(key, page)
+
+    def _release(self, key: int, page: _Page) -> None:
+        if page.away:
+            self._bring(page, {key: page})
+        self._freed(key, page)
+
+    def release_all(self) -> None:
+        """All that is left of the call is the caller's."""
+        for key in self._of_call:
+            page = self._pages.get(key)
+            if page is not None and page.storage() is not None:
+                self._release(key, page)
+
+    def _bring(self, page: _Page, used: dict[int, _Page]) -> None:
+        storage = page.storage()
+        assert storage is not None
+        self._fit(used, page.size)
+        with torch.inference_mode(False), torch.no_grad():
+            storage.resize_(page.size)
+            self._place.read(page.key, storage)
+        page.away = False
+        self.read += page.size
+        self._count(page.size)
+
+    def _fit(self, used: dict[int, _Page], more: int = 0) -> None:
+        """Lets what was read longest ago leave, but nothing that an operator uses, until there is room."""
+        if self.resident + more <= self.limit:
+            return
+        for key, page in list(self._pages.items()):
+            if page.away or key in used:
+                continue
+            storage = page.storage()
+            if storage is None:
+                continue
+            with torch.inference_mode(False), torch.no_grad():
+                if page.key is None:
+                    page.key = self._place.write(storage)
+                    self.written += page.size
+                storage.resize_(0)
+            page.away = True
+            self.resident -= page.size
+            if self.resident + more <= self.limit:
+                return
+
+    def _count(self, size: int) -> None:
+        self.resident += size
+        self.most = max(self.most, self.resident)
+
+    def _freed(self, key: int, page: _Page) -> None:
+        if self._pages.get(key) is page:
+            del self._pages[key]
+            if not page.away:
+                self.resident -= page.size
+            if page.key is not None:
+                self._place.drop(page.key, page.size)
+                page.key = None
+
+
+class Paging(TorchDispatchMode):
+    """While it is on in a part's thread, a pager sees all operators on plain tensors."""
+
+    def __init__(self, pager: Pager) -> None:
+        super().__init__()
+        self.pager = pager
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what is beneath comes by itself
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **kwargs)
+        given = list(_tensors((*args, *kwargs.values())))
+        used = self.pager.begin(given, func._schema.is_mutable)
+        result = func(*args, **kwargs)
+        self.pager.end(_tensors((result,)), {x.untyped_storage()._cdata for x in given}, used)
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout == torch.strided:  # others have no storage of their own
+                yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+_pagers: dict[str, Pager] = {}
+
+
+def pager_of(device_type: str, limit: int) -> Pager:
+    """That of a kind of device, with a limit from now on."""
+    if device_type not in _pagers:
+        _pagers[device_type] = Pager(device_type)
+    _pagers[device_type].limit = limit
+    return _pagers[device_type]
