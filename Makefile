@@ -8,7 +8,7 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
 
-.PHONY: test quick test-torch newest test-newest test-frameworks test-scripts lint demo gpu docs dist clean
+.PHONY: test quick test-torch newest test-newest test-null test-frameworks test-scripts lint demo gpu docs dist clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -38,6 +38,12 @@ test-newest: newest
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --editable '.[dev,demo,mpi]' torch==$(firstword $(subst -, ,$*))
 	touch $@
+
+# The CUDA code where there is no GPU: torch's build for CUDA, 5.6 GB, on a card that gcc makes; not part of `make test`.
+NULL_TESTS ?= tests/null tests/gpu
+
+test-null: newest
+	$(PYTHON) tests/null_card/build.py .venv-torch-$(NEWEST)/bin/python -m pytest --timeout 1200 $(NULL_TESTS)
 
 # Scripts of Lightning, accelerate and MONAI on many ranks; not part of `make test`.
 test-frameworks: .venv-frameworks/ready

@@ -1,11 +1,14 @@
 """Fixtures of the tests that need a GPU; where there is none they are skipped, with the reason.
 
+They also run on the null card (tests/null_card), which computes convolutions and other operators on the host.
+
 GPU_TESTS_DEVICE=cpu tries the tests themselves on the host: the same code against the host's algorithms, without what
 is CUDA's own (streams, graphs, memory).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 
 import mucudnn
+from mucudnn.devices.gpu import GpuClock
 from mucudnn.providers.stock import Stock
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
@@ -55,6 +59,20 @@ def unpatched(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
     torch.backends.cudnn.conv.fp32_precision = before
     mucudnn.unpatch()
+
+
+@pytest.fixture(autouse=True)
+def on_the_null_card(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """There what is only timed is not computed, which would take most of the time, and every other kernel must be."""
+    if "NULL_CARD_CUDNN" not in os.environ:
+        yield
+        return
+    null_card = importlib.import_module("null_card")
+    for name in ("warm_up", "seconds"):
+        monkeypatch.setattr(GpuClock, name, null_card.only_timed()(getattr(GpuClock, name)))
+    before = null_card.counted("uncomputed")
+    yield
+    assert null_card.counted("uncomputed") == before, "kernels of torch were launched that compute nothing"
 
 
 @pytest.fixture
