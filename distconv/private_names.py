@@ -86,7 +86,6 @@ NAMES = (
     Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),
     Name("torch.distributed._tools.fake_collectives.collective_ops", "which operators are collectives"),
     Name("torch.distributed._tools.fake_collectives.sync_ops", "which operators wait for collectives"),
-    Name("torch.distributed.device_mesh.DeviceMesh._hash", _PARTS),
     Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),
     Name("torch.distributed.distributed_c10d._get_default_store", "where the ranks of a group met"),
     Name("torch.distributed.distributed_c10d._world", _PARTS),

@@ -101,7 +101,8 @@ class Parts:
         ranks = torch.arange(self.count, device="cpu").view(self.partition.sizes)
         mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=self.partition.names)
         # Plans are kept by their meshes, which otherwise are equal on all ranks.
-        mesh._thread_id, mesh._hash = next(_numbers), None
+        mesh._thread_id = next(_numbers)
+        vars(mesh).pop("_hash", None)  # which it keeps
         enable(adopt(mesh))
         kinds[mesh] = SharedBucket
         return mesh
