@@ -126,6 +126,7 @@ NAMES = (
     Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls"),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
+    Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "whether a model's operators are counted"),
     Name("torch.utils._python_dispatch.return_and_correct_aliasing", "what an operator changes is its argument itself"),
     Name("torch.utils._pytree.tree_leaves", _TREES),
     Name("torch.utils._pytree.tree_map", _TREES),

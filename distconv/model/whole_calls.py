@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from distconv.mesh import is_ours
 from distconv.model.running import inside
@@ -31,12 +32,15 @@ _FUNCTIONS = (
 )
 """What makes a graph of a model, its first argument."""
 
+_made_from: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""The models of which torch.jit has made others, which share their parameters until these are sharded."""
+
 _scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
     """Whether the call of a model that begins, with some tensors, is to run whole."""
-    if torch._C._get_tracing_state() is not None or any(is_traced(x) for x in given):
+    if torch._C._get_tracing_state() is not None or any(is_traced(x) for x in given) or _is_counted():
         return True
     found = _scripted.get(module)
     if found is None:
@@ -50,11 +54,34 @@ def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
     return found
 
 
+def _is_counted() -> bool:
+    """Whether what a model computes is counted, and is not to be differentiated."""
+    if torch.is_grad_enabled():
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(getattr(mode, "counter", None), FlopCounterMode) for mode in modes)
+
+
 def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Calls a module with whole tensors; all modules within it run likewise. Collective where an input has shards."""
     args, kwargs = tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, (args, kwargs))
+    for each in module.modules():
+        if each in _made_from:
+            _follow(each)
     with _whole_state(module), _calling_whole():
         return call(module, *args, **kwargs)
+
+
+def _follow(scripted: nn.Module) -> None:
+    """Gives what torch.jit has made of a model the values of parameters that have been sharded since. Collective."""
+    model = _made_from[scripted]()
+    if model is None:
+        return
+    own = dict(scripted.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in own and isinstance(parameter, DTensor) and is_ours(parameter.device_mesh):
+                own[name].copy_(whole(parameter.detach()))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -83,7 +110,10 @@ def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]
         if frames:  # in which names are looked up
             kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1
         with _whole_state(model) if isinstance(model, nn.Module) else contextlib.nullcontext(), _calling_whole():
-            return real(model, *args, **kwargs)
+            result = real(model, *args, **kwargs)
+        if isinstance(model, nn.Module) and isinstance(result, torch.jit.ScriptModule) and result is not model:
+            _made_from[result] = weakref.ref(model)
+        return result
 
     return made
 
