@@ -1,4 +1,4 @@
-"""A whole training script as people write them, with a tiny network, which tells how long its parts took.
+"""A whole training script as people write them, with a small network, which tells how long its parts took.
 
 Plain python runs it, and `distconv run`; `whole_scripts.py` compares. The kinds: `classifier` asks each batch for its
 loss and its hits and draws a progress bar, `segmenter` has tqdm, clipped gradients, masks and Dice scores, `volumes` a
@@ -37,14 +37,14 @@ def part(name: str) -> Iterator[None]:
         spent[name] += time.process_time() - begin
 
 
-def network(kind: str) -> nn.Module:
+def network(kind: str, width: int) -> nn.Module:
     conv, norm = (nn.Conv3d, nn.BatchNorm3d) if kind == "volumes" else (nn.Conv2d, nn.BatchNorm2d)
     layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 8), (8, 8), (8, 8)):
+    for inputs, outputs in ((3, width), (width, width), (width, width)):
         layers += [conv(inputs, outputs, 3, padding=1), norm(outputs), nn.ReLU(inplace=True)]
     if kind == "classifier":
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
-    return nn.Sequential(*layers, conv(8, 2, 1))
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
+    return nn.Sequential(*layers, conv(width, 2, 1))
 
 
 def data(kind: str, samples: int) -> TensorDataset:
@@ -82,8 +82,8 @@ def report(kind: str, at: dict[str, Any], loss: Tensor, scores: Tensor, target: 
     at["steps"] += 1
 
 
-def train(kind: str, steps: int, folder: str) -> None:
-    model, batch = network(kind), 8
+def train(kind: str, steps: int, width: int, folder: str) -> None:
+    model, batch = network(kind, width), 8
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = DataLoader(data(kind, batch * 10), batch, shuffle=True, num_workers=2 if kind == "volumes" else 0)
     at: dict[str, Any] = {"loss": 0.0, "seen": 0, "hits": 0, "steps": 0, "folder": folder}
@@ -120,12 +120,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=["classifier", "segmenter", "volumes"])
     parser.add_argument("--steps", type=int, default=40, help="after an epoch of 10 that do not count (%(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="channels of the network (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        train(options.kind, options.steps, folder)
+        train(options.kind, options.steps, options.width, folder)
     steps = 10 * -(-options.steps // 10)
     found = {name: 1e3 * seconds / steps for name, seconds in spent.items()}
     print("PARTS " + json.dumps(found | {"before": 1e3 * began}))

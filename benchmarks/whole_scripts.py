@@ -1,4 +1,4 @@
-"""What whole scripts cost on ranks, with networks so small that the host decides: `python benchmarks/whole_scripts.py`
+"""What whole scripts cost on ranks, with small networks: `python benchmarks/whole_scripts.py`
 
 Every kind of `whole_script.py` runs in plain python and under `distconv run`, in turn. The tables show the processor
 time of a step by the script's parts, on the first rank beside plain python, and that of whole runs with their starts,
@@ -24,12 +24,12 @@ INSIDE = ("model", "backward")
 """The parts that a partition is about; the others are the script's own code."""
 
 
-def run(kind: str, steps: int, partition: str | None) -> tuple[dict[str, float], float]:
+def run(kind: str, steps: int, width: int, partition: str | None) -> tuple[dict[str, float], float]:
     """Processor ms of a step by part, and processor seconds of the whole run with all its processes."""
     command = [sys.executable, *(("-m", "distconv", "run", "--partition", partition) if partition else ())]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [*command, str(SCRIPT), kind, f"--steps={steps}"],
+        [*command, str(SCRIPT), kind, f"--steps={steps}", f"--width={width}"],
         env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPT.parents[1])),
         capture_output=True,
         text=True,
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="of each run (%(default)s)")
     parser.add_argument("--runs", type=int, default=3, help="of each kind and way, in turn (%(default)s)")
+    parser.add_argument("--width", type=int, default=64, help="channels of the networks (%(default)s)")
     parser.add_argument("--partition", default="sample=2,height=2", help="(%(default)s)")
     parser.add_argument("--kinds", nargs="*", default=["classifier", "segmenter", "volumes"], help="(all)")
     options = parser.parse_args()
@@ -55,7 +56,10 @@ def main() -> None:
         ranks *= int(axis.partition("=")[2])
     tables, whole = [], []
     for kind in options.kinds:
-        pairs = [[run(kind, options.steps, way) for way in (None, options.partition)] for _ in range(options.runs)]
+        pairs = [
+            [run(kind, options.steps, options.width, way) for way in (None, options.partition)]
+            for _ in range(options.runs)
+        ]
         ways = [[pair[way] for pair in pairs] for way in range(2)]
         least = [{name: min(parts[name] for parts, _ in way) for name in way[0][0]} for way in ways]
         for parts in least:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,9 @@ from distconv.partition import shards_data
 from distconv.reading.fetching import install
 from distconv.settings import StoreOption
 
+BATCHES = 32
+"""After so many batches the ranks agree on their random state in any case."""
+
 _STATE_BYTES = 32768  # the states of all generators, as text, take about 17,000
 
 
@@ -29,8 +33,10 @@ _STATE_BYTES = 32768  # the states of all generators, as text, take about 17,000
 def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None = None) -> Iterator[Samples | None]:
     """Within it, every rank of `mesh` draws the same batches from any DataLoader, as one process would.
 
-    Before each batch all ranks take the random state of the mesh's first rank, so that shuffling and augmentation stay
-    alike even where ranks have drawn differently (dropout on shards of different sizes).
+    Before a batch that draws random numbers all ranks take the random state of the mesh's first rank, so that shuffling
+    and augmentation stay alike even where a script has drawn something else on one rank. A loader with workers draws
+    none in this process, and one whose second batch draws none is taken to go on like that: for these the ranks agree
+    at the first batch and after each `BATCHES`.
 
     With `shard`, a rank reads only the samples of its coordinate on the `sample` axis, out of the very batch that one
     process would read, and of arrays in files that the Dataset passes on as they are only its part in space; each
@@ -48,6 +54,8 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     indices: Any = DataLoader._index_sampler
+    begun: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+    """By iterator, how many batches it has given, and whether they draw random numbers in this process."""
 
     def iterate(loader: DataLoader[Any]) -> Any:
         alike()
@@ -56,10 +64,20 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
         return samples.begin(loader, begin) if samples else begin(loader)
 
     def next_batch(iterator: Any) -> Any:
-        alike()
-        batch = samples.take(iterator, following) if samples else following(iterator)
-        if samples and iterator._num_workers == 0:  # reading drew random numbers in this process, for its samples
+        if samples:
             alike()
+            batch = samples.take(iterator, following)
+            if iterator._num_workers == 0:  # reading drew random numbers in this process, for its samples
+                alike()
+            return batch
+        number, draws = begun.get(iterator, (0, iterator._num_workers == 0))
+        if draws or number % BATCHES == 0:
+            alike()
+        before = as_text(state_of_generators()) if draws and number == 1 else None  # the first also seeds the sampler
+        batch = following(iterator)
+        if before is not None:
+            draws = as_text(state_of_generators()) != before
+        begun[iterator] = number + 1, draws
         return batch
 
     DataLoader.__iter__, _BaseDataLoaderIter.__next__ = iterate, next_batch  # type: ignore[method-assign, assignment]

@@ -36,6 +36,7 @@ from distconv.model.containers import Containers
 from distconv.model.idle import tell_idle
 from distconv.model.images import refuse_images
 from distconv.model.meeting import brought
+from distconv.model.results import handed_over
 from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
 from distconv.model.shard_gather import to_shards
 from distconv.model.whole_calls import is_for_whole, run_whole
@@ -128,12 +129,13 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     given = args, kwargs
     args, kwargs = _entering(module, mesh, args, kwargs, whole=theirs is None)
     fixed = assignment if assignment is not None and assignment.fixed else None
+    outer = None if fixed is None else fixed.outer
     if made is not None and fixed is not None and not (fixed.uniform and theirs in (None, mesh)):
         compiled.leave(module, compiled.MESHES)
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled), model_call():
             result = compiled.run(module, made, mesh, lambda: meshes_of(module.modules(), known, mesh), args, kwargs)
-            return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
+            return handed_over(result, type(module).__name__, outer, bool(scripts))
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
         checks.append(user_lines.keep_line)
@@ -151,7 +153,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)
-        return result if fixed is None else tree_map_only(DTensor, lambda y: brought(fixed.outer, y), result)
+        return handed_over(result, type(module).__name__, outer, bool(scripts))
     finally:
         if recording:
             checks.remove(user_lines.keep_line)

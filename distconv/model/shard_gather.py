@@ -38,7 +38,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return _ToShards.apply(grad, *ctx.layout)
+        return cut(grad, *ctx.layout)
 
 
 def whole(y: DTensor) -> Tensor:
@@ -47,9 +47,14 @@ def whole(y: DTensor) -> Tensor:
     return local.clone() if local is y._local_tensor else local
 
 
+def cut(x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
+    """This rank's part of a full tensor, in a layout of the mesh."""
+    return _ToShards.apply(x, mesh, layout)
+
+
 def to_shards(x: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's part of a full tensor; a DTensor passes as it is."""
-    return x if isinstance(x, DTensor) else _ToShards.apply(x, mesh, placements(mesh, x.dim()))
+    return x if isinstance(x, DTensor) else cut(x, mesh, placements(mesh, x.dim()))
 
 
 def gather(y: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ class Ranks:
         """The results of function(*args, **kwargs) on every rank, in rank order.
 
         `function` is defined at the top of a module; arguments and results are picklable. Before it runs, each rank
-        seeds torch with 0 and sets the default dtype to float32. An exception is raised here as it was there, with a
-        note that tells the rank and shows its traceback.
+        seeds torch with 0, sets the default dtype to float32, and leaves small results of scripts distributed. An
+        exception is raised here as it was there, with a note that tells the rank and shows its traceback.
         """
         if not self._connections:
             self._start()
@@ -166,12 +166,15 @@ def _answer(task: bytes) -> bytes:
     import torch
     import torch.distributed as dist
 
+    from distconv.model import results
+
     try:
         path, call = pickle.loads(task)
         sys.path[:] = path
         function, args, kwargs = pickle.loads(call)
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
+        results.LARGEST_PLAIN = -1  # the results of tests are small, and are to meet the rules
         return pickle.dumps((True, function(*args, **kwargs)))
     except BaseException as error:
         text = f"on rank {dist.get_rank()} of {dist.get_world_size()}:\n{traceback.format_exc()}"

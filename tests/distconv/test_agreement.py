@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 import distconv
 from distconv.agreement.disagreement import Disagreement
+from distconv.model import results
 from distconv.model.parallelize import distributed_script
 
+LARGEST = results.LARGEST_PLAIN
 PARTITIONS = ["sample=2,height=2", "sample=2,channel=2"]
 
 
@@ -43,15 +45,19 @@ def ended() -> Iterator[dict[str, Any]]:
         found["line"] = str(error)
 
 
-def script(partition: str, choose: Callable[[int, int], Any], *, targets: bool = False, steps: int = 3) -> Any:
-    """Trains as a script does. `choose` gives (rank, step) -> the samples of the inputs, or of the targets alone."""
+def script(partition: str, choose: Callable[[int, int], Any], *, targets: bool = False, plain: bool = False) -> Any:
+    """Trains as a script does. `choose` gives (rank, step) -> the samples of the inputs, or of the targets alone.
+
+    plain: whether the script is given plain results.
+    """
+    results.LARGEST_PLAIN = LARGEST if plain else -1
     mesh = distconv.init(partition, device_type="cpu")
     model, stepped = net(), 0
     before = [parameter.detach().clone() for parameter in model.parameters()]
     x, y = data()
     with ended() as found, distributed_script(mesh):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(steps):
+        for step in range(3):
             chosen = choose(dist.get_rank(), step)
             optimizer.zero_grad()
             result = model(x[:4] if targets else x[chosen])
@@ -103,26 +109,30 @@ def same_at_first(rank: int, step: int) -> Any:
     return [0, 1, 2, 3 + (step == 2 and rank == 3)]
 
 
+TOLD = {True: "gradient of a result of Sequential, ", False: "target of aten."}
+"""How a line begins that tells of targets that differ, by whether the results are plain."""
+
+
 @pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("targets", [False, True])
+@pytest.mark.parametrize("targets, plain", [(False, False), (True, False), (True, True)])
 def test_the_step_before_which_they_differ_is_the_last(
-    ranks: Callable[[int], Ranks], partition: str, targets: bool
+    ranks: Callable[[int], Ranks], partition: str, targets: bool, plain: bool
 ) -> None:
-    what = "self of aten.nll_loss2d" if targets else "input 1 of Sequential.forward"
-    for line, stepped, same in ranks(4).run(script, partition, same_at_first, targets=targets):
+    what = TOLD[plain] if targets else "input 1 of Sequential.forward"
+    for line, stepped, same in ranks(4).run(script, partition, same_at_first, targets=targets, plain=plain):
         assert line is not None and "rank 3 differs from rank 0" in line, line
         assert stepped == 2 and not same
-        assert targets == (what not in line), line
-        assert not targets or line.startswith("target of aten."), line
+        assert line.startswith(what) and "test_agreement.py:" in line, line
 
 
 def first_target_differs(rank: int, step: int) -> Any:
     return [0, 1, 2, 3 + (rank == 1)]
 
 
-def test_a_target_that_differs_at_once_changes_no_parameter(ranks: Callable[[int], Ranks]) -> None:
-    for line, stepped, same in ranks(4).run(script, PARTITIONS[0], first_target_differs, targets=True):
-        assert line is not None and line.startswith("target of aten.") and "rank 1 differs" in line
+@pytest.mark.parametrize("plain", TOLD)
+def test_a_target_that_differs_at_once_changes_no_parameter(ranks: Callable[[int], Ranks], plain: bool) -> None:
+    for line, stepped, same in ranks(4).run(script, PARTITIONS[0], first_target_differs, targets=True, plain=plain):
+        assert line is not None and line.startswith(TOLD[plain]) and "rank 1 differs" in line
         assert stepped == 0 and same
 
 
@@ -233,6 +243,7 @@ def test_one_rank_alone_steps_tensors_of_its_own(ranks: Callable[[int], Ranks]) 
 
 def forward_only(end: str) -> Any:
     """Evaluates; at the second of three calls rank 1 has other inputs."""
+    results.LARGEST_PLAIN = LARGEST if end == "plain results" else -1
     mesh = distconv.init(PARTITIONS[0], device_type="cpu")
     x, _ = data(4)
     done = 0
@@ -248,7 +259,7 @@ def forward_only(end: str) -> Any:
     return found["line"], done
 
 
-@pytest.mark.parametrize("end, done", [("item", 1), ("gather", 1), ("the script's end", 3)])
+@pytest.mark.parametrize("end, done", [("plain results", 1), ("item", 1), ("gather", 1), ("the script's end", 3)])
 def test_programs_that_only_go_forward(ranks: Callable[[int], Ranks], end: str, done: int) -> None:
     for line, calls in ranks(4).run(forward_only, end):
         assert line is not None and line.startswith("input 1 of Sequential.forward") and calls == done, (line, calls)

@@ -1,0 +1,70 @@
+"""What a script is given by its calls of models: small results as plain tensors, others as they lie on the ranks.
+
+On a small tensor an operator that knows of ranks costs the host more than the operator itself. So a result of a few
+KiB is gathered once, and what the script does with it, such as its loss, is stock torch on every rank. Ranks that then
+do different things, as with targets that differ, are noticed by the gradient that comes back, which is compared. On
+GPUs results stay distributed: kernels that add up in an order of their own would give each rank another gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from distconv.agreement.ledger import ledger, settle
+from distconv.layouts import added_up
+from distconv.mesh import is_ours
+from distconv.model.meeting import brought
+from distconv.model.shard_gather import cut, whole
+
+LARGEST_PLAIN = 64 << 10
+"""Bytes of the largest result that a script is given as a plain tensor."""
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: DTensor, what: str) -> Tensor:
+        ctx.layout, ctx.what = (y.device_mesh, tuple(added_up(y.placements))), what
+        return whole(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        mesh, layout = ctx.layout
+        if (noted := ledger(mesh)) is not None:
+            noted.note(ctx.what, grad)
+        return cut(grad, mesh, layout), None
+
+
+def handed_over(result: Any, what: str, outer: DeviceMesh | None, script: bool) -> Any:
+    """The results of the model's call `what`, any nest of tensors, for its caller, on the mesh `outer` if one is given.
+
+    Collective over the results' meshes where the caller is a script.
+    """
+    given: dict[int, Tensor] = {}  # a tensor that is twice among the results stays one
+
+    def hand_over(y: DTensor) -> Tensor:
+        if id(y) not in given:
+            given[id(y)] = (
+                _plain(y, what) if script and _is_to_be_plain(y) else y if outer is None else brought(outer, y)
+            )
+        return given[id(y)]
+
+    return tree_map_only(DTensor, hand_over, result)
+
+
+def _is_to_be_plain(y: DTensor) -> bool:
+    is_small = y.numel() * y.element_size() <= LARGEST_PLAIN
+    return (
+        is_small and y.device_mesh.device_type == "cpu" and is_ours(y.device_mesh) and not isinstance(y, nn.Parameter)
+    )
+
+
+def _plain(y: DTensor, what: str) -> Tensor:
+    if not (y.requires_grad and torch.is_grad_enabled()):  # nothing comes back that could be compared
+        settle(y.device_mesh)
+    return _Plain.apply(y, f"gradient of a result of {what}")
