@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distconv
+from benchmarks.campaign_in_turn import case_of, tried
+from benchmarks.campaign_trial import Rank
 from distconv.turns import pager
 from mucudnn.networks.models import NETWORKS
 
@@ -126,6 +128,12 @@ def test_what_leaves_the_memory_comes_back_as_it_was(name: str, monkeypatch: pyt
     del turned
     gc.collect()
     assert found.resident == 0, "what nobody holds is forgotten"
+
+
+@pytest.mark.parametrize("seed", [7, 21, 45])
+def test_random_networks_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "LEAST", 64)
+    assert tried(Rank(), case_of(seed), memory=2048)["outcome"] in ("right", "rounding")
 
 
 def test_the_memory_of_parts_stays_within_the_limit() -> None:
