@@ -24,13 +24,6 @@ class SettingError(ValueError):
     """A setting has a value that is not accepted; the message is one line."""
 
 
-def _parse_policy(value: object) -> str:
-    for policy in POLICIES:
-        if isinstance(value, str) and value.strip().lower() == policy.lower():
-            return policy
-    raise ValueError
-
-
 def _parse_database(value: object) -> str:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ValueError
@@ -42,16 +35,16 @@ def _parse_database(value: object) -> str:
     return os.path.expanduser(path)
 
 
-def _parse_engines(value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() in ("heuristic", "all"):
-        return value.strip().lower()
-    raise ValueError
+def _one_of(*words: str) -> Callable[[object], str]:
+    """Parses one of some words, in capitals or not."""
 
+    def parse(value: object) -> str:
+        for word in words:
+            if isinstance(value, str) and value.strip().lower() == word.lower():
+                return word
+        raise ValueError
 
-def _parse_planning(value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() in ("auto", "ahead", "live"):
-        return value.strip().lower()
-    raise ValueError
+    return parse
 
 
 def _parse_devices(value: object) -> tuple[int, ...]:
@@ -74,12 +67,6 @@ def _parse_progress(value: object) -> str:
         return word
     if word in _ON or word in _OFF:
         return "on" if word in _ON else "off"
-    raise ValueError
-
-
-def _parse_level(value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() in _LEVELS:
-        return value.strip().lower()
     raise ValueError
 
 
@@ -154,14 +141,14 @@ SETTINGS = {
         lambda: "powerOfTwo",
         f"one of {', '.join(POLICIES)}",
         "the micro-batch sizes that are tried",
-        _parse_policy,
+        _one_of(*POLICIES),
     ),
     "planning": Setting(
         "MUCUDNN_PLANNING",
         lambda: "auto",
         "auto, ahead or live",
         "when algorithms are measured: before a convolution's first call, or on its calls; auto: live on a processor",
-        _parse_planning,
+        _one_of("auto", "ahead", "live"),
     ),
     "database": Setting(
         "MUCUDNN_DATABASE",
@@ -175,7 +162,7 @@ SETTINGS = {
         lambda: "heuristic",
         "heuristic or all",
         "the engines of cuDNN that are tried: those that its heuristics propose, or all that serve",
-        _parse_engines,
+        _one_of("heuristic", "all"),
     ),
     "benchmark_devices": Setting(
         "MUCUDNN_BENCHMARK_DEVICES",
@@ -183,6 +170,13 @@ SETTINGS = {
         "all, or numbers of GPUs separated by commas (0,1,3)",
         "GPUs that share the measuring; only those of the kind of a call's own do. Unset, that one alone",
         _parse_devices,
+    ),
+    "check": Setting(
+        "MUCUDNN_CHECK",
+        lambda: "on",
+        "on or off",
+        "whether an algorithm's result is compared with torch's own, and both with float64, before it is used",
+        lambda value: ("off", "on").index(_parse_progress(value)) == 1,
     ),
     "progress": Setting(
         "MUCUDNN_PROGRESS",
@@ -196,7 +190,7 @@ SETTINGS = {
         lambda: None,
         f"one of {', '.join(_LEVELS)}",
         "the least level of log lines that go to stderr; unset leaves logging to the program",
-        _parse_level,
+        _one_of(*_LEVELS),
     ),
 }
 """Every setting by its name in `patch`."""
@@ -216,6 +210,7 @@ class Given(TypedDict, total=False):
     database: str | os.PathLike[str] | None
     engines: str | None
     benchmark_devices: str | Sequence[int] | None
+    check: str | bool | None
     progress: str | bool | None
     log: str | None
 
@@ -234,6 +229,7 @@ class Settings:
         database: path of the database of times, or `:memory:`.
         engines: of cuDNN that are tried: "heuristic", those that it proposes, or "all".
         benchmark_devices: GPUs that share the measuring, all if empty; `None` for a call's own alone.
+        check: whether the results of algorithms are checked before these are used.
         progress: "auto" (a bar on a terminal), "on" or "off".
         log: the least level of log lines that go to stderr; `None` leaves logging as the program has it.
         sources: for every setting, what gave its value: "argument", the environment variable's name, or "default".
@@ -247,6 +243,7 @@ class Settings:
     database: str
     engines: str
     benchmark_devices: tuple[int, ...] | None
+    check: bool
     progress: str
     log: str | None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -186,11 +186,15 @@ class Exploration:
             self.launches.seconds.setdefault(key, []).append(ratio * self.baseline_seconds)
 
     def fail(self, trial: Trial, algorithm: str, extent: int) -> None:
-        """Leaves out an algorithm that failed at an extent, there and above."""
+        """Leaves out an algorithm that failed at an extent, there and above; with extent 0, along all dims."""
         self._wanted = None
-        self.launches.fail(trial.dim, algorithm, extent)
-        if self._playoff is not None and trial.place != BASELINE:
-            self._playoff.drop(trial.place)
+        for dim in {way.dim for way in self.launches.ways} if extent == 0 else (trial.dim,):
+            self.launches.fail(dim, algorithm, extent)
+        if self._playoff is not None:
+            for place, (_, division) in enumerate(self._contenders):
+                uses_it = any(option.algorithm == algorithm for option in division.options)
+                if place == trial.place or (extent == 0 and uses_it):
+                    self._playoff.drop(place)
 
     def _survey(self, is_elsewhere: Callable[[Sequence[Key]], bool]) -> Trial | None:
         """The next trial of launches; `None` if it is too dear now, or, `_surveyed` being set, if there is none.

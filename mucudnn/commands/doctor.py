@@ -66,6 +66,7 @@ def _doctor_tables(found: dict[str, Any]) -> list[Table]:
         ("cuDNN", "\n".join(_cudnn_lines(found["cudnn"]))),
         ("database", f"{database['path']}{'' if database['kept'] else ' (not kept: in memory)'}"),
         ("", f"{database['launches']} launches of {database['convolutions']} convolutions"),
+        ("wrong results", "\n".join(found["wrong"]) or "none known"),
         ("shim", found["shim"]),
     ):
         machine.add_row(name, value)

@@ -16,6 +16,7 @@ from mucudnn.providers import providers_on
 from mucudnn.providers.cudnn import state
 from mucudnn.settings import MEMORY, SETTINGS, Settings
 from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import WRONG
 from mucudnn.timing.store import Store
 
 
@@ -44,6 +45,7 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
             "convolutions": counts.problems,
             "launches": counts.launches,
         },
+        "wrong": wrong_results(store),
         "settings": {
             name: {
                 "value": _plain(getattr(settings, name)),
@@ -54,6 +56,17 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
         },
         "shim": check_shim(),
     }
+
+
+def wrong_results(store: Store) -> list[str]:
+    """The algorithms whose results were wrong, in words, as far as the database knows."""
+    told = []
+    for key, terms, faults in store.settlements():
+        if terms == WRONG:
+            problem = ConvProblem.from_launch_key(key, 1)
+            of = f"{problem.direction} of {problem} on {key['device']} with {key['libraries']}"
+            told += [f"{algorithm}: {of} computed {fault}" for algorithm, fault in faults.items()]
+    return told
 
 
 def check_shim() -> str:

@@ -23,11 +23,12 @@ class Direction(enum.StrEnum):
 
 
 class Dim(enum.StrEnum):
-    """The dim that is divided: the mini-batch, or the outermost spatial dim of what is computed."""
+    """The dim that is divided: the mini-batch, or a spatial dim of what is computed, as a rule the outermost."""
 
     BATCH = "batch"
     DEPTH = "depth"
     HEIGHT = "height"
+    WIDTH = "width"
     LENGTH = "length"
 
 
@@ -168,9 +169,9 @@ class ConvProblem:
         )
 
     @property
-    def spatial_dim(self) -> Dim:
-        """The outermost spatial dim."""
-        return {1: Dim.LENGTH, 2: Dim.HEIGHT, 3: Dim.DEPTH}[self.dims]
+    def spatial_dims(self) -> tuple[Dim, ...]:
+        """The names of the spatial dims, the outermost first."""
+        return (Dim.LENGTH,) if self.dims == 1 else (Dim.DEPTH, Dim.HEIGHT, Dim.WIDTH)[-self.dims :]
 
     @property
     def output_padding(self) -> Shape:

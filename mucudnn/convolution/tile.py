@@ -1,4 +1,4 @@
-"""Tile: a part of a convolution that is a convolution itself, along the mini-batch or the outermost spatial dim.
+"""Tile: a part of a convolution that is a convolution itself, along the mini-batch or a spatial dim.
 
 Along the mini-batch the parts are micro-batches. Along space they are micro-tiles: disjoint intervals of what is
 computed (of dL/dx in the backward data pass; of dL/dy, over which one sums, for the weight's gradient), each with the
@@ -100,27 +100,34 @@ def extent(problem: ConvProblem, dim: Dim) -> int:
     """Samples of the mini-batch, or rows of what is divided along space."""
     if dim is Dim.BATCH:
         return problem.extent
-    return (problem.x_shape if problem.target is Role.X else problem.y_shape)[2]
+    return (problem.x_shape if problem.target is Role.X else problem.y_shape)[2 + problem.spatial_dims.index(dim)]
 
 
-def dims(problem: ConvProblem) -> tuple[Dim, ...]:
-    """The dims along which the problem can be divided, the mini-batch first.
+def is_divisible(problem: ConvProblem, dim: Dim) -> bool:
+    """Whether parts can be made along a dim.
 
     Space is not divided where the padding is as large as the kernel's reach or larger: a tile could then read nothing
     but padding.
     """
-    spatial = problem.spatial_dim
-    if extent(problem, spatial) == 1 or problem.padding[0] >= problem.windows[0].reach:
-        return (Dim.BATCH,)
-    return (Dim.BATCH, spatial)
+    if dim is Dim.BATCH:
+        return True
+    axis = problem.spatial_dims.index(dim)
+    return extent(problem, dim) > 1 and problem.padding[axis] < problem.windows[axis].reach
+
+
+def dims(problem: ConvProblem) -> tuple[Dim, ...]:
+    """The dims along which the problem is divided, the mini-batch first, then the outermost spatial one."""
+    return tuple(dim for dim in (Dim.BATCH, problem.spatial_dims[0]) if is_divisible(problem, dim))
 
 
 def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
-    """The part [start, start + size) along a dim of `dims(problem)`."""
+    """The part [start, start + size) along a dim that `is_divisible`."""
     interval = start, start + size
     if dim is Dim.BATCH:
         return Tile(_starting(problem.with_extent(size), problem, 0, start, start), size, 0, interval, interval)
-    window, inputs, outputs = problem.windows[0], problem.x_shape[2], problem.y_shape[2]
+    axis = problem.spatial_dims.index(dim)
+    at = 2 + axis
+    window, inputs, outputs = problem.windows[axis], problem.x_shape[at], problem.y_shape[at]
     if problem.target is Role.X:
         x = interval
         # With a large stride no y may read the tile at all. A part needs some rows of y: it gets those next to it.
@@ -131,15 +138,34 @@ def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
         y = interval
         x = intersect(window.inputs(y), (0, inputs))
     x_format, w_format, y_format = problem.formats
-    before = x[0] - window.inputs(y)[0]
     part = replace(
         problem,
-        x_shape=(*problem.x_shape[:2], length(x), *problem.x_shape[3:]),
-        y_shape=(*problem.y_shape[:2], length(y), *problem.y_shape[3:]),
-        padding=(before, *problem.padding[1:]),
-        formats=(_format_of_rows(x_format, problem.x_shape), w_format, _format_of_rows(y_format, problem.y_shape)),
+        x_shape=_with(problem.x_shape, at, length(x)),
+        y_shape=_with(problem.y_shape, at, length(y)),
+        padding=_with(problem.padding, axis, x[0] - window.inputs(y)[0]),
+        formats=(
+            _format_of_rows(x_format, problem.x_shape, at),
+            w_format,
+            _format_of_rows(y_format, problem.y_shape, at),
+        ),
     )
-    return Tile(_starting(part, problem, 2, x[0], y[0]), size, 2, x, y)
+    return Tile(_starting(part, problem, at, x[0], y[0]), size, at, x, y)
+
+
+def kinds(problem: ConvProblem, dim: Dim, size: int) -> set[ConvProblem]:
+    """The problems that parts of a size are: of a mini-batch the first, and one at the least aligned of its places;
+    along space those at the edges and, at any phase of the stride, between them.
+    """
+    starts, room = {0}, extent(problem, dim) - size
+    if dim is Dim.BATCH:
+        starts |= {size} if room else set()
+    else:
+        starts |= {room, *range(room // 2, min(room, room // 2 + problem.stride[problem.spatial_dims.index(dim)]))}
+    return {tile(problem, dim, start, size).problem for start in starts}
+
+
+def _with(values: Shape, index: int, value: int) -> Shape:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def tiles(problem: ConvProblem, dim: Dim, sizes: Sequence[int], start: int = 0) -> Iterator[Tile]:
@@ -163,7 +189,10 @@ def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) ->
     return part if alignment == part.alignment else replace(part, alignment=alignment)
 
 
-def _format_of_rows(name: str, shape: Shape) -> str:
+def _format_of_rows(name: str, shape: Shape, at: int) -> str:
     """The memory format of some rows of a tensor: its own if the rows lie together in memory, else "strided"."""
+    inner = range(2, at)
     outside = {"contiguous": shape[0] * shape[1], "channels_last": shape[0]}.get(name)
+    if outside is not None:
+        outside *= math.prod(shape[dim] for dim in inner)
     return name if outside == 1 else "strided"

@@ -37,6 +37,8 @@ class Plan:
         tries: algorithms, and how many of these calls tried each.
         leader: of what was tried so far, as `Record` has it; `None` where nothing is tried any more.
         leader_seconds: what that takes.
+        wrong: algorithms whose results were wrong, torch's own kernel perhaps among them, and what was wrong.
+        checks: whether another division made of the options is to be checked before it is used.
     """
 
     schedule: Schedule
@@ -51,6 +53,8 @@ class Plan:
     tries: tuple[tuple[str, int], ...] = ()
     leader: str | None = None
     leader_seconds: float = 0.0
+    wrong: tuple[tuple[str, str], ...] = ()
+    checks: bool = False
 
     @property
     def problem(self) -> ConvProblem:
@@ -91,6 +95,7 @@ class Plan:
             tries=self.tries,
             leader=self.leader,
             leader_seconds=self.leader_seconds,
+            wrong=self.wrong,
         )
 
     def divided(self, dim: Dim, division: Division) -> Plan:
@@ -104,7 +109,9 @@ class Plan:
 
     def without(self, failed: LaunchError) -> Plan:
         """The next best plan once an algorithm has failed: without it at the failed extent and above."""
-        options = {**self.options, self.dim: surviving(self.options.get(self.dim, ()), failed)}
+        options = dict(self.options)
+        for dim in options if failed.extent == 0 else (self.dim,):
+            options[dim] = surviving(options.get(dim, ()), failed)
         return replace(self, options=options).divided(*best(self.problem, options, self.stock_seconds, self.limit))
 
     def desirable(self) -> list[Division]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from mucudnn.optimizer import Costs, Division, Option
 from mucudnn.planning.plan import MARGIN, Plan, best, surviving
 from mucudnn.planning.search import PARTS_MARGIN, Search, costs_on_record
 from mucudnn.providers import STOCK, Provider, providers_on
+from mucudnn.providers.strips import Strips, strips_of
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
@@ -32,6 +34,9 @@ costs about as much time."""
 
 ATTEMPTS = 3
 """Divisions that are compared with torch's own kernel. If none of them is faster, that kernel is kept."""
+
+WIDTHS = 3
+"""Of an algorithm that only serves in strips within the limit, so many widths are tried."""
 
 HOST = torch.device("cpu")
 
@@ -79,11 +84,42 @@ class Planner:
         """Which engines of cuDNN are tried, the setting's name of them."""
         return self._settings.engines
 
+    @property
+    def checks(self) -> bool:
+        """Whether results are checked before an algorithm is used."""
+        return self._settings.check
+
+    @property
+    def compares(self) -> bool:
+        """Whether a check may hold a second result: where budgets come from a step's memory, a sample must do."""
+        return not self._settings.is_by_step
+
     def providers(self, problem: ConvProblem) -> dict[str, Provider]:
         """Who serves the problem or parts of it, by algorithm."""
         found: dict[str, Provider] = {}
         for dim in dims(problem):
             found |= {algorithm: provider for provider, algorithm in self.candidates(problem, dim)}
+            for candidate in self.candidates(problem, dim):
+                found |= {strips.name: strips for strips in strips_of(problem, dim, *candidate)}
+        return found
+
+    def within(self, measurement: Measurement, allowed: float) -> dict[Task, Candidate]:
+        """Who serves parts of a problem along which dim, within so many bytes or not.
+
+        An algorithm of which the smallest part along any one dim needs more is offered on strips along a second dim: on
+        the widest that fit beneath the smallest part along the first, on half of these, and on a quarter.
+        """
+        problem = measurement.problem
+        found = {(dim, one[1]): one for dim in dims(problem) for one in self.candidates(problem, dim)}
+        least: dict[str, float] = {}
+        for (dim, name), one in found.items():
+            need = measurement.workspace(one, dim, 1)
+            least[name] = min(least.get(name, math.inf), math.inf if need is None else need)
+        for (dim, name), one in [*found.items()]:
+            if name != STOCK and allowed < least[name] < math.inf:
+                every = strips_of(problem, dim, *one)
+                fitting = [strips for strips in every if _fits(measurement, strips, dim, allowed)]
+                found |= {(dim, strips.name): (strips, strips.name) for strips in fitting[:WIDTHS]}
         return found
 
     def measurement(
@@ -118,7 +154,8 @@ class Planner:
             undivided = self._fastest(measurement, replace(stock, options={Dim.BATCH: whole}))
             divided = replace(plan, undivided_seconds=undivided.seconds)
             plan = min(replace(undivided, options=stock.options), divided, key=lambda plan: plan.seconds)
-        plan = replace(plan, whole_workspace=self.whole_workspace(plan))
+        wrong = tuple(measurement.logbook.wrong(problem).items())
+        plan = replace(plan, whole_workspace=self.whole_workspace(plan), wrong=wrong)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
         return plan
 
@@ -132,7 +169,9 @@ class Planner:
         """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that."""
         problem, limit, stock_seconds = stock.problem, stock.limit, stock.stock_seconds
         options = {**stock.options}
-        for _ in range(ATTEMPTS):
+        attempts = 0
+        while attempts < ATTEMPTS:
+            attempts += 1
             dim, division = best(problem, options, stock_seconds, limit)
             attempt = stock.divided(dim, division)
             if attempt.is_stock:
@@ -153,6 +192,11 @@ class Planner:
                 options[dim] = surviving(options[dim], error)
                 continue
             if seconds <= (1 - margin) * stock_seconds:
+                wrong = measurement.faults(attempt.schedule, self.compares) if self.checks else {}
+                if used & wrong.keys():
+                    options = {dim: [o for o in options[dim] if o.algorithm not in wrong] for dim in options}
+                    attempts -= 1
+                    continue
                 return replace(attempt, seconds=seconds, undivided_seconds=seconds)
             # Its launches were faster when they were timed alone. From here on they count as measured together.
             correction = seconds / division.seconds
@@ -173,7 +217,7 @@ class Planner:
                 options.setdefault(dim, []).extend(launches)
         whole = Division((Option(problem.extent, STOCK, stock_seconds, 0),))
         schedule = Schedule(problem, Dim.BATCH, whole, providers)
-        return Plan(schedule, limit, options, stock_seconds, stock_seconds, stock_seconds)
+        return Plan(schedule, limit, options, stock_seconds, stock_seconds, stock_seconds, checks=self.checks)
 
     def _surveyed(self, measurement: Measurement, limit: float) -> dict[Task, list[Option]]:
         """The launches of every algorithm along every dim that were worth measuring.
@@ -185,13 +229,13 @@ class Planner:
         terms = {"limit": str(limit), "policy": policy, "engines": self.engines, "search": "ahead"}
         sizes: dict[str, list[int]] | None = measurement.logbook.settlement(problem, terms)
         search = self._search(measurement, limit)
-        candidates = {(dim, found[1]): found for dim in dims(problem) for found in self.candidates(problem, dim)}
+        candidates = self.within(measurement, self._allowed(limit))
         # What may gain most comes first: what is slower than that need not be measured.
         tasks = sorted(candidates, key=lambda task: search.hope(candidates[task], task[0]))
-        workers = [self._worker(search, problem, sizes)]
+        workers = [self._worker(search, candidates, sizes)]
         for peer in self._peers:
             there = peer._search(measurement.elsewhere(peer.device), limit)
-            workers.append(peer._worker(there, problem, sizes))
+            workers.append(peer._worker(there, peer.within(measurement, self._allowed(limit)), sizes))
         with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
             survey = Survey(measurement, tasks, {"limit": limit, "policy": policy})
             found = dict(zip(tasks, survey.by(workers, advance), strict=True))
@@ -204,16 +248,20 @@ class Planner:
         environment = measurement.logbook.environment
         if environment not in self._costs:
             self._costs[environment] = costs_on_record(self._store, environment)
-        allowed = min(limit, device_of(self.device).memory // 2)
-        return Search(measurement, self._costs[environment], allowed, self._settings.policy)
+        return Search(measurement, self._costs[environment], self._allowed(limit), self._settings.policy)
 
-    def _worker(self, search: Search, problem: ConvProblem, sizes: Mapping[str, Sequence[int]] | None) -> Worker:
-        """Measures the launches of an algorithm along a dim, on this planner's device.
+    def _allowed(self, limit: float) -> float:
+        """Bytes that a launch may use: the limit, or half of the device's memory."""
+        return min(limit, device_of(self.device).memory // 2)
+
+    @staticmethod
+    def _worker(search: Search, known: Mapping[Task, Candidate], sizes: Mapping[str, Sequence[int]] | None) -> Worker:
+        """Measures the launches of an algorithm along a dim.
 
         Args:
+            known: who serves on the device.
             sizes: that an earlier search came to; `None` if there was none.
         """
-        known = {(dim, name): (who, name) for dim in dims(problem) for who, name in self.candidates(problem, dim)}
 
         def worker(dim: Dim, name: str) -> list[Option]:
             candidate = known.get((dim, name))
@@ -229,6 +277,12 @@ class Planner:
         """Who serves parts of the problem along a dim, by which algorithms."""
         part = problem if dim is Dim.BATCH else middle(problem, dim, extent(problem, dim) // 2).problem
         return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
+
+
+def _fits(measurement: Measurement, strips: Strips, dim: Dim, allowed: float) -> bool:
+    """Whether strips of the smallest part fit."""
+    need = measurement.workspace((strips, strips.name), dim, 1)
+    return need is not None and need <= allowed
 
 
 def _enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:

@@ -57,7 +57,8 @@ class Prospects:
     @property
     def terms(self) -> dict[str, Any]:
         """What beside problem and environment decides which plan is found."""
-        return {"limit": str(self.limit), "policy": self.policy, "engines": self.planner.engines}
+        terms = {"limit": str(self.limit), "policy": self.policy, "engines": self.planner.engines}
+        return {**terms, "check": self.planner.checks}
 
     def exploration(
         self, seconds: Sequence[float], purse: Purse, lessons: Lessons, launches: dict[Key, list[float]] | None = None
@@ -81,12 +82,17 @@ class Prospects:
         allowed = min(self.limit, device_of(self.planner.device).memory // 2)
         environment, sizes = self.measurement.logbook.environment, _sizes(self.problem)
         found: list[Way] = []
+        wrong = self.measurement.logbook.wrong(self.problem) if self.planner.checks else {}
+        offered = self.planner.within(self.measurement, allowed)
         for dim in dims(self.problem):
             whole = extent(self.problem, dim)
             others: list[Way] = []
             # Torch's own kernel comes last: it computes what the parts of the others leave.
-            for candidate in sorted(self.planner.candidates(self.problem, dim), key=lambda found: found[1] == STOCK):
+            along = [one for (place, _), one in offered.items() if place is dim]
+            for candidate in sorted(along, key=lambda found: found[1] == STOCK):
                 name, is_stock = candidate[1], candidate[1] == STOCK
+                if name in wrong:
+                    continue
                 known = lessons.forecast(_lesson(name, self.problem, environment), sizes)
                 ratio, doubt = known or (PARTS_FORECAST if is_stock else FORECAST)
                 is_hopeless = ratio / doubt >= 1 - (PARTS_MARGIN if is_stock else MARGIN)
@@ -116,7 +122,8 @@ class Prospects:
         """Torch's own kernel as the plan."""
         whole = Division((Option(self.problem.extent, STOCK, seconds, 0),))
         schedule = Schedule(self.problem, Dim.BATCH, whole, self._providers)
-        return Plan(schedule, self.limit, {}, seconds, seconds, seconds)
+        wrong = tuple(self.measurement.logbook.wrong(self.problem).items())
+        return Plan(schedule, self.limit, {}, seconds, seconds, seconds, wrong=wrong, checks=self.planner.checks)
 
     def so_far(self, exploration: Exploration) -> Plan:
         """Torch's own kernel, and what was tried beside it."""

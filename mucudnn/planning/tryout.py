@@ -10,20 +10,24 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import Shape
+from mucudnn.convolution.problem import Dim, Shape
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.optimizer import Lessons, Purse, Trial
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.prospects import Prospects, is_too_short
 from mucudnn.providers import stock_result
-from mucudnn.timing.schedule import LaunchError, Schedule
+from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, check
 
 STOCK_CALLS = 3
 """Calls of torch's own kernel before anything else is rehearsed; the first does more than the others."""
 
 
 class Tryout:
-    """What computes the trials of a problem."""
+    """What computes the trials of a problem, each of which is checked when it computes for the first time.
+
+    Attributes:
+        checking: seconds that this took so far.
+    """
 
     def __init__(self, prospects: Prospects, strides: Shape) -> None:
         """
@@ -33,6 +37,8 @@ class Tryout:
         self._prospects, self._strides = prospects, strides
         self._device = device_of(prospects.planner.device)
         self._schedules: dict[Hashable, Schedule] = {}
+        self._right, self._met = set[str](), set[tuple[Dim, str]]()
+        self.checking = 0.0
 
     def run(self, trial: Trial, given: Operands) -> tuple[torch.Tensor, Stopwatch]:
         """The problem's result by a trial, and the stopwatch that tells what it took.
@@ -41,7 +47,7 @@ class Tryout:
             given: what is read; nothing of it is written.
 
         Raises:
-            LaunchError: where an algorithm fails, or would exceed the limit.
+            LaunchError: where an algorithm fails, computes something wrong, or would exceed the limit.
         """
         problem, watch = self._prospects.problem, self._device.stopwatch()
         if trial.division is None:
@@ -50,10 +56,37 @@ class Tryout:
             return result, watch
         result = given.w.new_empty_strided(problem.target_shape, self._strides)
         operands = replace(given, **{str(problem.target): result})
-        self._schedule(trial).run(operands, watch.lap if trial.by_launch else None)
+        schedule = self._schedule(trial)
+        schedule.run(operands, watch.lap if trial.by_launch else None)
         if not trial.by_launch:
             watch.lap()
+        if self._prospects.planner.checks and schedule.name not in self._right:
+            self._check(schedule, operands)
         return result, watch
+
+    def _check(self, schedule: Schedule, operands: Operands) -> None:
+        """Compares a result with torch's own the first time that an algorithm computes along a dim, else a sample of it
+        with float64.
+
+        Raises:
+            WrongResult: where an algorithm computed something wrong.
+        """
+        start, problem = time.perf_counter(), schedule.problem
+        met = {(schedule.dim, algorithm) for algorithm, _ in schedule.division.runs()}
+        compares = self._prospects.planner.compares and not met <= self._met
+        other = stock_result(problem, operands) if compares else None
+        try:
+            found = check(schedule, operands, other)
+            if found is not None:
+                self._met |= met
+                self._right.add(schedule.name)
+        except WrongResult as error:
+            found = dict(error.faults)
+            raise
+        finally:
+            if found:
+                self._prospects.measurement.logbook.keep_faults(problem, schedule.name, found)
+            self.checking += time.perf_counter() - start
 
     def laps(self, trial: Trial, given: Operands) -> list[float]:
         """Seconds of what a trial is to be timed by, waited for.

@@ -33,6 +33,8 @@ class Record:
         leader: the algorithms of the fastest of what was tried so far, "" where that is torch's own kernel; `None`
             where nothing is tried any more, the division being what was chosen.
         leader_seconds: what that takes.
+        wrong: algorithms whose results were wrong, and what was wrong. They are not used, but for torch's own kernel,
+            "stock", which computes the whole where nothing else does.
     """
 
     problem: ConvProblem
@@ -51,6 +53,7 @@ class Record:
     calls: int = 0
     leader: str | None = None
     leader_seconds: float = 0.0
+    wrong: tuple[tuple[str, str], ...] = ()
 
     @property
     def saved(self) -> float:
@@ -100,4 +103,5 @@ def _record(value: dict[str, Any]) -> Record:
         limit=math.inf if record.limit is None else record.limit,
         parts=tuple((int(extent), str(algorithm)) for extent, algorithm in record.parts),
         tries=tuple((str(algorithm), int(count)) for algorithm, count in record.tries),
+        wrong=tuple((str(algorithm), str(fault)) for algorithm, fault in record.wrong),
     )

@@ -79,7 +79,7 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met:
         f"({stock * 1e3:.3f} ms) and {_times(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
-    return " ".join((gain, *_saved(records), *_limited(records, weights), *_explored(records)))
+    return " ".join((gain, *_saved(records), *_limited(records, weights), *_explored(records), *_wrong(records)))
 
 
 def _saved(records: Sequence[Record]) -> list[str]:
@@ -107,6 +107,15 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
         share = "over 99%"
     stay = f"{len(torchs)} of them, {share} of the time, stay with torch's own kernel"
     return [f"{stay}, which nothing within the limit beats."]
+
+
+def _wrong(records: Sequence[Record]) -> list[str]:
+    return [
+        f"Wrong: {algorithm} in {_spaced(record.direction)} of {record.problem} computed {fault}"
+        f"{'' if algorithm == 'stock' else '; it is not used there'}."
+        for record in records
+        for algorithm, fault in record.wrong
+    ]
 
 
 def _tried(record: Record) -> str:

@@ -216,7 +216,15 @@ class Explored:
                     # Others learn at once: where shapes change, none may be explored to the end for long.
                     self._prospects.teach(self._budget.lessons, self._exploration)
 
+    def _checked(self, seconds: float) -> None:
+        """Notes, and pays, what checking a result took."""
+        with self._budget.lock:
+            self._budget.purse.count(0, seconds)
+            if self._exploration is not None:
+                self._exploration.lost += seconds
+
     def _try(self, trial: Trial, call: Call) -> torch.Tensor | None:
+        before = self._tryout.checking
         try:
             result, watch = self._tryout.run(trial, call.operands())
         except LaunchError as error:
@@ -224,6 +232,8 @@ class Explored:
                 if self._exploration is not None:
                     self._exploration.fail(trial, error.algorithm, error.extent)
             return None
+        finally:
+            self._checked(self._tryout.checking - before)
         with self._budget.lock:
             self._pending.append((trial, watch))
             if not self._device.is_asynchronous:

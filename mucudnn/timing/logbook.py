@@ -11,6 +11,10 @@ from mucudnn.timing.board import Alone, Board
 from mucudnn.timing.database import Launches, Needs
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
+from mucudnn.warning import warn
+
+WRONG = {"wrong": True}
+"""The terms under which a database keeps the algorithms whose results were wrong, with what was wrong."""
 
 
 class Logbook:
@@ -74,6 +78,36 @@ class Logbook:
         if known is None or known.seconds != seconds:
             self.record(problem, Option(problem.extent, name, seconds, workspace))
         return seconds
+
+    def faults(self, problem: ConvProblem, name: str, judge: Callable[[], dict[str, str] | None]) -> dict[str, str]:
+        """What is wrong with the results of work on a problem, by algorithm; empty where all is right.
+
+        It is on record, or judged by one of the processes that share the board, which then all get the same.
+
+        Args:
+            name: of the work.
+            judge: `None` where nothing can be told.
+        """
+        known = self.settlement(problem, {"checked": name})
+        key = {**self.key(problem), "extent": problem.extent, "work": f"check {name}"}
+        faults: dict[str, str] | None = self.board.once(key, judge if known is None else lambda: known)
+        if faults is not None and known is None:
+            self.keep_faults(problem, name, faults)
+        return faults or {}
+
+    def keep_faults(self, problem: ConvProblem, name: str, faults: Mapping[str, str]) -> None:
+        """Keeps what is wrong with the results of work, and tells of it."""
+        self.settle(problem, {"checked": name}, dict(faults))
+        known = self.wrong(problem)
+        for algorithm, fault in faults.items():
+            if algorithm not in known:
+                warn(f"{problem.direction} of {problem}: {algorithm} computed {fault}")
+        if faults:
+            self._store.settle(self.key(problem), WRONG, {**faults, **known})
+
+    def wrong(self, problem: ConvProblem) -> dict[str, str]:
+        """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
+        return self._store.settlement(self.key(problem), WRONG) or {}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
         """What live planning found for a problem under terms, plain values; `None` for nothing."""

@@ -13,14 +13,14 @@ import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
-from mucudnn.convolution.tile import Tile, extent, tile
+from mucudnn.convolution.tile import Tile, extent, kinds, tile
 from mucudnn.devices import Work, device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers import STOCK, Provider, stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.timing import clock
 from mucudnn.timing.logbook import Logbook
-from mucudnn.timing.schedule import LaunchError, Schedule, rounding_bytes
+from mucudnn.timing.schedule import LaunchError, Schedule, faults, rounding_bytes
 
 MOST_SETS = 16
 """Sets of operands that a GPU's measurement goes round."""
@@ -186,6 +186,23 @@ class Measurement:
 
         return self.logbook.seconds(self.problem, schedule.name, schedule.division.workspace, measure)
 
+    def faults(self, schedule: Schedule, compares: bool = True) -> dict[str, str]:
+        """What is wrong with a division's result, and with torch's own, by algorithm; empty where nothing is.
+
+        Args:
+            compares: whether torch's own kernel computes a second result; if not, a sample is looked at.
+
+        Raises:
+            LaunchError: where one of the algorithms fails.
+        """
+
+        def judge() -> dict[str, str] | None:
+            operands = self._with_target(self.turn())
+            schedule.run(operands)
+            return faults(schedule, operands, stock_result(self.problem, operands) if compares else None)
+
+        return self.logbook.faults(self.problem, schedule.name, judge)
+
     def adopt(self, dim: Dim, option: Option) -> None:
         """Keeps a launch that another measurement of the problem has found."""
         part = middle(self.problem, dim, option.extent)
@@ -259,15 +276,3 @@ def synthetic_operands(problem: ConvProblem, device: torch.device | str = "cpu")
 def middle(problem: ConvProblem, dim: Dim, size: int) -> Tile:
     """The part in the middle of a spatial dim, or the first of the mini-batch, where the place makes no difference."""
     return tile(problem, dim, 0 if dim is Dim.BATCH else (extent(problem, dim) - size) // 2, size)
-
-
-def kinds(problem: ConvProblem, dim: Dim, size: int) -> set[ConvProblem]:
-    """The problems that parts of a size are: of a mini-batch the first, and one at the least aligned of its places;
-    along space those at the edges and, at any phase of the stride, between them.
-    """
-    starts, room = {0}, extent(problem, dim) - size
-    if dim is Dim.BATCH:
-        starts |= {size} if room else set()
-    else:
-        starts |= {room, *range(room // 2, min(room, room // 2 + problem.stride[0]))}
-    return {tile(problem, dim, start, size).problem for start in starts}

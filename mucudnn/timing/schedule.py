@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,10 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import Tile, tiles
+from mucudnn.convolution.verdict import verdict
+from mucudnn.devices import device_of
 from mucudnn.optimizer import Division
-from mucudnn.providers import Provider
+from mucudnn.providers import STOCK, Provider
 
 
 class LaunchError(RuntimeError):
@@ -22,13 +25,26 @@ class LaunchError(RuntimeError):
 
     Attributes:
         algorithm: its name.
-        extent: samples, or rows, of the largest part it was given.
+        extent: samples, or rows, of the largest part it was given; 0 where it fails on parts of any size.
     """
 
     def __init__(self, algorithm: str, extent: int, cause: BaseException) -> None:
-        super().__init__(f"{algorithm} on a part of {extent}: {str(cause).splitlines()[0] if str(cause) else cause!r}")
+        part = f" on a part of {extent}" if extent else ""
+        super().__init__(f"{algorithm}{part}: {str(cause).splitlines()[0] if str(cause) else cause!r}")
         self.algorithm = algorithm
         self.extent = extent
+
+
+class WrongResult(LaunchError):
+    """An algorithm computed something wrong, so that none of its launches is to be used, of whatever extent.
+
+    Attributes:
+        faults: what is wrong, by algorithm.
+    """
+
+    def __init__(self, algorithm: str, faults: Mapping[str, str]) -> None:
+        super().__init__(algorithm, 0, ValueError(f"it computed {faults[algorithm]}"))
+        self.faults = faults
 
 
 class Run(NamedTuple):
@@ -99,6 +115,24 @@ class Schedule:
                 except RuntimeError as error:
                     raise LaunchError(run.algorithm, tile.extent, error) from error
 
+    @property
+    def seams(self) -> list[tuple[int, int]]:
+        """Where parts of the target meet, as (tensor dim, index of the first element behind)."""
+        if self.problem.target is Role.W:
+            return []
+        tiles = [tile for run in self._runs for tile in run.tiles]
+        places = (tile.x if self.problem.target is Role.X else tile.y for tile in tiles)
+        return [(tile.at, place[0]) for tile, place in zip(tiles, places, strict=True) if place[0]]
+
+    def by(self, place: Sequence[int]) -> set[str]:
+        """The algorithms that may have computed an element of the target."""
+        names = [option.algorithm for option in self.division.options]
+        if self.problem.target is Role.W:
+            return set(names) - {STOCK} or set(names)
+        ends = itertools.accumulate(option.extent for option in self.division.options)
+        at = place[0 if self.dim is Dim.BATCH else 2]
+        return {next(name for name, end in zip(names, ends, strict=True) if at < end)}
+
     def run(self, operands: Operands, lap: Callable[[], object] | None = None) -> None:
         """Computes the problem's target.
 
@@ -134,6 +168,38 @@ def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
     if is_divided and problem.is_half and problem.target is Role.W:
         return (4 + problem.element_bytes) * math.prod(problem.w_shape)
     return 0
+
+
+def check(schedule: Schedule, operands: Operands, other: torch.Tensor | None) -> dict[str, str] | None:
+    """As `faults`.
+
+    Raises:
+        WrongResult: where an algorithm of the schedule is wrong.
+    """
+    found = faults(schedule, operands, other)
+    for algorithm, _ in schedule.division.runs():
+        if found and algorithm in found:
+            raise WrongResult(algorithm, found)
+    return found
+
+
+def faults(schedule: Schedule, operands: Operands, other: torch.Tensor | None) -> dict[str, str] | None:
+    """What is wrong with a result and, under `STOCK`, with torch's own; by algorithm, empty where nothing is.
+
+    `None` where operands that are not finite tell nothing.
+
+    Args:
+        operands: what was computed from, the result among them.
+        other: what torch's own kernel makes of the operands; without it only a sample is looked at.
+    """
+    problem, precision = schedule.problem, device_of(operands.w.device).precision
+    with _BeneathTransforms():
+        found = verdict(problem, operands, operands.target(problem), other, precision, schedule.seams)
+    if found is None:
+        return None
+    fault, stock = found
+    told = {} if fault is None else {algorithm: str(fault) for algorithm in schedule.by(fault.place)}
+    return told if stock is None else {**told, STOCK: str(stock)}
 
 
 class _BeneathTransforms:

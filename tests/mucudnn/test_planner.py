@@ -86,7 +86,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def plan(machine: Machine, extent: int, limit: float, policy: str = "powerOfTwo", store: Store | None = None) -> Plan:
-    settings = Settings.from_environment({}, workspace_limit=limit, policy=policy, database=":memory:")
+    settings = Settings.from_environment({}, workspace_limit=limit, policy=policy, database=":memory:", check="off")
     planner = Planner(settings, store or Store(":memory:"), (machine,))
     return planner.plan(planner.measurement(problem(extent)))
 
@@ -185,7 +185,7 @@ def test_what_gains_little_is_not_measured_for_long(machine: Machine) -> None:
 def test_what_was_slow_elsewhere_is_not_measured_again(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 1.0 * extent
     store = Store(":memory:")
-    settings = Settings.from_environment({}, workspace_limit="unlimited", database=":memory:")
+    settings = Settings.from_environment({}, workspace_limit="unlimited", database=":memory:", check="off")
     planner = Planner(settings, store, (machine,))
     assert planner.plan(planner.measurement(problem(16))).is_stock
     assert machine.launches
@@ -198,7 +198,9 @@ def test_what_was_slow_elsewhere_is_not_measured_again(machine: Machine) -> None
 
 
 def test_one_odd_time_rules_no_algorithm_out(machine: Machine) -> None:
-    planner = Planner(Settings.from_environment({}, workspace_limit="unlimited"), Store(":memory:"), (machine,))
+    planner = Planner(
+        Settings.from_environment({}, workspace_limit="unlimited", check="off"), Store(":memory:"), (machine,)
+    )
     machine.seconds["fast"] = lambda extent: 2.5 / 16 * extent
     assert planner.plan(planner.measurement(problem(16))).is_stock
     machine.seconds["fast"] = lambda extent: 0.5 / 16 * extent
@@ -207,7 +209,9 @@ def test_one_odd_time_rules_no_algorithm_out(machine: Machine) -> None:
 
 
 def test_small_kernels_rule_no_algorithm_out_for_a_far_larger_one(machine: Machine) -> None:
-    planner = Planner(Settings.from_environment({}, workspace_limit="unlimited"), Store(":memory:"), (machine,))
+    planner = Planner(
+        Settings.from_environment({}, workspace_limit="unlimited", check="off"), Store(":memory:"), (machine,)
+    )
     machine.seconds["fast"] = lambda extent: 4.0 / 16 * extent
     for channels in (2, 3, 4, 5, 6):
         assert planner.plan(planner.measurement(problem(16, channels))).is_stock

@@ -37,7 +37,7 @@ def tiled(problem: ConvProblem) -> bool:
 @st.composite
 def sizes(draw: st.DrawFn, problem: ConvProblem) -> list[int]:
     """Sizes of tiles that make up the whole."""
-    left, found = extent(problem, problem.spatial_dim), []
+    left, found = extent(problem, problem.spatial_dims[0]), []
     while left:
         found.append(draw(st.integers(1, left)))
         left -= found[-1]
@@ -48,10 +48,10 @@ def sizes(draw: st.DrawFn, problem: ConvProblem) -> list[int]:
 @given(data=st.data())
 def test_tiles_cover_the_target_and_read_what_it_needs(data: st.DataObject) -> None:
     problem = data.draw(problems().filter(tiled))
-    cut = list(tiles(problem, problem.spatial_dim, data.draw(sizes(problem))))
+    cut = list(tiles(problem, problem.spatial_dims[0], data.draw(sizes(problem))))
     intervals = [part.x if problem.target is Role.X else part.y for part in cut]
     assert [start for start, _ in intervals] == [0, *(stop for _, stop in intervals[:-1])]
-    assert intervals[-1][1] == extent(problem, problem.spatial_dim)
+    assert intervals[-1][1] == extent(problem, problem.spatial_dims[0])
     window = problem.windows[0]
     for part in cut:
         assert min(part.problem.padding) >= 0
@@ -75,7 +75,7 @@ def test_algorithm_on_tiles_equals_float64_reference(algorithm: str, data: st.Da
     problem = data.draw(problems(types, max_extent=2).filter(tiled))
     with_bias = problem.direction == "forward" and data.draw(st.booleans())
     whole = operands(problem, with_bias=with_bias)
-    if launch(problem, algorithm, whole, data.draw(sizes(problem)), problem.spatial_dim):
+    if launch(problem, algorithm, whole, data.draw(sizes(problem)), problem.spatial_dims[0]):
         # bfloat16 sums of stock's and of half types' parts round per part: only the schedule adds in float32.
         rounds = problem.target is Role.W and problem.dtype == "bfloat16"
         tolerance = 4 * TOLERANCE[problem.dtype] if rounds else TOLERANCE[problem.dtype]
@@ -90,11 +90,11 @@ def test_peak_of_a_tile_stays_within_what_is_declared(algorithm: str, data: st.D
     problem = data.draw(problems(types, max_extent=3).filter(tiled))
     provider = {STOCK: Stock(), **PROVIDERS}[algorithm]
     whole, chosen = widened(problem, operands(problem)), data.draw(sizes(problem))
-    cut = list(tiles(problem, problem.spatial_dim, chosen))
+    cut = list(tiles(problem, problem.spatial_dims[0], chosen))
     declared = max(provider.workspace(part.problem, algorithm) for part in cut)
     # What torch's own kernel holds inside is its own affair.
     with patch.object(stock, "stock_result", bare_result), TensorMemory() as memory:
-        launch(problem, algorithm, whole, chosen, problem.spatial_dim)
+        launch(problem, algorithm, whole, chosen, problem.spatial_dims[0])
     assert memory.peak <= declared
 
 
@@ -198,7 +198,7 @@ def test_the_faster_dim_is_taken(
     problem = ConvProblem.of_convolution(
         Direction.FORWARD, (samples, 1, 32, 4), (1, 1, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
     )
-    chosen = Settings.from_environment({}, workspace_limit=limit, database=":memory:")
+    chosen = Settings.from_environment({}, workspace_limit=limit, database=":memory:", check="off")
     store = Store(":memory:")
     planner = Planner(chosen, store, (rows,))
     plan = planner.plan(planner.measurement(problem))

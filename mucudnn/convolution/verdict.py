@@ -1,0 +1,204 @@
+"""Verdict: whether a convolution's result is as near to the exact one as its sizes and its type allow.
+
+Two results are compared element by element, which tells where they differ. Elements where they differ, and a sample of
+the others with the corners of the result and of its parts, are computed in float64: these tell which of the two is
+wrong. No tensor is read in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+import torch
+
+from mucudnn.convolution.elements import exact, terms
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Role, Shape
+
+ROUNDINGS, STEPS = 3.0, 16.0
+"""Roundings of the result's type that an element may be off by, in units of its own size and of its products'; of half
+types so many times more as is the root of the number of sums that a kernel may round on its way, divided by `STEPS`."""
+
+SUMMING = 4.0
+"""Roundings of the type that is added up in that an element may be off by, times the root of the number of products, in
+units of the sum of their sizes."""
+
+SAMPLE, PRODUCTS, LEAST = 24, 1 << 22, 4
+"""Elements that are computed in float64: so many, or fewer where these have more products, but not below the least."""
+
+SUSPECTS = 8
+"""Elements that are computed in float64 because they differ most, and as many that differ and are drawn."""
+
+AT_ONCE = 1 << 20
+"""Elements that are compared at once, if a sample does not have more: what they differ by is held beside them."""
+
+INPUT_ROUNDINGS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
+"""Of float32 numbers, where a device's switches let them be multiplied in a narrower type."""
+
+
+class Fault(NamedTuple):
+    """An element that is off.
+
+    Attributes:
+        place: its indices.
+        found, right: what was computed, and in float64.
+        allowed: how far from the right one it may be.
+    """
+
+    place: Shape
+    found: float
+    right: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.found:.6g} at {list(self.place)} in place of {self.right:.6g}, where {self.allowed:.2g} is allowed"
+        )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far from the exact value an element may be.
+
+    Attributes:
+        dtype: of the result.
+        precision: what `Device.precision` says.
+        count: products of an element.
+        sums: that a kernel of half types may round on its way to an element: one per sample, or one per tap.
+        peak: the largest product that there may be.
+    """
+
+    dtype: torch.dtype
+    precision: str
+    count: int
+    sums: int
+    peak: float
+
+    def __call__(self, value: float, size: float, root: float) -> float:
+        """The bound of one element, from its value, the sum of the sizes of its products, and their root sum square."""
+        kind = torch.finfo(self.dtype)
+        summed = torch.finfo(torch.float64 if self.dtype == torch.float64 else torch.float32)
+        unit = kind.eps
+        if self.dtype == torch.float32:
+            unit = max([unit, *(step for name, step in INPUT_ROUNDINGS.items() if name in self.precision)])
+        roundings = ROUNDINGS * (1 + math.sqrt(self.sums) / STEPS if kind.bits == 16 else 1)
+        summing = SUMMING * summed.eps * math.sqrt(self.count) * max(size, self.peak)
+        least = 4 * kind.smallest_normal * kind.eps + self.count * summed.smallest_normal
+        return roundings * unit * (abs(value) + root) + summing + least
+
+
+def verdict(
+    problem: ConvProblem,
+    operands: Operands,
+    result: torch.Tensor,
+    other: torch.Tensor | None,
+    precision: str,
+    seams: Iterable[tuple[int, int]] = (),
+) -> tuple[Fault | None, Fault | None] | None:
+    """The worst fault of a result, and that of another one; `None` where operands that are not finite tell nothing.
+
+    Args:
+        operands: what both were computed from.
+        other: what another algorithm computed; without it only a sample is looked at.
+        precision: what `Device.precision` says.
+        seams: where parts of the result meet, as (tensor dim, index of the first element behind).
+    """
+    peak = math.prod(_largest(getattr(operands, role)) for role in Role if role is not problem.target)
+    if not math.isfinite(peak):
+        return None
+    sums = problem.extent if problem.target is Role.W else math.prod(problem.w_shape[2:])
+    bound = Bound(result.dtype, precision, terms(problem), sums, peak)
+    count = max(LEAST, min(SAMPLE, PRODUCTS // bound.count))
+    places = list(dict.fromkeys(_sample(problem, count, tuple(seams))))
+    known = exact(problem, operands, places)
+    if other is not None:
+        size, root = (max(one[column] for one in known) for column in (1, 2))
+        suspects = [place for place in _suspects(result, other, bound(0.0, size, root)) if place not in places]
+        if suspects:
+            places += suspects
+            known += exact(problem, operands, suspects)
+    return _worst(result, places, known, bound), None if other is None else _worst(other, places, known, bound)
+
+
+def _worst(
+    result: torch.Tensor, places: list[Shape], known: list[tuple[float, float, float]], bound: Bound
+) -> Fault | None:
+    indices = torch.tensor(places, device=result.device).unbind(1)
+    faults = []
+    most = torch.finfo(result.dtype).max
+    for place, found, one in zip(places, result[indices].double().tolist(), known, strict=True):
+        allowed = bound(*one)
+        # What the type cannot hold may be anything.
+        if abs(one[0]) + allowed < most and not abs(found - one[0]) <= allowed:
+            faults.append(Fault(place, found, one[0], allowed))
+    return max(faults, key=_excess, default=None)
+
+
+def _excess(fault: Fault) -> float:
+    off = abs(fault.found - fault.right)
+    return off / fault.allowed if math.isfinite(off) else math.inf
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    least, most = torch.aminmax(tensor)
+    return float(torch.maximum(least.abs(), most.abs()))
+
+
+def _suspects(result: torch.Tensor, other: torch.Tensor, allowed: float) -> list[Shape]:
+    """Places where two results differ by more than half of what one may be off by: the worst, and some of the others.
+
+    Where sums are small, less is allowed than where they are large, so what differs little may be wrong, too.
+    """
+    unit = ROUNDINGS / 2 * torch.finfo(result.dtype).eps
+    found: list[tuple[float, Shape]] = []
+    rest: list[Shape] = []
+    samples = max(1, AT_ONCE * len(result) // result.numel())
+    for number, (mine, theirs) in enumerate(zip(result.split(samples), other.split(samples), strict=True)):
+        off = (mine.to(_wide(mine)) - theirs).abs_()
+        near = off <= theirs.abs() * unit + allowed / 2
+        if bool(near.all()):
+            continue
+        off.masked_fill_(near | (mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0).nan_to_num_(math.inf)
+        flat = off.flatten()
+        worst = flat.topk(min(SUSPECTS, flat.numel()))
+        pairs = zip(worst.values.tolist(), worst.indices.tolist(), strict=True)
+        found += [(value, _place(place, number * samples, mine)) for value, place in pairs]
+        differ = flat.nonzero()
+        if len(differ):
+            picked = differ[:: max(1, len(differ) // SUSPECTS)].flatten().tolist()
+            rest += [_place(place, number * samples, mine) for place in picked]
+    worst_first = [place for value, place in sorted(found, key=lambda one: -one[0]) if value > 0]
+    some = rest[:: max(1, len(rest) // SUSPECTS)][:SUSPECTS]
+    return list(dict.fromkeys([*worst_first[:SUSPECTS], *some]))
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _place(flat: int, start: int, part: torch.Tensor) -> Shape:
+    place: list[int] = []
+    for extent in reversed(part.shape):
+        flat, index = divmod(flat, extent)
+        place.append(index)
+    place.append(place.pop() + start)
+    return tuple(reversed(place))
+
+
+def _sample(problem: ConvProblem, count: int, seams: tuple[tuple[int, int], ...]) -> Iterator[Shape]:
+    """Corners of the result and of its parts, and drawn places; the same every time."""
+    random, shape = Random(str(problem)), problem.target_shape
+    for number in range(count):
+        place = [random.randrange(extent) for extent in shape]
+        for dim, extent in enumerate(shape):
+            at_edge = number < 2 or (number % 3 and random.random() < 0.5)
+            if at_edge and dim != 1:
+                place[dim] = 0 if (number == 0 or (number > 1 and random.random() < 0.5)) else extent - 1
+        if seams and number % 3 == 2:
+            dim, behind = random.choice(seams)
+            place[dim] = behind - random.randrange(2)
+        yield tuple(place)

@@ -1,0 +1,67 @@
+"""Strips: any algorithm on strips of a part, one after the other, so that a convolution is cut along two dims."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+
+from mucudnn.convolution.problem import ConvProblem, Dim, Role
+from mucudnn.convolution.tile import Part, Tile, extent, is_divisible, tiles
+from mucudnn.providers.provider import Provider
+from mucudnn.providers.stock import STOCK
+
+
+class Strips:
+    """An algorithm of another provider on strips of some rows, columns or planes along a second dim.
+
+    The name "fft@height=8" means strips of at most 8 along the height, as even as they can be.
+
+    Attributes:
+        name: of the algorithm on strips.
+    """
+
+    def __init__(self, provider: Provider, algorithm: str, dim: Dim, size: int) -> None:
+        self._provider, self._algorithm, self._dim, self._size = provider, algorithm, dim, size
+        self.name = f"{algorithm}@{dim}={size}"
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        return (self.name,) if self.serves(problem, self.name) else ()
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        # A half-type gradient of the weight would be rounded once per strip.
+        if not is_divisible(problem, self._dim) or (problem.is_half and problem.target is Role.W):
+            return False
+        return all(self._provider.serves(strip.problem, self._algorithm) for strip in self._strips(problem))
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        strips = {strip.problem for strip in self._strips(problem)}
+        return max(self._provider.workspace(strip, self._algorithm) for strip in strips)
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        for part in parts:
+            strips = [strip.part(part.operands) for strip in self._strips(part.problem)]
+            self._provider.launch(self._algorithm, strips, accumulate)
+            accumulate = part.problem.target is Role.W
+
+    def _strips(self, problem: ConvProblem) -> tuple[Tile, ...]:
+        return _strips(problem, self._dim, self._size)
+
+
+@lru_cache(maxsize=1024)
+def _strips(problem: ConvProblem, dim: Dim, size: int) -> tuple[Tile, ...]:
+    """As few strips as there can be, of one size but for the last."""
+    whole = extent(problem, dim)
+    even = -(-whole // -(-whole // size))
+    rest = whole % even
+    return tuple(tiles(problem, dim, [even] * (whole // even) + [rest] * (rest > 0)))
+
+
+def strips_of(problem: ConvProblem, dim: Dim, provider: Provider, algorithm: str) -> list[Strips]:
+    """Parts along a dim in strips along the next dim, the widest first; empty where that cannot be cut."""
+    names = (Dim.BATCH, *problem.spatial_dims)
+    across = dict(itertools.pairwise(names)).get(dim)
+    if across is None or algorithm == STOCK or not is_divisible(problem, across):
+        return []
+    powers = range((extent(problem, across) - 1).bit_length())
+    return [Strips(provider, algorithm, across, 1 << power) for power in reversed(powers)]
