@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -217,9 +218,9 @@ class Explored:
                     self._prospects.teach(self._budget.lessons, self._exploration)
 
     def _checked(self, seconds: float) -> None:
-        """Notes, and pays, what checking a result took."""
+        """Notes what checking a result took, and pays what that is beyond one call of torch's own kernel."""
         with self._budget.lock:
-            self._budget.purse.count(0, seconds)
+            self._budget.purse.count(min(seconds, *self._stock, math.inf), seconds)
             if self._exploration is not None:
                 self._exploration.lost += seconds
 
