@@ -138,23 +138,25 @@ def splits_channels(mesh: DeviceMesh) -> bool:
     return math.prod(mesh.size(axis) for axis, name in enumerate(names) if shards_channels(name)) > 1
 
 
-def placements(mesh: DeviceMesh, ndim: int) -> tuple[Placement, ...]:
+def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement, ...]:
     """How a tensor (N, C, spatial...) of ``ndim`` dims lies on the mesh.
+
+    One that comes with tensors of up to ``beside`` dims is replicated along spatial axes that only these have.
 
     Tensors without spatial dims (fewer than 3 dims) are replicated along the spatial axes, those without channels along
     the channel axes too, scalars along all. Along an axis of one rank every tensor is replicated, so that no rule meets
     a shard that is none.
     ValueError for a spatial axis of more than one rank that 3-dim or larger tensors of this size do not have.
     """
-    return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim)
+    return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim, beside)
 
 
 @functools.lru_cache(maxsize=1024)
-def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int) -> tuple[Placement, ...]:
+def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int, beside: int) -> tuple[Placement, ...]:
     result: list[Placement] = []
     for name, size in zip(names, sizes, strict=True):
         dim = AXES[name].dim_of(ndim)
-        if dim is None and ndim >= 3 and size > 1:
+        if dim is None and ndim >= 3 and size > 1 and AXES[name].dim_of(beside) is None:
             raise ValueError(
                 f"partition axis {name}={size}: {ndim - 2}-D data (N, C, {ndim - 2} spatial dims) has no {name};"
                 f" accepted: {', '.join(axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None)}"

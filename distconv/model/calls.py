@@ -197,7 +197,10 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
             loaded.difference_update(module.modules())
             note_state(module, mesh)
         noted.called(module)
-    return tree_map_only(Tensor, lambda x: to_shards(x, mesh), (args, kwargs)) if whole else (args, kwargs)
+    if not whole:
+        return args, kwargs
+    dims = max((leaf.dim() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), default=0)
+    return tree_map_only(Tensor, lambda x: to_shards(x, mesh, dims), (args, kwargs))
 
 
 def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:

@@ -52,9 +52,9 @@ def cut(x: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:
     return _ToShards.apply(x, mesh, layout)
 
 
-def to_shards(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """This rank's part of a full tensor; a DTensor passes as it is."""
-    return x if isinstance(x, DTensor) else cut(x, mesh, placements(mesh, x.dim()))
+def to_shards(x: Tensor, mesh: DeviceMesh, beside: int = 0) -> DTensor:
+    """This rank's part of a full tensor, which comes with others of up to so many dims; a DTensor passes as it is."""
+    return x if isinstance(x, DTensor) else cut(x, mesh, placements(mesh, x.dim(), beside))
 
 
 def gather(y: Tensor) -> Tensor:

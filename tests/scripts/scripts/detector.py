@@ -48,3 +48,17 @@ with torch.no_grad():
     fused = average(x[:1])
     print(f"fused {(fused - plain).abs().max() < 1e-4} {fused.mean():.5f}")
     print(f"float16 {deepcopy(average).half().float()(x[:1]).mean():.3f}")
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, batch):
+        y = self.conv(batch["images"])
+        return nn.functional.cross_entropy(y, batch["masks"]) + (y * (batch["masks"] > 1)[:, None]).mean()
+
+
+loss = Masked()({"images": x, "masks": torch.randint(4, (4, 32, 32))})
+print(f"masks {loss.item():.5f}")
