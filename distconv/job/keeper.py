@@ -132,10 +132,7 @@ def keep_rank(place: Place, captures: bool) -> int | Watcher:
                 notices.leave(rank)
     finally:
         endings_are_ignored()
-        if child.poll() is None:  # this process was asked to end before it watched the rank
-            child.send_signal(signal.SIGKILL)
-            while child.poll() is None:
-                time.sleep(_POLL_SECONDS)
+        child.kill()  # it still runs where this process was asked to end before it watched the rank
         remove_folders_of(child.pid)
     if mpi and meeting.notices() is None and watch.failed is not None and watch.failed[1] < 0:
         # The ranks have not met. mpiexec, too, may not know this one yet, and would let the others wait for it; that a

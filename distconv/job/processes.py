@@ -47,6 +47,12 @@ class ForkedChild:
         if self.poll() is None:
             os.kill(self.pid, sig)
 
+    def kill(self) -> None:
+        """Returns when it has ended."""
+        self.send_signal(signal.SIGKILL)
+        while self.poll() is None:
+            time.sleep(0.01)
+
 
 def end_with(parent: int) -> None:
     """Has this process killed as soon as `parent`, the process that started it, has ended in whatever way.
