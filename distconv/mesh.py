@@ -152,7 +152,7 @@ def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement,
 
 
 @functools.lru_cache(maxsize=1024)
-def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int, beside: int) -> tuple[Placement, ...]:
+def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int, beside: int = 0) -> tuple[Placement, ...]:
     result: list[Placement] = []
     for name, size in zip(names, sizes, strict=True):
         dim = AXES[name].dim_of(ndim)
