@@ -135,7 +135,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     elif made is not None:
         with contextlib.suppress(compiled.NotCompiled), model_call():
             result = compiled.run(module, made, mesh, lambda: meshes_of(module.modules(), known, mesh), args, kwargs)
-            return handed_over(result, type(module).__name__, outer, bool(scripts))
+            return handed_over(result, type(module).__name__, outer, plain=bool(scripts) and theirs is None)
     recording = user_lines.is_new(module, tuple(leaf.shape for leaf in leaves))
     if recording:
         checks.append(user_lines.keep_line)
@@ -153,7 +153,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)
-        return handed_over(result, type(module).__name__, outer, bool(scripts))
+        return handed_over(result, type(module).__name__, outer, plain=bool(scripts) and theirs is None)
     finally:
         if recording:
             checks.remove(user_lines.keep_line)

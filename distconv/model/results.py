@@ -3,7 +3,8 @@
 On a small tensor an operator that knows of ranks costs the host more than the operator itself. So a result of a few
 KiB is gathered once, and what the script does with it, such as its loss, is stock torch on every rank. Ranks that then
 do different things, as with targets that differ, are noticed by the gradient that comes back, which is compared. On
-GPUs results stay distributed: kernels that add up in an order of their own would give each rank another gradient.
+GPUs results stay distributed: kernels that add up in an order of their own would give each rank another gradient. They
+stay so, too, of a model that was given distributed tensors: its targets are likely to be distributed as well.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from distconv.agreement.ledger import ledger, settle
 from distconv.layouts import added_up
 from distconv.mesh import is_ours
 from distconv.model.meeting import brought
-from distconv.model.shard_gather import cut, whole
+from distconv.model.shard_gather import cut, gather, whole
 
 LARGEST_PLAIN = 64 << 10
 """Bytes of the largest result that a script is given as a plain tensor."""
@@ -35,22 +36,23 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
         mesh, layout = ctx.layout
+        grad = gather(grad)  # where a distributed tensor was beside the result
         if (noted := ledger(mesh)) is not None:
             noted.note(ctx.what, grad)
         return cut(grad, mesh, layout), None
 
 
-def handed_over(result: Any, what: str, outer: DeviceMesh | None, script: bool) -> Any:
+def handed_over(result: Any, what: str, outer: DeviceMesh | None, plain: bool) -> Any:
     """The results of the model's call `what`, any nest of tensors, for its caller, on the mesh `outer` if one is given.
 
-    Collective over the results' meshes where the caller is a script.
+    plain: whether small ones become plain tensors; collective over their meshes.
     """
     given: dict[int, Tensor] = {}  # a tensor that is twice among the results stays one
 
     def hand_over(y: DTensor) -> Tensor:
         if id(y) not in given:
             given[id(y)] = (
-                _plain(y, what) if script and _is_to_be_plain(y) else y if outer is None else brought(outer, y)
+                _plain(y, what) if plain and _is_to_be_plain(y) else y if outer is None else brought(outer, y)
             )
         return given[id(y)]
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.dtensors import wrap
 from distconv.layouts import added_up, box_at, replicated
-from distconv.memory_format import memory_format
+from distconv.memory_format import memory_format, shows_memory_format
 from distconv.mesh import is_ours, mesh_like, placements, whole_group
 from distconv.partition import Partition
 from distconv.refusal import UnsupportedOperation
@@ -203,9 +203,18 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
 
 
 def unsharded(x: DTensor) -> Tensor:
-    """The whole tensor on every rank, as a plain one in the memory format of x, which may share its memory."""
+    """The whole tensor on every rank, as a plain one, which may share x's memory.
+
+    Its memory format is that of x where every rank knows that, else contiguous: alike on all ranks, so that they add it
+    up in one order.
+    """
     local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
-    return local if local is x._local_tensor else local.contiguous(memory_format=memory_format(x))
+    if local is x._local_tensor:
+        return local
+    form = memory_format(x)
+    if form != torch.contiguous_format and not shows_memory_format(x.device_mesh, x.placements, tuple(x.shape)):
+        form = torch.contiguous_format
+    return local.contiguous(memory_format=form)
 
 
 class _Redistribute(torch.autograd.Function):

@@ -75,18 +75,18 @@ class Fft:
         return max(2 * spectrum, spectrum + rows * (2 * _half(lengths)[-1] + lengths[-1]))
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
-        # One length for all parts, so that they can share what they have in common.
-        lengths = tuple(map(max, zip(*(_lengths(part.problem) for part in parts), strict=True)))
-        problem = parts[0].problem
-        if problem.target is Role.W:
-            self._backward_filter(lengths, parts, accumulate)
+        if parts[0].problem.target is Role.W:
+            self._backward_filter(parts, accumulate)
             return
-        weight = _spectrum(problem, lengths, Role.W, parts[0].operands.w)
-        source = Role.Y
-        if problem.target is Role.Y:
-            weight, source = weight.conj_physical_().mT, Role.X
+        weight, lengths = None, None
         for part in parts:
             problem, operands = part.problem, part.operands
+            source = Role.X if problem.target is Role.Y else Role.Y
+            # Parts of one length share the weight's transform; at a greater length a part would exceed its workspace.
+            if weight is None or lengths != _lengths(problem):
+                weight, lengths = None, _lengths(problem)
+                weight = _spectrum(problem, lengths, Role.W, operands.w)
+                weight = weight.conj_physical_().mT if source is Role.X else weight
             held = [torch.bmm(_spectrum(problem, lengths, source, getattr(operands, source)), weight)]
             images = _images(problem, lengths, problem.target, held)
             if operands.bias is not None:
@@ -94,7 +94,9 @@ class Fft:
             _grouped(problem, problem.target, part.target).copy_(images)
             del images
 
-    def _backward_filter(self, lengths: Shape, parts: Sequence[Part], accumulate: bool) -> None:
+    def _backward_filter(self, parts: Sequence[Part], accumulate: bool) -> None:
+        # One length for all parts, whose products are summed before they are transformed back.
+        lengths = tuple(map(max, zip(*(_lengths(part.problem) for part in parts), strict=True)))
         total: torch.Tensor | None = None
         for part in parts:
             problem, operands = part.problem, part.operands

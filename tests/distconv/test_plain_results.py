@@ -34,8 +34,7 @@ class Network(nn.Module):
 def trained(partition: str | None) -> list[Tensor]:
     """The parameters after two steps whose loss differentiates twice."""
     torch.manual_seed(2)
-    torch.set_default_dtype(torch.float64)
-    model, x, target = Network(), torch.randn(4, 2, 8, 6), torch.randint(2, (4, 8, 6))
+    model, x, target = Network().double(), torch.randn(4, 2, 8, 6).double(), torch.randint(2, (4, 8, 6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def steps() -> None:

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from distconv.dtensors import wrap
-from distconv.layouts import Layout, dim_axes, layout, local_box, owners, refuse_partial
-from distconv.memory_format import CHANNELS_LAST
+from distconv.layouts import Layout, layout, local_box, refuse_partial
+from distconv.memory_format import CHANNELS_LAST, shows_memory_format
 from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.random.graph import drawn_apart, drawn_whole
 from distconv.rules.random.own import coordinates, numbers_of, own_numbers, seed_of_shards
@@ -89,18 +88,9 @@ def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> W
     if like.is_contiguous():
         return Whole(shape, (), starts)
     last = CHANNELS_LAST.get(len(shape))
-    if last and like.is_contiguous(memory_format=last) and not _shows_its_format(mesh, placements, shape):
+    if last and like.is_contiguous(memory_format=last) and not shows_memory_format(mesh, placements, shape):
         return Whole(shape, (), starts)
     return Whole(shape, tuple(sorted(range(len(shape)), key=lambda dim: -strides[dim])), starts)
-
-
-def _shows_its_format(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> bool:
-    """Whether every rank can tell from its shard that the whole is channels_last: all must draw alike."""
-    least = [
-        min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
-        for dim, extent in enumerate(shape)
-    ]
-    return 0 not in least and least[1] > 1 and max(least[2:]) > 1
 
 
 def _given(func: Any, x: DTensor, generator: torch.Generator | None) -> contextlib.AbstractContextManager[None]:
