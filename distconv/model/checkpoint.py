@@ -31,7 +31,7 @@ def whole_state(state: T) -> T:
     Returns:
         The same on every rank.
     """
-    result = tree_map_only(DTensor, lambda x: whole(x.detach()) if is_ours(x.device_mesh) else x, state)
+    result = tree_map_only(DTensor, lambda x: whole(x.detach(), alike=False) if is_ours(x.device_mesh) else x, state)
     if hasattr(state, "_metadata"):  # the versions of modules, which load_state_dict reads
         result._metadata = state._metadata
     return result

@@ -55,10 +55,13 @@ def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
             tell(func)
 
 
-def whole_value(what: str, x: Any) -> Tensor:
-    """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`."""
+def whole_value(what: str, x: Any, alike: bool = True) -> Tensor:
+    """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`.
+
+    `alike`: whether its memory format has to be the same on all ranks.
+    """
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
-    local = unsharded(x)
+    local = unsharded(x, alike)
     settle(x.device_mesh)
     return local
 

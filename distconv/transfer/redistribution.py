@@ -202,17 +202,19 @@ def moved(x: DTensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
     return wrap(plan.fetch(x._local_tensor), mesh, layout, x.shape)
 
 
-def unsharded(x: DTensor) -> Tensor:
+def unsharded(x: DTensor, alike: bool = True) -> Tensor:
     """The whole tensor on every rank, as a plain one, which may share x's memory.
 
-    Its memory format is that of x where every rank knows that, else contiguous: alike on all ranks, so that they add it
-    up in one order.
+    Args:
+        x: a DTensor.
+        alike: whether all ranks must have one memory format, so that they add up in one order: contiguous where a rank
+            cannot tell the format of x from its shard. Otherwise a rank goes by its own shard.
     """
     local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
     if local is x._local_tensor:
         return local
     form = memory_format(x)
-    if form != torch.contiguous_format and not shows_memory_format(x.device_mesh, x.placements, tuple(x.shape)):
+    if alike and form != torch.contiguous_format and not shows_memory_format(x.device_mesh, x.placements, x.shape):
         form = torch.contiguous_format
     return local.contiguous(memory_format=form)
 
