@@ -1,4 +1,4 @@
-"""Warnings that name what is wrong, and no line of this package."""
+"""Warnings that name what is wrong, and no line of these packages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from typing import Any
 _shown: dict[Any, Any] = {}
 
 
-def warn(what: str) -> None:
-    """A RuntimeWarning of one line, which Python shows as `mucudnn:0: RuntimeWarning: ...`."""
-    warnings.warn_explicit(" ".join(what.split()), RuntimeWarning, filename="mucudnn", lineno=0, registry=_shown)
+def warn(what: str, package: str = "mucudnn") -> None:
+    """A RuntimeWarning of one line, which Python shows as `mucudnn:0: RuntimeWarning: ...`; once for each text."""
+    warnings.warn_explicit(" ".join(what.split()), RuntimeWarning, filename=package, lineno=0, registry=_shown)

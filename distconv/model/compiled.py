@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -28,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.mesh import whole_group
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_statistics import move_statistics_last
+from distconv.user_lines import asked_for
+from mucudnn.warning import warn
 
 
 class NotCompiled(Exception):
@@ -121,7 +122,7 @@ def _let_dynamo_know(call: Any) -> None:
 
 
 def _warn(module: nn.Module, reason: str) -> None:
-    warnings.warn(f"torch.compile: {type(module).__name__} runs without it: {reason}", stacklevel=5)
+    warn(f"torch.compile: {type(module).__name__} {asked_for()} runs without it: {reason}", "distconv")
 
 
 _left: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +24,8 @@ from distconv.mesh import is_ours
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
 from distconv.transfer.tracing import is_traced
+from distconv.user_lines import asked_for
+from mucudnn.warning import warn
 
 _FUNCTIONS = (
     *((torch.jit, name) for name in ("trace", "trace_module", "_get_trace_graph")),
@@ -47,10 +48,8 @@ def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
         found = any(isinstance(each, torch.jit.ScriptModule) for each in module.modules())
         _scripted[module] = found
         if found:
-            warnings.warn(
-                f"{type(module).__name__} is, or holds, a module of torch.jit: it runs whole on every rank",
-                stacklevel=6,
-            )
+            what = f"{type(module).__name__}, called {asked_for()},"
+            warn(f"{what} is, or holds, a module of torch.jit: it runs whole on every rank", "distconv")
     return found
 
 

@@ -57,6 +57,14 @@ def test_torch_and_numpy(folder):
         assert torch.load("a.pt", mmap=mapped)["a"].sum() == 3
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), "a.jit")
     assert torch.jit.load("a.jit")(torch.tensor(-1.0)) == 0
+    torch.jit.trace(torch.nn.ReLU(), torch.ones(1)).save(Path("b.jit"))
+    torch.jit.trace(torch.relu, torch.ones(1)).save("c.jit")
+    assert torch.jit.load("b.jit")(torch.tensor(-1.0)) == torch.jit.load("c.jit")(torch.tensor(-1.0)) == 0
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(1),)), "d.pt2")
+    assert torch.export.load("d.pt2").module()(-torch.ones(1)) == 0
+    with torch.package.PackageExporter("e.zip") as package:
+        package.save_pickle("model", "tensor.pkl", torch.ones(3))
+    assert torch.package.PackageImporter("e.zip").load_pickle("model", "tensor.pkl").sum() == 3
     stored = torch.from_file("raw", shared=True, size=4, dtype=torch.float32)
     stored.fill_(2)
     assert os.path.getsize("raw") == 16

@@ -26,7 +26,19 @@ LIBRARIES: dict[str, tuple[tuple[str, int, str | None, str], ...]] = {
         ("from_file", 0, "filename", "r+"),
         ("UntypedStorage.from_file", 0, "filename", "r+"),
     ),
-    "torch.jit": (("save", 1, "f", "w"), ("load", 0, "f", "r")),
+    "torch.jit": (
+        # torch.jit.save calls these methods.
+        ("ScriptModule.save", 1, "f", "w"),
+        ("RecursiveScriptModule.save", 1, "f", "w"),
+        ("ScriptFunction.save", 1, "filename", "w"),
+        ("load", 0, "f", "r"),
+    ),
+    "torch.export.pt2_archive._package": (
+        ("PT2ArchiveWriter.__init__", 1, "archive_path_or_buffer", "w"),
+        ("PT2ArchiveReader.__init__", 1, "archive_path_or_buffer", "r"),
+    ),
+    "torch.package.package_exporter": (("PackageExporter.__init__", 1, "f", "w"),),
+    "torch.package.package_importer": (("PackageImporter.__init__", 1, "file_or_buffer", "r"),),
     "sqlite3": (("connect", 0, "database", "a"),),
     "h5py": (("File.__init__", 1, "name", "mode"),),
     "safetensors": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
@@ -105,7 +117,7 @@ def _replace(
                     named[name or ""] = own
         return real(*args, **named)
 
-    attribute = staticmethod(call) if isinstance(owner, type) and last != "__init__" else call
+    attribute = staticmethod(call) if isinstance(owner, type) and position == 0 else call
     had = vars(owner).get(last)
     setattr(owner, last, attribute)
     if had is None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from distconv.settings import value
 from distconv.transfer.local_part import local_as
 from distconv.transfer.tracing import is_traced
 from distconv.user_lines import asked_for
+from mucudnn.warning import warn
 
 
 def _fill(part: Tensor, where: Layout, like: Tensor, name: str, *arguments: Any) -> None:
@@ -73,10 +73,10 @@ def _is_whole(whole: Whole, part: Tensor, name: str, arguments: tuple[Any, ...])
 
 @functools.lru_cache(maxsize=1024)
 def _tell_once(name: str, line: str) -> None:
-    warnings.warn(
+    warn(
         f"{name} {line} draws for each shard apart: on this processor it cannot be drawn in pieces, and the whole takes"
         f" more than {MOST_BYTES >> 20} MiB. Results are not those of one process, number by number",
-        stacklevel=2,
+        "distconv",
     )
 
 
