@@ -9,14 +9,14 @@ from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
 from mucudnn.optimizer.costs import Costs, Forecast
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
-from mucudnn.optimizer.lessons import Lessons
+from mucudnn.optimizer.launches import Key, Launches, Variant
 from mucudnn.optimizer.option import Division, Option
+from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
-from mucudnn.optimizer.purse import Purse
+from mucudnn.optimizer.relative_times import RelativeTimes
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
 from mucudnn.optimizer.timeline import Timeline, common
-from mucudnn.optimizer.ways import Key, Launches, Way
 
 __all__ = [
     "POLICIES",
@@ -27,15 +27,15 @@ __all__ = [
     "Forecast",
     "Key",
     "Launches",
-    "Lessons",
     "Option",
-    "Purse",
+    "OverheadBudget",
+    "RelativeTimes",
     "Reusing",
     "Settled",
     "Sharing",
     "Timeline",
     "Trial",
-    "Way",
+    "Variant",
     "Within",
     "assign",
     "assign_reusing",

@@ -38,16 +38,16 @@ class Forecast(NamedTuple):
 
     Attributes:
         seconds: as likely more as less.
-        doubt: the factor, at least 1, within which that is nearly sure.
+        uncertainty: the factor, at least 1, within which that is nearly sure.
     """
 
     seconds: float
-    doubt: float
+    uncertainty: float
 
     @property
     def least(self) -> float:
         """Seconds that it hardly takes less than."""
-        return self.seconds / self.doubt
+        return self.seconds / self.uncertainty
 
 
 class Costs:

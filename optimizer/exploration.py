@@ -1,7 +1,7 @@
-"""Exploration: which division a call tries next, from the times that calls have taken so far, until the best is found.
+"""Exploration: which division the next call tries, from the times of earlier calls, until the best one is found.
 
-Every division is exact, so a call may be computed by any of them. What is tried is a bet: a launch that turns out slow
-makes its call slower than the baseline, the undivided call of one algorithm. `Purse` says what may be lost.
+Every division is exact, so any of them may compute a call. A trial is a bet: if a launch turns out slow, its call is
+slower than the baseline, the undivided call of one algorithm. `OverheadBudget` limits the time that trials may lose.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mucudnn.optimizer.launches import Key, Launches, Variant
 from mucudnn.optimizer.option import Division
+from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.playoff import BASELINE, Playoff
-from mucudnn.optimizer.purse import Purse
-from mucudnn.optimizer.ways import Key, Launches, Way
 
 MOST_CONTENDERS = 4
 
 CLOSE = 1.25
-"""Divisions that are expected to take at most so many times the time of the best one are compared as wholes."""
+"""Divisions are compared as wholes if their expected time is at most so many times that of the best one."""
 
 ATTEMPTS = 3
-"""Playoffs, each among divisions that were in none before; if nobody wins them the baseline stays."""
+"""The most playoffs, each among divisions that were in none before; if none is won, the baseline stays."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a call is to be computed by.
+    """What computes a call.
 
     Attributes:
-        dim: along which it is divided.
-        division: `None` for the baseline; the seconds of its options are what is expected.
-        by_launch: whether the seconds of every launch are wanted, rather than those of the whole.
+        dim: along which the call is divided.
+        division: `None` for the baseline; the seconds of its options are the expected ones.
+        by_launch: whether every launch is timed, rather than the whole.
         place: in the playoff.
     """
 
@@ -44,13 +44,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settled:
-    """What exploring found.
+    """The result of an exploration.
 
     Attributes:
         dim: along which the division cuts.
         division: `None` for the baseline.
-        seconds: of the division, by the ratio to the baseline that holds nearly always.
-        undivided_seconds: of the best that takes the whole at once, the baseline among them.
+        seconds: of the division: the baseline's, times the upper quartile of the ratios to it.
+        undivided_seconds: of the best algorithm that computes the whole at once, the baseline included.
     """
 
     dim: str
@@ -62,41 +62,41 @@ class Settled:
 class Exploration:
     """The candidates of one convolution, and what is known of their times.
 
-    First every way that may win is tried on a part of a call, the likeliest first; the rest of that call is left to
-    the baseline. Then its other sizes, several in one call. Then the best divisions, as wholes, play off against the
-    baseline and each other.
+    First every variant that may win is tried on a part of a call, the most promising first; the baseline computes the
+    rest of that call. Then its other sizes are tried, several in one call. Then the best whole divisions play off
+    against the baseline and each other.
 
     Attributes:
-        settled: what was found in the end.
-        tried: calls that were trials.
-        tries: of each algorithm, calls that tried it; of the baseline's, those that tried parts of it alone.
-        lost: seconds that trials took more than the baseline.
-        launches: what is known.
+        settled: the result; `None` until it is found.
+        tried: the number of trials.
+        tries: {algorithm: calls that tried it}; for the baseline's algorithm, calls that tried nothing but its parts.
+        lost: seconds of the trials beyond the baseline.
+        launches: the measured times.
     """
 
     def __init__(
         self,
         baseline: str,
         seconds: Sequence[float],
-        ways: Sequence[Way],
-        purse: Purse,
+        variants: Sequence[Variant],
+        overhead: OverheadBudget,
         margins: tuple[float, float],
-        rehearsals: int = 0,
+        warm_ups: int = 0,
         launches: dict[Key, list[float]] | None = None,
     ) -> None:
         """
         Args:
-            baseline: the algorithm whose undivided call is replaced only by what is faster.
-            seconds: that such calls have taken, at least one.
-            ways: what there is to try; of the baseline's algorithm on parts only.
-            purse: shared by all convolutions of a program.
-            margins: shares of the baseline's time by which a division must be faster: in general, and where all its
-                parts are of the baseline's algorithm.
-            rehearsals: first times of a launch that do not count, where these contain the loading of kernels.
-            launches: times by launch, shared with explorations of the same convolution within other limits.
+            baseline: the algorithm whose undivided call only a faster division replaces.
+            seconds: measured times of such calls, at least one.
+            variants: what may be tried; the baseline's algorithm only on parts.
+            overhead: shared by all convolutions of a program.
+            margins: shares of the baseline's time by which a division must be faster: in general, and if all its parts
+                use the baseline's algorithm.
+            warm_ups: the number of first times of a launch that do not count, because they include loading kernels.
+            launches: {launch: times}, shared with explorations of the same convolution within other limits.
         """
-        self._name, self._purse, self._margins, self._rehearsals = baseline, purse, margins, rehearsals
-        self.launches = Launches(ways, baseline, launches)
+        self._name, self._overhead, self._margins, self._warm_ups = baseline, overhead, margins, warm_ups
+        self.launches = Launches(variants, baseline, launches)
         self.settled: Settled | None = None
         self.tried, self.lost = 0, 0.0
         self.tries: dict[str, int] = {}
@@ -111,22 +111,21 @@ class Exploration:
 
     @property
     def baseline_seconds(self) -> float:
-        """Median of the baseline's calls, the first left out where there are others: it does more than the others."""
+        """Median of the baseline's calls, without the first where there are others: the first one warms up."""
         return statistics.median(self._baseline[1:] or self._baseline)
 
     def leader(self) -> tuple[str, float]:
-        """The algorithms of the division that is the fastest by what was timed so far, and its seconds; "" for the
-        baseline."""
+        """The algorithms of the fastest division by the times so far, and its seconds; "" for the baseline."""
         best = min((division for _, division in self.launches.wholes()), key=lambda found: found.seconds, default=None)
         if best is None or best.seconds >= self.baseline_seconds:
             return "", self.baseline_seconds
         return " + ".join(dict.fromkeys(option.algorithm for option in best.options)), best.seconds
 
     def trial(self, is_elsewhere: Callable[[Sequence[Key]], bool] = lambda keys: False) -> Trial | None:
-        """What the next call is to be computed by; `None` for the baseline where nothing is to be learnt of it.
+        """The trial of the next call; `None` if the baseline computes it and its time is not needed.
 
         Args:
-            is_elsewhere: whether launches that were never timed are being timed elsewhere and so left out for now.
+            is_elsewhere: whether another process is timing these launches, so that they are left out for now.
         """
         while self.settled is None:
             if not self._surveyed:
@@ -144,19 +143,19 @@ class Exploration:
                 dim, division = self._contenders[place]
                 excess = (self._playoff.expected(place) - 1) * self.baseline_seconds
                 is_known = bool(self._playoff.ratios[place])  # its launches may be slower together than alone
-                return Trial(dim, division, place=place) if self._purse.grants(excess, is_known=is_known) else None
+                return Trial(dim, division, place=place) if self._overhead.grants(excess, is_known=is_known) else None
         return None
 
     def learn(self, trial: Trial, total: float, launches: Sequence[float] = ()) -> None:
-        """Notes what a call took.
+        """Notes the time of a call.
 
         Args:
-            total: its seconds.
-            launches: those of each option of the division, where they were wanted.
+            total: seconds of the whole call.
+            launches: seconds of each option of the division, where every launch was timed.
         """
         self._wanted = None
         baseline = self.baseline_seconds
-        self._purse.count(baseline, total)
+        self._overhead.count(baseline, total)
         if trial.division is None:
             self._baseline.append(total)
         else:
@@ -169,7 +168,7 @@ class Exploration:
             for option, seconds in zip(trial.division.options, launches, strict=True):
                 key = trial.dim, option.algorithm, option.extent
                 self._seen[key] = self._seen.get(key, 0) + 1
-                if self._seen[key] > self._rehearsals:
+                if self._seen[key] > self._warm_ups:
                     self.launches.seconds.setdefault(key, []).append(seconds)
         elif self._playoff is not None:
             self._playoff.learn(trial.place, total)
@@ -180,15 +179,15 @@ class Exploration:
         return sorted(keys.difference(self.launches.seconds))
 
     def adopt(self, ratios: Mapping[Key, float]) -> None:
-        """Notes what launches took elsewhere, in units of the baseline there."""
+        """Notes times of launches in another process, in units of the baseline there."""
         self._wanted = None
         for key, ratio in ratios.items():
             self.launches.seconds.setdefault(key, []).append(ratio * self.baseline_seconds)
 
     def fail(self, trial: Trial, algorithm: str, extent: int) -> None:
-        """Leaves out an algorithm that failed at an extent, there and above; with extent 0, along all dims."""
+        """Excludes an algorithm from the extent at which it failed upwards; with extent 0, along all dims."""
         self._wanted = None
-        for dim in {way.dim for way in self.launches.ways} if extent == 0 else (trial.dim,):
+        for dim in {variant.dim for variant in self.launches.variants} if extent == 0 else (trial.dim,):
             self.launches.fail(dim, algorithm, extent)
         if self._playoff is not None:
             for place, (_, division) in enumerate(self._contenders):
@@ -197,9 +196,10 @@ class Exploration:
                     self._playoff.drop(place)
 
     def _survey(self, is_elsewhere: Callable[[Sequence[Key]], bool]) -> Trial | None:
-        """The next trial of launches; `None` if it is too dear now, or, `_surveyed` being set, if there is none.
+        """The next trial of launches; `None` if it costs too much now or, with `_surveyed` set, if none is left.
 
-        Where none is granted, the fastest division of what was timed pays for the next one sooner than the baseline.
+        If the budget grants no trial, the fastest measured division computes the call: it earns the next trial sooner
+        than the baseline does.
         """
         stock = self.baseline_seconds
         if self._wanted is None:
@@ -209,7 +209,7 @@ class Exploration:
             self._surveyed = not self._wanted
         if self._surveyed:
             return None
-        granted = (whole for whole in self._wanted if self._purse.grants(whole[1].seconds - stock))
+        granted = (whole for whole in self._wanted if self._overhead.grants(whole[1].seconds - stock))
         whole = next((whole for whole in granted if not is_elsewhere(self.fresh(*whole))), None)
         if whole is None:
             faster = (whole for whole in self.launches.wholes() if whole[1].seconds < stock)
@@ -217,7 +217,7 @@ class Exploration:
         return None if whole is None else Trial(whole[0], whole[1], by_launch=True)
 
     def _begin(self) -> None:
-        """A playoff of the best divisions that were in none."""
+        """Starts a playoff of the best divisions that were in none before."""
         wholes = {_shape(whole): whole for whole in self.launches.wholes()}
         fast = [whole for whole in wholes.values() if whole[1].seconds < self.baseline_seconds]
         best = min((division.seconds for _, division in fast), default=math.inf)
@@ -233,7 +233,7 @@ class Exploration:
         return self._margins[1 if {option.algorithm for option in division.options} == {self._name} else 0]
 
     def _end(self, playoff: Playoff) -> None:
-        """Settles, or goes on without the losers, whose launches were faster alone than together."""
+        """Settles on the winner, or goes on without the losers, whose launches were faster alone than together."""
         stock, winner = self.baseline_seconds, playoff.winner
         seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
         if winner is not None and winner != BASELINE:

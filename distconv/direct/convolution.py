@@ -20,7 +20,7 @@ from distconv.rules.convolution import convolution_gradients, convolved
 from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
 from distconv.transfer.needs import OWN
-from mucudnn.runtime.shim import marks_own_work
+from mucudnn.runtime.shim import marks_local_work
 
 
 class _Call(NamedTuple):
@@ -63,7 +63,7 @@ def _call(
     own, block = (local_shape(mesh, lies.placements, lies.shape) for lies in (x, weight))
     alone = alone and not differs(plan.onednn, own, block, arguments)
     # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
-    alone = alone and not (plan.is_own and marks_own_work(mesh.device_type))
+    alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
     vector = where(mesh, parts.vector, torch.Size((plan.out_shape[1],)))
     return _Call(plan, alone, x, weight, vector, x.of_shape(plan.out_shape), arguments)
 

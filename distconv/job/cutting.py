@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from distconv.job.sample_statistics import SampleStatistics
 from distconv.job.supply import Cut, Supply
-from distconv.job.together import Together
 from distconv.reading.draft import ordered
 from distconv.reading.share import Share
 
@@ -43,9 +43,9 @@ class OwnIndices:
         share: Share,
         number: int,
         supply: Supply | None,
-        together: Together | None,
+        statistics: SampleStatistics | None,
     ) -> None:
-        self._batches, self._share, self._supply, self._together = batches, share, supply, together
+        self._batches, self._share, self._supply, self._statistics = batches, share, supply, statistics
         self.number = number
         self._dataset, self._looks_ahead = loader.dataset, supply is not None and not loader.num_workers
         self.cuts: deque[Cut] = deque()
@@ -65,9 +65,9 @@ class OwnIndices:
         indices = str(list(batch))
         cut = Cut(len(batch), indices) if supply is None else supply.cut(self.number, batch, self._of_epoch(len(batch)))
         self.cuts.append(cut)
-        if supply is None and self._together is None:
+        if supply is None and self._statistics is None:
             return own
-        known = {} if self._together is None else self._together.known(self.number, own)
+        known = {} if self._statistics is None else self._statistics.known(self.number, own)
         return ordered(own, read=supply is None or not supply.is_known(cut), known=known)
 
     def _of_epoch(self, count: int) -> int:

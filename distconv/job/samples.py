@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from distconv.dtensors import wrap
 from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.cutting import OwnIndices
+from distconv.job.sample_statistics import SampleStatistics
 from distconv.job.supply import Cut, Supply
 from distconv.job.to_device import ToDevice
-from distconv.job.together import Together
 from distconv.reading.draft import Draft, Part, Unread
 from distconv.reading.fault import ReadError
 from distconv.reading.fetching import Fault, Fetching, Slab, WorkerStart
@@ -43,7 +43,7 @@ class Samples:
             self.fetch.keeper = self.supply.store
             self.fetch.begin = self._begin
             self.fetch.around = self._of
-        self._together = Together(mesh, self._share) if self._share.cuts_samples else None
+        self._statistics = SampleStatistics(mesh, self._share) if self._share.cuts_samples else None
         self._numbers = Numbers()
         self._to_device = ToDevice(mesh.device_type)
         self._taking: OwnIndices | None = None
@@ -55,7 +55,7 @@ class Samples:
         if not getattr(loader, "in_order", True):
             raise ValueError("sharded data: a DataLoader needs in_order=True")
         number = self._numbers(loader.dataset)
-        return OwnIndices(loader, indices, self._share, number, self.supply, self._together)
+        return OwnIndices(loader, indices, self._share, number, self.supply, self._statistics)
 
     def begin(self, loader: DataLoader[Any], begin: Callable[[Any], Any]) -> Any:
         """A loader's iterator; its workers, where they are new processes, learn how to read."""
@@ -124,14 +124,14 @@ class Samples:
                 batch = Fault(str(error))
             if not self._agree(batch, cut, following, is_open=bool(wanted)):
                 break
-            assert self._together is not None
-            fresh = self._together.find(wanted, slabs)
+            assert self._statistics is not None
+            fresh = self._statistics.find(wanted, slabs)
             found += fresh
             if draft is not None:
                 values = {digest: value for _, digest, value in fresh}
                 self.fetch.settle(draft.batch, draft.indices, values)
-        if self._together is not None and found:
-            self._together.learn(number, found)
+        if self._statistics is not None and found:
+            self._statistics.learn(number, found)
         return batch
 
     def _part(self, draft: Draft) -> Part:

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.prospects import Prospects, experience
-from mucudnn.planning.tryout import rehearsed
+from mucudnn.planning.trial_runner import plan_by_trials
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
@@ -132,14 +132,14 @@ def measure(layers: list[LayerCall], settings: Settings, store: Store) -> list[R
 
     It is planned as a program's would be: ahead, or by what live planning would try.
     """
-    planner, lessons = Planner(settings, store), experience(store.settlements()).lessons
+    planner, relative_times = Planner(settings, store), experience(store.settlements()).relative_times
     records = []
     with progress.bar(len(layers), "convolutions", settings.progress) as advance:
         for layer in layers:
             measurement = planner.measurement(layer.problem)
             if settings.planning != "ahead":
                 prospects = Prospects(planner, measurement, settings.workspace_limit, settings.policy)
-                records.append(rehearsed(prospects, lessons).record)
+                records.append(plan_by_trials(prospects, relative_times).record)
             else:
                 records.append(planner.plan(measurement).record)
             advance()

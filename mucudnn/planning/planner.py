@@ -231,7 +231,7 @@ class Planner:
         search = self._search(measurement, limit)
         candidates = self.within(measurement, self._allowed(limit))
         # What may gain most comes first: what is slower than that need not be measured.
-        tasks = sorted(candidates, key=lambda task: search.hope(candidates[task], task[0]))
+        tasks = sorted(candidates, key=lambda task: search.lower_bound(candidates[task], task[0]))
         workers = [self._worker(search, candidates, sizes)]
         for peer in self._peers:
             there = peer._search(measurement.elsewhere(peer.device), limit)

@@ -1,4 +1,4 @@
-"""Prospects: what live planning may try for a problem, and how what it found becomes a plan and is kept."""
+"""Prospects: what live planning may try for a problem, and how its result becomes a plan and is kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Exploration, Key, Lessons, Option, Purse, Settled, Trial, Way
+from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, RelativeTimes, Settled, Trial, Variant
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
 from mucudnn.planning.search import PARTS_MARGIN, Sizes
@@ -21,11 +21,11 @@ from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import Schedule
 
 FORECAST = 1.5, 50.0
-"""Of an algorithm that is not torch's own: seconds in units of torch's kernel on the whole, and the doubt about that.
-Next to nothing is known before the first trial, which is therefore on a part of the call."""
+"""For an algorithm other than torch's: expected seconds in units of torch's kernel on the whole, and their uncertainty.
+Next to nothing is known before the first trial, which therefore computes only a part of the call."""
 
 PARTS_FORECAST = 1.0, 1.5
-"""Of torch's own kernel on parts."""
+"""The same for torch's own kernel on parts."""
 
 
 @dataclass(frozen=True)
@@ -56,58 +56,62 @@ class Prospects:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What beside problem and environment decides which plan is found."""
+        """What decides on the plan besides the problem and the environment."""
         terms = {"limit": str(self.limit), "policy": self.policy, "engines": self.planner.engines}
         return {**terms, "check": self.planner.checks}
 
     def exploration(
-        self, seconds: Sequence[float], purse: Purse, lessons: Lessons, launches: dict[Key, list[float]] | None = None
+        self,
+        seconds: Sequence[float],
+        overhead: OverheadBudget,
+        relative_times: RelativeTimes,
+        launches: dict[Key, list[float]] | None = None,
     ) -> Exploration:
-        """All that may be tried.
+        """The exploration of all that may be tried.
 
         Args:
-            seconds: of torch's own kernel on the whole.
-            lessons: of other problems in the same environment.
-            launches: times of the problem's launches, shared with what explores it within other limits.
+            seconds: measured times of torch's own kernel on the whole.
+            relative_times: of other problems in the same environment.
+            launches: times of the problem's launches, shared with its explorations within other limits.
         """
-        rehearsals = int(device_of(self.planner.device).is_asynchronous)
-        ways, margins = self._ways(min(seconds), lessons), (MARGIN, PARTS_MARGIN)
-        return Exploration(STOCK, seconds, ways, purse, margins, rehearsals, launches)
+        warm_ups = int(device_of(self.planner.device).is_asynchronous)
+        variants, margins = self._variants(min(seconds), relative_times), (MARGIN, PARTS_MARGIN)
+        return Exploration(STOCK, seconds, variants, overhead, margins, warm_ups, launches)
 
-    def _ways(self, stock_seconds: float, lessons: Lessons) -> list[Way]:
-        """What may be tried; of algorithms that cannot win, by what they took elsewhere, not even the sizes are asked.
+    def _variants(self, stock_seconds: float, relative_times: RelativeTimes) -> list[Variant]:
+        """What may be tried, without algorithms that cannot win by their times for similar problems.
 
-        Asking takes most of the time that it takes to find out what there is to try.
+        Of these not even the workspaces are queried, which is what takes most of the time of preparing an exploration.
         """
         allowed = min(self.limit, device_of(self.planner.device).memory // 2)
         environment, sizes = self.measurement.logbook.environment, _sizes(self.problem)
-        found: list[Way] = []
+        found: list[Variant] = []
         wrong = self.measurement.logbook.wrong(self.problem) if self.planner.checks else {}
         offered = self.planner.within(self.measurement, allowed)
         for dim in dims(self.problem):
             whole = extent(self.problem, dim)
-            others: list[Way] = []
-            # Torch's own kernel comes last: it computes what the parts of the others leave.
+            others: list[Variant] = []
+            # Torch's own kernel comes last: it computes the rest of the whole beside parts of the others.
             along = [one for (place, _), one in offered.items() if place is dim]
             for candidate in sorted(along, key=lambda found: found[1] == STOCK):
                 name, is_stock = candidate[1], candidate[1] == STOCK
                 if name in wrong:
                     continue
-                known = lessons.forecast(_lesson(name, self.problem, environment), sizes)
-                ratio, doubt = known or (PARTS_FORECAST if is_stock else FORECAST)
-                is_hopeless = ratio / doubt >= 1 - (PARTS_MARGIN if is_stock else MARGIN)
-                if is_hopeless and not (is_stock and others):
+                known = relative_times.forecast(_kind(name, self.problem, environment), sizes)
+                ratio, uncertainty = known or (PARTS_FORECAST if is_stock else FORECAST)
+                cannot_win = ratio / uncertainty >= 1 - (PARTS_MARGIN if is_stock else MARGIN)
+                if cannot_win and not (is_stock and others):
                     continue
                 tried = Sizes(self.measurement, candidate, dim, allowed, self.policy)
-                rests = {whole - size for way in others for size in way.workspaces} - {0} if is_stock else {}
+                rests = {whole - size for variant in others for size in variant.workspaces} - {0} if is_stock else {}
                 seconds, fitting = ratio * stock_seconds, tried.fitting(tried.all)
-                others.append(Way(dim, name, whole, fitting, seconds, doubt, tried.fitting(rests)))
+                others.append(Variant(dim, name, whole, fitting, seconds, uncertainty, tried.fitting(rests)))
             found += others
         return found
 
-    def teach(self, lessons: Lessons, exploration: Exploration) -> None:
-        """Notes what algorithms took, in units of torch's own kernel on the whole."""
-        teach(lessons, self.problem, self.measurement.logbook.environment, _ratios(exploration))
+    def note_times(self, relative_times: RelativeTimes, exploration: Exploration) -> None:
+        """Notes the times of algorithms, in units of torch's own kernel on the whole."""
+        note_times(relative_times, self.problem, self.measurement.logbook.environment, _ratios(exploration))
 
     def schedule(self, trial: Trial) -> Schedule:
         """What computes a trial."""
@@ -140,7 +144,7 @@ class Prospects:
         )
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
-        """The plan that exploring came to, with all that it knows of launches."""
+        """The plan that the exploration has settled on, with all known launches."""
         options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
         plan = replace(self.so_far(exploration), options=options, leader=None)
         if settled.division is not None:
@@ -182,7 +186,7 @@ class Prospects:
         self.measurement.logbook.settle(self.problem, self.terms, values)
 
     def kept(self) -> Plan | None:
-        """The plan that an earlier run came to under the same terms, if all of it is still there."""
+        """The plan that an earlier run found under the same terms, if all its algorithms are still available."""
         values = self.measurement.logbook.settlement(self.problem, self.terms)
         if values is None:
             return None
@@ -209,11 +213,11 @@ class Experience:
     """What earlier runs have found.
 
     Attributes:
-        lessons: what algorithms took.
+        relative_times: times of algorithms.
         shapes: directions and shapes of input and weight for which a plan may be on record.
     """
 
-    lessons: Lessons
+    relative_times: RelativeTimes
     shapes: frozenset[tuple[str, Shape, Shape]]
 
 
@@ -223,20 +227,22 @@ def experience(settlements: Iterable[tuple[dict[str, Any], dict[str, Any], Any]]
     Args:
         settlements: `Store.settlements()`.
     """
-    lessons, names, shapes = Lessons(), [field.name for field in fields(Environment)], set()
+    relative_times, names, shapes = RelativeTimes(), [field.name for field in fields(Environment)], set()
     for key, terms, values in settlements:
         if "ratios" not in values:
-            continue  # what was searched ahead
+            continue  # a plan that was measured ahead
         problem = ConvProblem.from_launch_key(key, terms["extent"])
-        teach(lessons, problem, Environment(**{name: key[name] for name in names}), values["ratios"])
+        note_times(relative_times, problem, Environment(**{name: key[name] for name in names}), values["ratios"])
         shapes.add((str(problem.direction), problem.input_shape, problem.w_shape))
-    return Experience(lessons, frozenset(shapes))
+    return Experience(relative_times, frozenset(shapes))
 
 
-def teach(lessons: Lessons, problem: ConvProblem, environment: Environment, ratios: Mapping[str, float]) -> None:
-    """Notes what algorithms took for a problem, in units of torch's own kernel on the whole."""
+def note_times(
+    relative_times: RelativeTimes, problem: ConvProblem, environment: Environment, ratios: Mapping[str, float]
+) -> None:
+    """Notes the times of algorithms for a problem, in units of torch's own kernel on the whole."""
     for algorithm, ratio in ratios.items():
-        lessons.add(_lesson(algorithm, problem, environment), _sizes(problem), ratio)
+        relative_times.add(_kind(algorithm, problem, environment), _sizes(problem), ratio)
 
 
 def _ratios(exploration: Exploration) -> dict[str, float]:
@@ -244,14 +250,14 @@ def _ratios(exploration: Exploration) -> dict[str, float]:
     return {name: seconds / stock_seconds for name, seconds in exploration.launches.fastest().items()}
 
 
-def _lesson(algorithm: str, problem: ConvProblem, environment: Environment) -> str:
-    """What is learnt together: times of one kind of product, which those of other kinds tell little of."""
+def _kind(algorithm: str, problem: ConvProblem, environment: Environment) -> str:
+    """The kind of product whose times are comparable; those of other kinds say little about it."""
     kind = problem.direction, problem.dims, problem.transposed, problem.dtype, *problem.formats
     return " ".join(map(str, (algorithm, *kind, environment)))
 
 
 def _sizes(problem: ConvProblem) -> tuple[float, ...]:
-    """What times depend on: samples, channels, filters, places, taps, stride and groups."""
+    """The numbers on which times depend: samples, channels, filters, places, taps, stride and groups."""
     places, taps = math.prod(problem.y_shape[2:]), math.prod(problem.w_shape[2:])
     channels, filters = problem.x_shape[1], problem.y_shape[1]
     return problem.extent, channels, filters, places, taps, math.prod(problem.stride), problem.groups

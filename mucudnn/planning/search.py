@@ -16,35 +16,35 @@ from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.store import Store
 
 PARTS_MARGIN = 0.15
-"""As `MARGIN`, for a division whose parts are all computed by torch's own kernel. The parts compute in the same way as
-the whole, so a small gain may only mean that caches and allocator were in a better state when they were timed."""
+"""As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
+so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
 
 ONCE, ONCE_IF_LONG, LONG = 1.7, 1.25, 0.005
-"""A first call of a convolution that takes more than so many times what would be of use is not repeated: what it does
-beside its work takes less, above all where a call takes more than `LONG` seconds."""
+"""A launch is timed once only if its first call takes more than so many times the time at which it could win. The
+warm-up within a first call takes less than that, above all where a call takes more than `LONG` seconds."""
 
-READYING = 0.025
-"""A first call that takes fewer seconds is repeated if nothing is known of the algorithm: what it readies for all later
-calls of the process may take ten times as long as its own work."""
+WARM_UP_SECONDS = 0.025
+"""As long as no launch of an algorithm is known, its first call is repeated if it takes fewer seconds: its warm-up,
+such as loading a library, may take ten times as long as the call's own work."""
 
-HOPELESS = 1.3
-"""If the parts that are timed first take more than so many times torch's time per sample, no other is timed."""
+MOST_TIMES_STOCK = 1.3
+"""Other parts are pruned if the parts that are timed first take more than so many times torch's time per sample."""
 
 BETWEEN = 1.1
-"""Per sample, a part is at most so many times as fast as the faster of the timed ones that are next to it in size, once
-the powers of two were timed that may win."""
+"""Once the promising powers of two are timed, a part is taken to be at most so many times as fast per sample as the
+faster of its two timed neighbours in size."""
 
 PATIENCE, CALLS = 20.0, 2
-"""Parts beyond those that are timed first are timed as long as that takes no more than so many times what torch's own
-kernel takes for the whole, for all algorithms of a problem together; a part is called so many times, as a rule."""
+"""Timing parts beyond the first ones may take, for all algorithms of a problem together, so many times the time of
+torch's own kernel on the whole. As a rule a part is called `CALLS` times."""
 
 LEAST_TRIED, ODD = 3, 2.0
-"""Until so many convolutions tell of an algorithm, its first size is timed if it may win were it so many times as fast
-as what they tell: a single time that is odd does not rule out all others."""
+"""Until times of so many convolutions are known for an algorithm, its first size is timed if it could win when `ODD`
+times as fast as these times predict: one outlier must not prune the algorithm everywhere."""
 
-VAGUE = 10.0
-"""An algorithm's first size is timed whatever is forecast of it with more doubt than this: such a forecast is carried
-far beyond what was timed, as from kernels of 3x3 to one of 31x31."""
+UNCERTAIN = 10.0
+"""An algorithm's first size is always timed if its forecast is more uncertain than this factor: such a forecast
+extrapolates far beyond the timed launches, such as from kernels of 3x3 to one of 31x31."""
 
 PROBE_SECONDS = 0.25
 
@@ -55,17 +55,17 @@ SHARE = 4
 class Search:
     """The launches of one problem that are worth timing.
 
-    Torch's own kernel on the whole always is. Of the others, those of which more is to be hoped come first, and one is
-    left out where it is nearly sure, by what similar launches took, that no division of it is faster than torch's own
+    Torch's own kernel on the whole is always timed. Of the others, those with the smallest lower bounds come first. A
+    launch is pruned if the times of similar launches make it nearly sure that no division with it beats torch's own
     kernel by the margin. As that kernel needs no workspace, this holds within any limit.
     """
 
     def __init__(self, measurement: Measurement, costs: Costs, allowed: float, policy: str) -> None:
         """
         Args:
-            costs: of the launches so far; those that are timed are added.
+            costs: the cost model; newly timed launches are added.
             allowed: bytes of workspace.
-            policy: the sizes of parts.
+            policy: which sizes of parts are tried.
         """
         self._measurement, self._costs = measurement, costs
         self._problem, self._allowed, self._policy = measurement.problem, allowed, policy
@@ -74,16 +74,16 @@ class Search:
         self._spent = 0.0
         self._add(STOCK, middle(self._problem, Dim.BATCH, self._problem.extent).problem, self._stock_seconds)
 
-    def hope(self, candidate: Candidate, dim: Dim) -> float:
-        """The least seconds that the whole may take by a candidate; 0 where nothing is known of it."""
+    def lower_bound(self, candidate: Candidate, dim: Dim) -> float:
+        """The least seconds that the whole may take by a candidate; 0 where no similar launch is known."""
         part = middle(self._problem, dim, max(1, extent(self._problem, dim) // 2))
         forecast = self._forecast(candidate[1], part.problem)
         return 0.0 if forecast is None else forecast.least * extent(self._problem, dim) / part.extent
 
     def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
-        """The candidate's launches along a dim that are worth timing, or known.
+        """The candidate's launches along a dim: those that are known, then those that are worth timing.
 
-        The workspace of a launch is asked for just before it would be timed: of cuDNN that takes milliseconds.
+        The workspace of a launch is queried just before it would be timed: cuDNN takes milliseconds to answer.
         """
         sizes = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
         if sizes.smallest is None:
@@ -112,36 +112,36 @@ class Search:
         stages: Sequence[Sequence[int]],
         seen: Mapping[int, float],
     ) -> int | None:
-        """The size that is timed next, of the first stage in which one may win; the first stage's in its order.
+        """The size to time next, from the first stage with a size that may win; the first stage keeps its order.
 
         Args:
             left: sizes that were not timed; those that cannot win are removed.
-            stages: sizes.
-            seen: seconds by the sizes that were timed.
+            stages: the sizes of each stage.
+            seen: {timed size: seconds}.
         """
         bar = self._bar(candidate[1])
         for number, stage in enumerate(stages):
             if number and not (self._is_promising(seen, dim) and self._spent <= PATIENCE * self._stock_seconds):
                 return None
-            hoped: dict[int, float] = {}
+            bounds: dict[int, float] = {}
             for size in filter(left.__contains__, stage):
                 if number < 2 or _between(size, seen) < bar * self._share(dim, size):
-                    hoped[size] = self._hoped(candidate, dim, size, number == 0 and size == stage[0])
-            left.difference_update(size for size, seconds in hoped.items() if seconds == math.inf)
-            wanted = [size for size in hoped if size in left]
+                    bounds[size] = self._lower_bound(candidate, dim, size, number == 0 and size == stage[0])
+            left.difference_update(size for size, seconds in bounds.items() if seconds == math.inf)
+            wanted = [size for size in bounds if size in left]
             if wanted:
-                return wanted[0] if number == 0 else min(wanted, key=lambda size: (hoped[size], -size))
+                return wanted[0] if number == 0 else min(wanted, key=lambda size: (bounds[size], -size))
         return None
 
     def chosen(self, candidate: Candidate, dim: Dim, sizes: Iterable[int]) -> Iterator[Option]:
-        """The candidate's launches of sizes that an earlier search came to."""
+        """The candidate's launches of sizes that an earlier search has chosen."""
         fitting = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
         for size in sizes:
             if fitting.fits(size):
                 yield from self._timed(candidate, dim, size)
 
     def _probes(self, sizes: Sizes, dim: Dim) -> Iterator[int]:
-        """What is timed first: a part of about 1/SHARE, or less where that takes long, and the smallest."""
+        """The sizes that are timed first: about 1/SHARE of the whole, less where that takes long, and the smallest."""
         whole = extent(self._problem, dim)
         enough = next((size for size in sizes.few if size * SHARE >= whole), whole)
         yield (
@@ -158,18 +158,18 @@ class Search:
         abandon = (ONCE_IF_LONG if most > LONG else ONCE) * most
         part = middle(self._problem, dim, size).problem
         if self._groups(candidate[1], part, 1) == 0:
-            abandon = max(abandon, READYING)
+            abandon = max(abandon, WARM_UP_SECONDS)
         option = self._measurement.option(candidate, dim, size, abandon, most)
         if option is not None:
             if is_new:
                 self._add(candidate[1], part, option.seconds)
             yield option
 
-    def _hoped(self, candidate: Candidate, dim: Dim, size: int, is_first: bool) -> float:
-        """The least seconds that the whole may take in parts of a size; infinite where those cannot win.
+    def _lower_bound(self, candidate: Candidate, dim: Dim, size: int, is_first: bool) -> float:
+        """The least seconds that the whole may take in parts of a size; infinite if such parts cannot win.
 
         Args:
-            is_first: whether it is the first size; that is timed all the same where little is known of its like.
+            is_first: whether this is the first size; it is timed all the same where few similar launches are known.
         """
         part = middle(self._problem, dim, size).problem
         forecast = self._forecast(candidate[1], part)
@@ -179,26 +179,26 @@ class Search:
         bar = self._bar(candidate[1]) * self._stock_seconds
         # Torch's own kernel is noted on the whole of each convolution.
         enough = 2 if candidate[1] == STOCK else 1
-        if is_first and forecast.doubt > VAGUE:
+        if is_first and forecast.uncertainty > UNCERTAIN:
             return least
         if is_first and least < ODD * bar and self._groups(candidate[1], part, enough) < LEAST_TRIED:
             return least
         return least if least < bar else math.inf
 
     def _groups(self, algorithm: str, part: ConvProblem, least: int) -> int:
-        """Of how many convolutions at least so many launches of the kind are known."""
+        """The number of convolutions with at least so many known launches of the kind."""
         return self._costs.groups(kind_of(algorithm, part, self._measurement.logbook.environment), least)
 
     def _is_promising(self, seen: Mapping[int, float], dim: Dim) -> bool:
-        return any(seconds <= HOPELESS * self._share(dim, size) for size, seconds in seen.items())
+        return any(seconds <= MOST_TIMES_STOCK * self._share(dim, size) for size, seconds in seen.items())
 
     def _share(self, dim: Dim, size: int) -> float:
-        """Seconds that torch's own kernel takes for so much of the whole."""
+        """Seconds of torch's own kernel on the whole, scaled down to a part of this size."""
         return self._stock_seconds * size / extent(self._problem, dim)
 
     @staticmethod
     def _bar(algorithm: str) -> float:
-        """What parts must take less than, in units of torch's own kernel, if they are to make a division that wins."""
+        """The time below which parts may form a winning division, in units of torch's own kernel."""
         return 1 - (PARTS_MARGIN if algorithm == STOCK else MARGIN)
 
     def _forecast(self, algorithm: str, part: ConvProblem) -> Forecast | None:
@@ -214,9 +214,9 @@ class Sizes:
     """The sizes of parts that a policy tries.
 
     Attributes:
-        all: ascending, whether they fit or not.
-        few: among these the powers of two, the whole and, along space, the even tiles; ascending.
-        smallest: of those that fit, among the powers of two and the whole; `None` where none does.
+        all: in ascending order, whether they fit or not.
+        few: of these, the powers of two, the whole and, along space, the even tiles; in ascending order.
+        smallest: the smallest power of two, or the whole, that fits; `None` where none does.
     """
 
     def __init__(self, measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str) -> None:
@@ -228,7 +228,7 @@ class Sizes:
         self.few: Sequence[int] = sorted(sizes.intersection(micro_batch_sizes("powerOfTwo", whole)))
         self.smallest = next(filter(self.fits, self.few), None)
         if dim is not Dim.BATCH and self.smallest is not None:
-            # Tiles overlap, so what fits is used to the full: in as few tiles as possible, of equal size.
+            # Tiles overlap, so the best use of the limit is as few tiles as possible, of equal size.
             most = self.largest(lambda size: True) or self.smallest
             largest = bisect_left(range(whole), True, lo=most + 1, key=lambda size: not self.fits(size)) - 1
             even = -(-whole // -(-whole // largest))
@@ -238,22 +238,22 @@ class Sizes:
         self.all = sorted(sizes)
 
     def fitting(self, sizes: Iterable[int]) -> dict[int, int]:
-        """The bytes that parts need of those sizes that are served within what is allowed."""
+        """{size: bytes of workspace}, for those of the sizes whose parts the candidate serves within the limit."""
         needs = {size: self._measurement.workspace(self._candidate, self._dim, size) for size in sizes}
         return {size: need for size, need in needs.items() if need is not None and need <= self._allowed}
 
     def fits(self, size: int) -> bool:
-        """Whether parts of a size are served within what is allowed."""
+        """Whether the candidate serves parts of a size within the limit."""
         workspace = self._measurement.workspace(self._candidate, self._dim, size)
         return workspace is not None and workspace <= self._allowed
 
     def largest(self, is_wanted: Callable[[int], bool]) -> int | None:
-        """The largest that is wanted and fits, among the few."""
+        """The largest of the few sizes that is wanted and fits."""
         return next((size for size in reversed(self.few) if is_wanted(size) and self.fits(size)), None)
 
 
 def _between(size: int, seen: Mapping[int, float]) -> float:
-    """The least seconds that a part may take, by those of the sizes next to it."""
+    """The least seconds that a part may take, from the timed sizes next to it."""
     below = max((other for other in seen if other < size), default=None)
     above = min((other for other in seen if other > size), default=None)
     rates = [seen[other] / other for other in (below, above) if other is not None]
@@ -261,7 +261,7 @@ def _between(size: int, seen: Mapping[int, float]) -> float:
 
 
 def costs_on_record(store: Store, environment: Environment) -> Costs:
-    """What a database knows of launches under an environment."""
+    """The cost model of the launches that a database holds for an environment."""
     costs, here = Costs(), environment.launch_key()
     for key, options in store.contents():
         if all(key[name] == value for name, value in here.items()):
@@ -274,13 +274,13 @@ def costs_on_record(store: Store, environment: Environment) -> Costs:
 
 
 def kind_of(algorithm: str, part: ConvProblem, environment: Environment) -> Hashable:
-    """What of a launch its time cannot be expected to follow smoothly."""
+    """The properties of a launch on which its time does not depend smoothly: one cost model for each combination."""
     dense = tuple(name == "channels_last" for name in part.formats)
     return algorithm, part.direction, part.dims, part.transposed, part.dtype, dense, environment
 
 
 def sizes_of(part: ConvProblem) -> tuple[float, ...]:
-    """What of a launch its time is expected to follow: the operations, the bytes, and what these are made of."""
+    """The numbers on which a launch's time depends smoothly: operations, elements, and what these are made of."""
     places, taps = math.prod(part.y_shape[2:]), math.prod(part.w_shape[2:])
     elements = sum(map(math.prod, (part.x_shape, part.w_shape, part.y_shape)))
     rows = math.e if "strided" in part.formats else 1.0

@@ -15,9 +15,9 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import Exploration, Key, Lessons, Purse, Trial
+from mucudnn.optimizer import Exploration, Key, OverheadBudget, RelativeTimes, Trial
 from mucudnn.planning.prospects import Prospects, is_too_short
-from mucudnn.planning.tryout import Tryout
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
@@ -44,16 +44,16 @@ class Budget:
     """What all live planning of a session may cost.
 
     Attributes:
-        purse: seconds on the device.
+        overhead: seconds on the device.
         lock: of everything that planning decides; no convolution runs under it.
-        lessons: what algorithms took for convolutions that are settled.
+        relative_times: what algorithms took for convolutions that are settled.
         preparing: seconds that it takes to find out what there is to try for a convolution.
     """
 
-    def __init__(self, lessons: Lessons) -> None:
-        self.purse = Purse()
+    def __init__(self, relative_times: RelativeTimes) -> None:
+        self.overhead = OverheadBudget()
         self.lock = threading.RLock()
-        self.lessons = lessons
+        self.relative_times = relative_times
         self.preparing = PREPARING_SECONDS
         self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
         self._pace: Recent[Hashable, float] = Recent(MOST_LAYERS)
@@ -71,7 +71,7 @@ class Budget:
         """Notes, and pays, what it took to find out what there is to try."""
         self._preparing.append(seconds)
         self.preparing = statistics.median(self._preparing)
-        self.purse.count(0, seconds)
+        self.overhead.count(0, seconds)
 
 
 class Explored:
@@ -103,7 +103,7 @@ class Explored:
         self._stock: list[float] = []
         self._exploration: Exploration | None = None
         self._pending: list[tuple[Trial, Stopwatch]] = []
-        self._tryout = Tryout(prospects, strides)
+        self._runner = TrialRunner(prospects, strides)
         self.fixed: FixedLimit | None = None
         kept = prospects.kept()
         if kept is not None:
@@ -159,29 +159,31 @@ class Explored:
         else:
             start = time.perf_counter()
             trial = shared_out(exploration, self._pool)
-            self._budget.purse.count(0, time.perf_counter() - start)
+            self._budget.overhead.count(0, time.perf_counter() - start)
         if trial is None and exploration.settled is None:
-            self._budget.purse.count(exploration.baseline_seconds)
+            self._budget.overhead.count(exploration.baseline_seconds)
         self._settle(exploration)
         return trial
 
     def _consider(self, stock_seconds: float) -> None:
         """Begins to explore, if that is worth what it takes."""
-        purse, preparing = self._budget.purse, self._budget.preparing
-        purse.count(self._uncounted * stock_seconds)
+        overhead, preparing = self._budget.overhead, self._budget.preparing
+        overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
         if is_too_short(stock_seconds):
             self.fixed = FixedLimit(self._prospects.stock(stock_seconds), self._strides)
-        elif is_worth(self._calls, stock_seconds, preparing) and purse.grants(preparing):
+        elif is_worth(self._calls, stock_seconds, preparing) and overhead.grants(preparing):
             self._prepare()
         else:
             self._calls += 1
-            purse.count(stock_seconds)
+            overhead.count(stock_seconds)
 
     def _prepare(self) -> None:
         start = time.perf_counter()
         budget = self._budget
-        self._exploration = self._prospects.exploration(self._stock, budget.purse, budget.lessons, self._launches)
+        self._exploration = self._prospects.exploration(
+            self._stock, budget.overhead, budget.relative_times, self._launches
+        )
         budget.prepared(time.perf_counter() - start)
 
     def _settle(self, exploration: Exploration) -> None:
@@ -189,9 +191,9 @@ class Explored:
             start = time.perf_counter()
             plan = self._prospects.found(exploration, exploration.settled)
             self.fixed = FixedLimit(plan, self._strides, self._device.is_asynchronous)
-            self._prospects.teach(self._budget.lessons, exploration)
+            self._prospects.note_times(self._budget.relative_times, exploration)
             self._prospects.keep(plan, exploration)
-            self._budget.purse.count(0, time.perf_counter() - start)
+            self._budget.overhead.count(0, time.perf_counter() - start)
 
     def _read(self) -> None:
         """Learns from the calls that are done."""
@@ -207,7 +209,7 @@ class Explored:
                     self._prospects.keep_stock(sum(laps))
                 self._calls += 1
                 self._stock.append(sum(laps))
-                self._budget.purse.count(sum(laps))
+                self._budget.overhead.count(sum(laps))
             else:
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
                 if trial.by_launch and self._pool is not None:
@@ -215,26 +217,26 @@ class Explored:
                     self._pool.tell(trial, known, self._exploration.baseline_seconds)
                 if trial.by_launch:
                     # Others learn at once: where shapes change, none may be explored to the end for long.
-                    self._prospects.teach(self._budget.lessons, self._exploration)
+                    self._prospects.note_times(self._budget.relative_times, self._exploration)
 
     def _checked(self, seconds: float) -> None:
         """Notes what checking a result took, and pays what that is beyond one call of torch's own kernel."""
         with self._budget.lock:
-            self._budget.purse.count(min(seconds, *self._stock, math.inf), seconds)
+            self._budget.overhead.count(min(seconds, *self._stock, math.inf), seconds)
             if self._exploration is not None:
                 self._exploration.lost += seconds
 
     def _try(self, trial: Trial, call: Call) -> torch.Tensor | None:
-        before = self._tryout.checking
+        before = self._runner.checking
         try:
-            result, watch = self._tryout.run(trial, call.operands())
+            result, watch = self._runner.run(trial, call.operands())
         except LaunchError as error:
             with self._budget.lock:
                 if self._exploration is not None:
                     self._exploration.fail(trial, error.algorithm, error.extent)
             return None
         finally:
-            self._checked(self._tryout.checking - before)
+            self._checked(self._runner.checking - before)
         with self._budget.lock:
             self._pending.append((trial, watch))
             if not self._device.is_asynchronous:

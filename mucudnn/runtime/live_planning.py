@@ -49,7 +49,7 @@ class LivePlanning:
         self._is_chosen, self._board = settings.planning == "live", board
         self._policy, self._planner_for, self._planner_on = settings.policy, planner_for, planner_on
         known = experience(store.settlements())
-        self._budget, self._shapes = Budget(known.lessons), known.shapes
+        self._budget, self._shapes = Budget(known.relative_times), known.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
         # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.

@@ -25,7 +25,7 @@ from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 from mucudnn.runtime.live_planning import LivePlanning
 from mucudnn.runtime.live_total import LiveTotal
-from mucudnn.runtime.own_or_alike import OwnOrAlike
+from mucudnn.runtime.local_or_shared import LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -77,15 +77,17 @@ class Session:
             self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
-    def marks_own_work(self, device_type: str) -> bool:
-        """Whether it matters which convolutions no other process computes too, on such devices."""
+    def marks_local_work(self, device_type: str) -> bool:
+        """Whether plans on such devices depend on which convolutions are local work."""
         if self._board is None:
             return False
         return not self._is_by_convolution or (self._live is not None and self._live.serves(device_type))
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
-        """Whether nothing is decided before a convolution's next call, so that torch computes this one: so it may be
-        where planning is live. Budgets and totals count every call, and ranks are to do so alike."""
+        """Whether a convolution is decided only at its next call, so that torch computes this one.
+
+        This is so under live planning alone, in one process: budgets and totals count every call, and all ranks must
+        count the same."""
         live = self._live_on(device)
         if live is None or not self._is_by_convolution or self._board is not None:
             return False
@@ -145,18 +147,18 @@ class Session:
             found = self._made[key] = live.live(self._site, key, call)
             return found
         exploring = live.live(live.site(self.settings.workspace_limit, lambda key: None), key, call)
-        either = self._made[key] = OwnOrAlike(exploring, self._alike)
+        either = self._made[key] = LocalOrShared(exploring, self._shared_plan)
         return either
 
     def _apart(self, decision: Decision | None) -> Decision | None:
-        """A decision that depends on this process's own memory or total, for its own work where there are others.
+        """A decision that depends on this process's memory or total, restricted to local work in a job of several.
 
-        Another process may decide otherwise. So torch's own kernel computes what several of them compute alike.
+        Another process may decide differently. So torch's own kernel computes what several of them compute.
         """
-        return decision if decision is None or self._board is None else OwnOrAlike(decision, lambda call: None)
+        return decision if decision is None or self._board is None else LocalOrShared(decision, lambda call: None)
 
     def _live_on(self, device: torch.device) -> LivePlanning | None:
-        """What explores the convolutions of a device on their calls; `None` where they are measured ahead."""
+        """The live planning of a device; `None` where its convolutions are measured ahead."""
         return self._live if self._live is not None and self._live.reaches(device) else None
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
@@ -172,7 +174,7 @@ class Session:
         """Leaves a convolution to torch's own kernel."""
         self.decisions[key] = None
 
-    def _alike(self, call: Call) -> FixedLimit | None:
+    def _shared_plan(self, call: Call) -> FixedLimit | None:
         """The plan on which all ranks agree for a call; `None` where torch's own kernel computes it."""
         with self._lock:
             try:

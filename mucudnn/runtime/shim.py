@@ -16,7 +16,7 @@ from mucudnn.devices import SERVED, Device, Host
 from mucudnn.providers import stock_kernel
 from mucudnn.runtime.session import Session
 
-_UNMET: Any = object()
+_UNDECIDED: Any = object()
 _GRADIENTS = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -45,9 +45,9 @@ def current() -> Session | None:
     return _session
 
 
-def marks_own_work(device_type: str) -> bool:
-    """Whether it matters which convolutions no other process computes too, on such devices: see `own_work`."""
-    return _session is not None and _session.marks_own_work(device_type)
+def marks_local_work(device_type: str) -> bool:
+    """Whether plans on such devices depend on which convolutions are local work: see `local_work`."""
+    return _session is not None and _session.marks_local_work(device_type)
 
 
 def _register() -> torch.library.Library:
@@ -88,10 +88,10 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
             key = (forward, _look(input), _look(weight), geometry, switches())
-            decision = session.decisions.get(key, _UNMET)
-            if decision is not None and not (decision is _UNMET and session.awaits(key, input.device)):
+            decision = session.decisions.get(key, _UNDECIDED)
+            if decision is not None and not (decision is _UNDECIDED and session.awaits(key, input.device)):
                 call = Call(forward, input, weight, bias, None, *geometry)
-                if decision is _UNMET:
+                if decision is _UNDECIDED:
                     decision = session.decide(key, call)
                 result = None if decision is None else decision.run(call)
                 if result is not None:
@@ -145,8 +145,8 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
         decided: dict[Direction, Any] = {}
         for direction, is_wanted in zip(_GRADIENTS, output_mask, strict=False):
             if is_wanted:
-                decision = session.decisions.get((direction, *looks), _UNMET)
-                awaits = decision is _UNMET and session.awaits((direction, *looks), input.device)
+                decision = session.decisions.get((direction, *looks), _UNDECIDED)
+                awaits = decision is _UNDECIDED and session.awaits((direction, *looks), input.device)
                 if decision is not None and not awaits:
                     decided[direction] = decision
         if not decided:
@@ -173,7 +173,7 @@ class _Gradients:
         """The gradients of input, weight and bias that are asked for.
 
         Args:
-            decided: by direction; `_UNMET` for what is to be decided now.
+            decided: by direction; `_UNDECIDED` for what is to be decided now.
             looks: what the session knows the directions by.
         """
         found, left = self._found, self._left
@@ -184,7 +184,7 @@ class _Gradients:
             before = self._input_gradient if place == 1 and left[0] else None
             by_torch = self._weight_gradient if place == 1 else None
             call = replace(self._call, direction=direction, before=before, by_torch=by_torch)
-            if decision is _UNMET:
+            if decision is _UNDECIDED:
                 decision = session.decide((direction, *looks), call)
             found[place] = None if decision is None else decision.run(call)
             left[place] = found[place] is None

@@ -17,12 +17,12 @@ import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
 from mucudnn.convolution.call import Call
-from mucudnn.optimizer import Purse
+from mucudnn.optimizer import OverheadBudget
 from mucudnn.planning import planner
 from mucudnn.providers import stock_call
 from mucudnn.runtime import explored, live
 from mucudnn.runtime.live_total import LiveTotal
-from mucudnn.runtime.own_work import is_own_work
+from mucudnn.runtime.local_work import is_local_work
 from mucudnn.runtime.shared_total import SharedTotal
 from mucudnn.runtime.step_budget import StepBudget
 from mucudnn.timing.measurement import Measurement
@@ -77,7 +77,7 @@ def within(prefix: str, partition: str, limit: str, planning: str) -> dict[str, 
 
     def watched(run: Callable[[Any, Call], Tensor | None]) -> Callable[[Any, Call], Tensor | None]:
         def watching(decision: Any, call: Call) -> Tensor | None:
-            served.append(is_own_work())
+            served.append(is_local_work())
             result = run(decision, call)
             if dist.get_rank() % 2:
                 result = (stock_call(call) if result is None else result).mul_(1 + 1e-12)
@@ -86,7 +86,7 @@ def within(prefix: str, partition: str, limit: str, planning: str) -> dict[str, 
         return watching
 
     with MonkeyPatch.context() as eager:
-        eager.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+        eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
         eager.setattr(explored, "WORTH", 0)
         eager.setattr(planner, "LEAST_SECONDS", 0.0)
         if planning == "ahead":

@@ -17,9 +17,9 @@ from torch.nn import functional
 import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
-from mucudnn.optimizer import Key, Purse, Trial
+from mucudnn.optimizer import Key, OverheadBudget, Trial
 from mucudnn.planning import planner
-from mucudnn.planning.tryout import Tryout
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.runtime import explored, live, live_planning, pooled_launches
 from mucudnn.runtime.pooled_launches import PooledLaunches
 
@@ -77,9 +77,9 @@ def explored_by_all(prefix: str, partition: str) -> dict[str, Any]:
     board = StoreBoard(dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
     mesh = distconv.init(partition, device_type="cpu")
     with MonkeyPatch.context() as eager:
-        eager.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+        eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
         eager.setattr(explored, "WORTH", math.inf if dist.get_rank() % 2 else 0)
-        eager.setattr(Tryout, "run", rounded_otherwise(Tryout.run))
+        eager.setattr(TrialRunner, "run", rounded_otherwise(TrialRunner.run))
         for module in (live, explored):
             eager.setattr(module, "is_too_short", lambda seconds: False)
         eager.setattr(planner, "LEAST_SECONDS", 0.0)
@@ -127,7 +127,7 @@ def shared_out(prefix: str) -> list[tuple[Any, ...]]:
             return is_ours
 
     with MonkeyPatch.context() as eager:
-        eager.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+        eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
         eager.setattr(explored, "WORTH", 0)
         eager.setattr(pooled_launches, "PATIENCE", math.inf)
         eager.setattr(live_planning, "PooledLaunches", Noted)

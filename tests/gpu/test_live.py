@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mucudnn
-from mucudnn.optimizer import Purse
+from mucudnn.optimizer import OverheadBudget
 from mucudnn.planning import planner
 from mucudnn.runtime import explored, live
 
@@ -28,7 +28,7 @@ STEPS = 60
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is granted and nothing is too short, so that small tensors are explored at once."""
-    monkeypatch.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+    monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
     monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(explored, "WORTH", 0)
     for module in (live, explored):

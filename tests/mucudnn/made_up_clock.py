@@ -10,7 +10,7 @@ import torch
 
 from mucudnn.convolution.tile import Part
 from mucudnn.devices import Host
-from mucudnn.planning import tryout
+from mucudnn.planning import trial_runner
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
@@ -33,14 +33,14 @@ class MadeUp:
         self.read = 0
         for name, provider in {"stock": Stock, "fft": Fft, "gemm": Gemm}.items():
             monkeypatch.setattr(provider, "launch", self._launch(name, provider.launch))
-        own, of_call = tryout.stock_result, live.stock_call
+        own, of_call = trial_runner.stock_result, live.stock_call
 
         def stock_result(*arguments: Any) -> torch.Tensor:
             self.now += STOCK_SECONDS
             return of_call(*arguments) if len(arguments) == 1 else own(*arguments)
 
         monkeypatch.setattr(live, "stock_call", stock_result)
-        monkeypatch.setattr(tryout, "stock_result", stock_result)
+        monkeypatch.setattr(trial_runner, "stock_result", stock_result)
         monkeypatch.setattr(Host, "stopwatch", lambda device: Watch(self))
         # The host's own work takes real time, which is none of this clock's.
         monkeypatch.setattr(exploring.time, "perf_counter", lambda: 0.0)

@@ -54,8 +54,8 @@ def test_what_is_to_be_the_same_every_time_is_measured_ahead(monkeypatch: pytest
 def test_a_gpus_convolutions_are_explored_only_where_that_is_asked_for() -> None:
     for planning, on_gpu in ("auto", False), ("live", True), ("ahead", False):
         session = Session(Settings.from_environment({}, planning=planning, database=":memory:"), Alone())
-        assert session.marks_own_work("cuda") is on_gpu
-        assert session.marks_own_work("cpu") is (planning != "ahead")
+        assert session.marks_local_work("cuda") is on_gpu
+        assert session.marks_local_work("cpu") is (planning != "ahead")
         session.close()
 
 
@@ -71,7 +71,7 @@ def test_that_a_budget_is_one_rank_s_own_is_told(
         (notice,) = session.outcome().notices
         assert notice.startswith(start) and "several ranks compute alike are torch's own" in notice
         assert notice in caplog.messages
-        assert session.marks_own_work("cpu")
+        assert session.marks_local_work("cpu")
     with mucudnn.patched(database=":memory:", **settings) as session:  # type: ignore[arg-type]
         assert not session.outcome().notices
 

@@ -75,7 +75,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     return plan
 
 
-def test_of_a_hopeless_algorithm_few_plans_are_made(planned: Any) -> None:
+def test_of_a_algorithm_that_cannot_win_few_plans_are_made(planned: Any) -> None:
     card = SimulatedCard()
     timed = planned(card, "eng1")
     assert timed.count("eng1") >= 64

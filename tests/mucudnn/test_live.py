@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.convolution.tile import Part
-from mucudnn.optimizer import Purse
+from mucudnn.optimizer import OverheadBudget
 from mucudnn.planning import planner
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
@@ -29,7 +29,7 @@ from mucudnn.timing.schedule import Schedule
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is granted and nothing is too short, so that small tensors are explored at once."""
-    monkeypatch.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+    monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
     monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(exploring, "WORTH", 0)
     for module in (live, exploring):

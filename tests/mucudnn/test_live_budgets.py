@@ -13,7 +13,7 @@ from test_shared_total import network as four_layers
 from test_step_budget import Program
 
 import mucudnn
-from mucudnn.optimizer import Purse
+from mucudnn.optimizer import OverheadBudget
 from mucudnn.runtime import explored as exploring
 from mucudnn.runtime import live
 
@@ -23,7 +23,7 @@ KIB = 2**10
 @pytest.fixture
 def fast_fft(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
     """An algorithm that takes a tenth of what torch's own kernel takes, so that workspace is worth having."""
-    monkeypatch.setattr(Purse, "grants", lambda purse, seconds, **named: True)
+    monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
     monkeypatch.setattr(exploring, "WORTH", 0)
     return MadeUp(monkeypatch, fft=0.1)
 

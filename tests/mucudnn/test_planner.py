@@ -12,7 +12,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.convolution.tile import Part
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
-from mucudnn.planning.search import PATIENCE, READYING
+from mucudnn.planning.search import PATIENCE, WARM_UP_SECONDS
 from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.settings import Settings
 from mucudnn.timing import clock
@@ -160,7 +160,7 @@ def test_a_long_call_that_was_made_anyway_is_not_repeated(
     assert [arguments[-1] for arguments in calls] == [first] * again, "calls may still become faster than it"
 
 
-def test_a_hopeless_algorithm_is_measured_once(machine: Machine) -> None:
+def test_a_algorithm_that_cannot_win_is_measured_once(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 10.0 * extent
     assert plan(machine, 16, math.inf, "all").is_stock
     assert machine.launches == [("fast", (4,))]
@@ -223,12 +223,12 @@ def test_small_kernels_rule_no_algorithm_out_for_a_far_larger_one(machine: Machi
     assert {option.algorithm for option in found.division.options} == {"fast"}
 
 
-@pytest.mark.parametrize(("readying", "calls"), [(0.9 * READYING, 2), (1.1 * READYING, 1)])
-def test_what_the_first_call_of_all_readies_does_not_count(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, readying: float, calls: int
+@pytest.mark.parametrize(("warm_up", "calls"), [(0.9 * WARM_UP_SECONDS, 2), (1.1 * WARM_UP_SECONDS, 1)])
+def test_the_warm_up_of_the_very_first_call_does_not_count(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, warm_up: float, calls: int
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "STOCK_SECONDS", 0.004)
-    took = iter([readying])
+    took = iter([warm_up])
     machine.seconds["fast"] = lambda extent: next(took, 0.0001 * extent)
     found = plan(machine, 16, math.inf)
     assert found.is_stock is (calls == 1), "a part of four samples takes 0.4 ms, of torch's own kernel 1 ms"

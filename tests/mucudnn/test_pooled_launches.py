@@ -7,7 +7,7 @@ import math
 import pytest
 from test_board import Shared
 
-from mucudnn.optimizer import Exploration, Key, Purse, Trial, Way
+from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial, Variant
 from mucudnn.runtime.explored import shared_out
 from mucudnn.runtime.pooled_launches import PATIENCE, PooledLaunches
 
@@ -26,9 +26,11 @@ class Process:
 
     def __init__(self, board: Shared, slow: float = 1.0) -> None:
         self.slow, self.tried = slow, list[Key]()
-        ways = [Way("batch", name, 8, SIZES, 0.9 * slow, 50.0) for name in ("fft", "gemm", "onednn")]
-        ways.append(Way("batch", "stock", 8, {1: 0, 2: 0, 4: 0}, 1.0 * slow, 1.5, dict.fromkeys(range(1, 8), 0)))
-        self.exploration = Exploration("stock", [slow] * 2, ways, Purse(math.inf), (0.05, 0.15))
+        variants = [Variant("batch", name, 8, SIZES, 0.9 * slow, 50.0) for name in ("fft", "gemm", "onednn")]
+        variants.append(
+            Variant("batch", "stock", 8, {1: 0, 2: 0, 4: 0}, 1.0 * slow, 1.5, dict.fromkeys(range(1, 8), 0))
+        )
+        self.exploration = Exploration("stock", [slow] * 2, variants, OverheadBudget(math.inf), (0.05, 0.15))
         self.pool = PooledLaunches(board, {"problem": "one"}, "stock")
         self.failing = ""
 

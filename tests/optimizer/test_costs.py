@@ -52,8 +52,8 @@ def test_one_launch_tells_vaguely_of_others() -> None:
     assert same is not None and larger is not None and other is not None
     assert same.seconds == pytest.approx(0.01, rel=1e-3)
     assert larger.seconds == pytest.approx(0.02, rel=1e-2), "time grows with the first size"
-    assert 1 < same.doubt < larger.doubt < other.doubt
-    assert other.doubt > 3, "what a hundredfold size does is unknown"
+    assert 1 < same.uncertainty < larger.uncertainty < other.uncertainty
+    assert other.uncertainty > 3, "what a hundredfold size does is unknown"
 
 
 @pytest.mark.parametrize(("known", "members"), [(3, 3), (12, 3), (30, 1)])
@@ -68,7 +68,7 @@ def test_launches_hardly_take_less_than_is_forecast(known: int, members: int) ->
         forecast = costs.forecast("fft", known, sizes)
         assert forecast is not None
         less += seconds < forecast.least
-        widths.append(forecast.doubt)
+        widths.append(forecast.uncertainty)
     assert less <= 22, "84 of 100 are promised"
     if known > 3:
         assert sorted(widths)[50] < 1.9, "a forecast that says nothing is never wrong either"
@@ -82,8 +82,8 @@ def test_launches_of_the_same_group_tell_most() -> None:
     _, sizes, seconds = launches[-1]
     own, stranger = costs.forecast("fft", 11, sizes), costs.forecast("fft", 99, sizes)
     assert own is not None and stranger is not None
-    assert own.doubt < 1.5 < stranger.doubt
-    assert own.doubt**-2 < own.seconds / seconds < own.doubt**2
+    assert own.uncertainty < 1.5 < stranger.uncertainty
+    assert own.uncertainty**-2 < own.seconds / seconds < own.uncertainty**2
 
 
 def test_a_launch_that_was_disturbed_does_not_spoil_the_others() -> None:

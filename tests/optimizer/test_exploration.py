@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mucudnn.optimizer import Exploration, Option, Purse, Trial, Way, best_division
-from mucudnn.optimizer.purse import RATE
+from mucudnn.optimizer import Exploration, Option, OverheadBudget, Trial, Variant, best_division
+from mucudnn.optimizer.overhead_budget import RATE
 
 MARGINS = 0.05, 0.15
 STOCK = "stock"
@@ -65,19 +65,21 @@ class Machine:
         return division.seconds, MARGINS[{option.algorithm for option in division.options} == {STOCK}]
 
 
-def ways(machine: Machine, forecast: Callable[[str], tuple[float, float]]) -> list[Way]:
+def variants(machine: Machine, forecast: Callable[[str], tuple[float, float]]) -> list[Variant]:
     found = []
     for name, sizes in machine.seconds.items():
         fitting = {size: 0 for size in sizes if name != STOCK or size < EXTENT}
         rests = {size: 0 for size in range(1, EXTENT)} if name == STOCK else {}
-        found.append(Way("batch", name, EXTENT, fitting, *forecast(name), rests=rests))
+        found.append(Variant("batch", name, EXTENT, fitting, *forecast(name), rests=rests))
     return found
 
 
-def explored(machine: Machine, calls: int = 3000, doubt: float = 50.0) -> tuple[Exploration, list[float], float]:
+def explored(machine: Machine, calls: int = 3000, uncertainty: float = 50.0) -> tuple[Exploration, list[float], float]:
     """An exploration that has come to its end, the seconds of its calls, and the largest excess of one of them."""
-    purse = Purse()
-    exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, ways(machine, lambda name: (1.5, doubt)), purse, MARGINS)
+    overhead = OverheadBudget()
+    exploration = Exploration(
+        STOCK, [STOCK_SECONDS] * 2, variants(machine, lambda name: (1.5, uncertainty)), overhead, MARGINS
+    )
     seconds, excess = [], 0.0
     for _ in range(calls):
         trial = exploration.trial()
@@ -85,7 +87,7 @@ def explored(machine: Machine, calls: int = 3000, doubt: float = 50.0) -> tuple[
             total = machine.noisy(STOCK_SECONDS) if exploration.settled is None else math.nan
             if exploration.settled is not None:
                 break
-            purse.count(exploration.baseline_seconds, total)
+            overhead.count(exploration.baseline_seconds, total)
         else:
             launches = [machine.noisy(exact) for exact in machine.exact(trial)]
             total = sum(launches) + (0 if trial.by_launch else machine.between * (len(launches) - 1))
@@ -158,15 +160,17 @@ def test_what_is_lost_has_its_bound_at_every_call(seed: int, noise: float, betwe
 def test_a_debt_is_paid_by_what_is_known_to_be_faster() -> None:
     seconds = {"gemm": dict.fromkeys(SIZES, 0.8 / EXTENT), "fft": dict.fromkeys(SIZES, 20.0 / EXTENT)}
     machine = Machine({STOCK: dict.fromkeys(SIZES[:3], 2.0 / EXTENT), **seconds}, 0.0)
-    purse = Purse()
-    exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, ways(machine, lambda name: (0.9, 50.0)), purse, MARGINS)
+    overhead = OverheadBudget()
+    exploration = Exploration(
+        STOCK, [STOCK_SECONDS] * 2, variants(machine, lambda name: (0.9, 50.0)), overhead, MARGINS
+    )
     paid = 0
     while exploration.settled is None and len(exploration.launches.seconds) < 20:
         trial = exploration.trial()
         if trial is None:
-            purse.count(STOCK_SECONDS)
+            overhead.count(STOCK_SECONDS)
             continue
-        if purse.balance < -STOCK_SECONDS and trial.by_launch and trial.division is not None:
+        if overhead.balance < -STOCK_SECONDS and trial.by_launch and trial.division is not None:
             timed = set(exploration.launches.seconds)
             assert all((trial.dim, o.algorithm, o.extent) in timed for o in trial.division.options)
             assert trial.division.seconds < STOCK_SECONDS
@@ -185,7 +189,7 @@ def test_a_large_gain_is_found_at_once() -> None:
     assert max(seconds[waited + 1 :]) < 0.1, "torch's own kernel is not called again"
 
 
-def test_what_is_hopeless_is_tried_once() -> None:
+def test_what_cannot_win_is_tried_once() -> None:
     slow = {size: 10.0 / EXTENT for size in SIZES}
     machine = Machine({STOCK: dict.fromkeys(SIZES[:3], 1.0), "gemm": slow}, 0.03)
     exploration, _, _ = explored(machine)
@@ -195,14 +199,14 @@ def test_what_is_hopeless_is_tried_once() -> None:
 
 def test_what_the_forecast_rules_out_is_never_tried() -> None:
     machine = Machine({"gemm": {size: 10.0 / EXTENT for size in SIZES}}, 0.03)
-    exploration, seconds, _ = explored(machine, doubt=1.2)
+    exploration, seconds, _ = explored(machine, uncertainty=1.2)
     assert exploration.tried == 0 and seconds == []
 
 
 def test_what_fails_is_left_out_and_the_next_best_wins() -> None:
     machine = Machine({"fft": {1: 0.05, 2: 0.05, 4: 0.05, 8: 0.01}, "gemm": {1: 0.06, 2: 0.06, 4: 0.06, 8: 0.06}}, 0.0)
-    purse = Purse()
-    exploration = Exploration(STOCK, [STOCK_SECONDS], ways(machine, lambda name: (0.5, 50.0)), purse, MARGINS)
+    overhead = OverheadBudget()
+    exploration = Exploration(STOCK, [STOCK_SECONDS], variants(machine, lambda name: (0.5, 50.0)), overhead, MARGINS)
     for _ in range(200):
         trial = exploration.trial()
         if trial is None:
@@ -217,12 +221,12 @@ def test_what_fails_is_left_out_and_the_next_best_wins() -> None:
 
 
 def test_a_debt_is_paid_before_anything_else_is_granted() -> None:
-    purse = Purse(rate=0.5)
-    assert purse.grants(0.0) and not purse.grants(0.1)
-    purse.count(1.0)
-    assert purse.grants(0.5) and not purse.grants(0.6)
-    purse.count(1.0, 3.0)
-    assert purse.balance == -1.0 and not purse.grants(-0.9) and purse.grants(-1.0)
-    assert purse.grants(-0.1, is_known=True) and not purse.grants(0.1, is_known=True)
-    purse.count(1.0, 0.0)
-    assert purse.grants(0.5)
+    overhead = OverheadBudget(rate=0.5)
+    assert overhead.grants(0.0) and not overhead.grants(0.1)
+    overhead.count(1.0)
+    assert overhead.grants(0.5) and not overhead.grants(0.6)
+    overhead.count(1.0, 3.0)
+    assert overhead.balance == -1.0 and not overhead.grants(-0.9) and overhead.grants(-1.0)
+    assert overhead.grants(-0.1, is_known=True) and not overhead.grants(0.1, is_known=True)
+    overhead.count(1.0, 0.0)
+    assert overhead.grants(0.5)

@@ -35,8 +35,8 @@ from distconv.transfer.exchange import Exchange
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 from mucudnn.convolution.geometry import Interval, length
-from mucudnn.runtime.own_work import OwnWork
-from mucudnn.runtime.shim import marks_own_work
+from mucudnn.runtime.local_work import LocalWork
+from mucudnn.runtime.shim import marks_local_work
 
 
 def _plan_of(
@@ -78,8 +78,8 @@ def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Se
 
 def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's y, from its x and its block of the weight. Collective over the axes that the plan exchanges along."""
-    if plan.is_own and marks_own_work(x.device.type):
-        with OwnWork():
+    if plan.is_own and marks_local_work(x.device.type):
+        with LocalWork():
             return _convolved(plan, x, weight, bias)
     return _convolved(plan, x, weight, bias)
 
@@ -112,8 +112,8 @@ def convolution_gradients(
     plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those asked for of this rank's dL/dx and of its shares of dL/dweight and dL/dbias. Collective, too."""
-    if plan.is_own and marks_own_work(x.device.type):
-        with OwnWork():
+    if plan.is_own and marks_local_work(x.device.type):
+        with LocalWork():
             return _convolution_gradients(plan, grad, x, weight, mask)
     return _convolution_gradients(plan, grad, x, weight, mask)
 

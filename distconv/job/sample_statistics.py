@@ -24,7 +24,7 @@ from distconv.reading.statistic import Statistic, identity
 from distconv.reading.view import Region
 
 
-class Together:
+class SampleStatistics:
     """What is known of the statistics of samples, and how ranks find those that are not.
 
     Each rank reads its slab. One of the ranks with the sample, another one for the next array, gets all slabs, and

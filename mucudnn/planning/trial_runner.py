@@ -1,4 +1,4 @@
-"""Tryout: trials of one problem, run and timed on any operands."""
+"""Trial runner: runs and times the trials of one problem on any operands."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Dim, Shape
 from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import Lessons, Purse, Trial
+from mucudnn.optimizer import OverheadBudget, RelativeTimes, Trial
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.prospects import Prospects, is_too_short
 from mucudnn.providers import stock_result
 from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, check
 
 STOCK_CALLS = 3
-"""Calls of torch's own kernel before anything else is rehearsed; the first does more than the others."""
+"""Calls of torch's own kernel before anything else is tried; the first one warms up."""
 
 
-class Tryout:
-    """What computes the trials of a problem, each of which is checked when it computes for the first time.
+class TrialRunner:
+    """Computes the trials of a problem, and checks the result of each division at its first trial.
 
     Attributes:
-        checking: seconds that this took so far.
+        checking: seconds that the checks have taken so far.
     """
 
     def __init__(self, prospects: Prospects, strides: Shape) -> None:
@@ -41,10 +41,10 @@ class Tryout:
         self.checking = 0.0
 
     def run(self, trial: Trial, given: Operands) -> tuple[torch.Tensor, Stopwatch]:
-        """The problem's result by a trial, and the stopwatch that tells what it took.
+        """The problem's result by a trial, and the stopwatch of the call.
 
         Args:
-            given: what is read; nothing of it is written.
+            given: the operands; they are only read.
 
         Raises:
             LaunchError: where an algorithm fails, computes something wrong, or would exceed the limit.
@@ -117,28 +117,28 @@ class Tryout:
         return self._schedules[key]
 
 
-def rehearsed(prospects: Prospects, lessons: Lessons) -> Plan:
-    """The plan that live planning would come to, by calls that nothing but this makes."""
+def plan_by_trials(prospects: Prospects, relative_times: RelativeTimes) -> Plan:
+    """The plan that live planning would find, by calls that are made for nothing else."""
     plan = prospects.kept()
     if plan is not None:
         return plan
     measurement = prospects.measurement
-    tryout = Tryout(prospects, measurement.strides)
-    stock = [sum(tryout.laps(Trial(), measurement.turn())) for _ in range(STOCK_CALLS)]
+    runner = TrialRunner(prospects, measurement.strides)
+    stock = [sum(runner.laps(Trial(), measurement.turn())) for _ in range(STOCK_CALLS)]
     if is_too_short(min(stock)):
         prospects.record_stock(min(stock))
         prospects.keep_stock(min(stock))
         return prospects.stock(min(stock))
-    exploration = prospects.exploration(stock, Purse(rate=math.inf), lessons)
+    exploration = prospects.exploration(stock, OverheadBudget(rate=math.inf), relative_times)
     while (trial := exploration.trial()) is not None:
         try:
-            laps = tryout.laps(trial, measurement.turn())
+            laps = runner.laps(trial, measurement.turn())
         except LaunchError as error:
             exploration.fail(trial, error.algorithm, error.extent)
         else:
             exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
     assert exploration.settled is not None, "everything is granted"
     plan = prospects.found(exploration, exploration.settled)
-    prospects.teach(lessons, exploration)
+    prospects.note_times(relative_times, exploration)
     prospects.keep(plan, exploration)
     return plan

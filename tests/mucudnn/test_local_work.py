@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.devices import Host
-from mucudnn.runtime.own_work import OwnWork, is_own_work
+from mucudnn.runtime.local_work import LocalWork, is_local_work
 from mucudnn.timing.board import Alone
 
 X, W = torch.randn(8, 3, 12, 12), torch.randn(5, 3, 5, 5)
@@ -24,13 +24,13 @@ def fast_fft(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
 
 
 @pytest.mark.usefixtures("fast_fft")
-def test_on_several_ranks_own_work_alone_is_explored() -> None:
+def test_on_several_ranks_local_work_alone_is_explored() -> None:
     with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
         for _ in range(60):
             functional.conv2d(X, W)
         assert [(record.trials, record.tries) for record in session.records()] == [(0, ())]
         for _ in range(60):
-            with OwnWork():
+            with LocalWork():
                 functional.conv2d(X, W)
         own = [record for record in session.records() if record.trials]
         assert len(own) == 1 and {algorithm for _, algorithm in own[0].parts} == {"fft"}
@@ -39,7 +39,7 @@ def test_on_several_ranks_own_work_alone_is_explored() -> None:
 @pytest.mark.usefixtures("fast_fft")
 def test_nothing_is_measured_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     with mucudnn.patched(planning="live", database=":memory:", board=Alone()) as session:
-        with OwnWork():
+        with LocalWork():
             functional.conv2d(X, W)
         with monkeypatch.context() as capture:
             capture.setattr(Host, "is_capturing", lambda device: True)
@@ -51,12 +51,12 @@ def test_nothing_is_measured_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_work_is_marked_as_own_in_one_thread_and_until_its_end() -> None:
     elsewhere = []
-    with contextlib.suppress(KeyError), OwnWork():
-        with OwnWork():
-            assert is_own_work()
-        assert is_own_work()
-        thread = threading.Thread(target=lambda: elsewhere.append(is_own_work()))
+    with contextlib.suppress(KeyError), LocalWork():
+        with LocalWork():
+            assert is_local_work()
+        assert is_local_work()
+        thread = threading.Thread(target=lambda: elsewhere.append(is_local_work()))
         thread.start()
         thread.join()
         raise KeyError
-    assert elsewhere == [False] and not is_own_work()
+    assert elsewhere == [False] and not is_local_work()

@@ -1,0 +1,52 @@
+"""Local or shared plans: one for convolutions that a process computes alone, one for those that several compute."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mucudnn.convolution.call import Call
+from mucudnn.devices import device_of
+from mucudnn.reporting.record import Record
+from mucudnn.runtime.decision import Decision
+from mucudnn.runtime.fixed_limit import FixedLimit
+from mucudnn.runtime.local_work import is_local_work
+
+_UNKNOWN: Any = object()
+
+
+class LocalOrShared:
+    """The convolutions of one shape and direction in a job of several ranks.
+
+    A rank may plan its local work by itself: by trials in its own calls, or within a budget of its own memory. For a
+    convolution that several ranks compute on the same data, all use one shared plan, so that they round in the same
+    way.
+    """
+
+    def __init__(self, local: Decision, share: Callable[[Call], FixedLimit | None]) -> None:
+        """
+        Args:
+            local: computes this rank's local work.
+            share: finds the plan for a call on which all ranks agree; `None` where torch's own kernel computes it.
+        """
+        self._local, self._share = local, share
+        self._shared: FixedLimit | None = _UNKNOWN
+        self._lock = threading.Lock()
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result; `None` where torch's own kernel is to compute it."""
+        if is_local_work():
+            return self._local.run(call)
+        if self._shared is _UNKNOWN and device_of(call.input.device).is_capturing():
+            return None  # nothing can be measured while a CUDA graph is captured
+        with self._lock:
+            if self._shared is _UNKNOWN:
+                self._shared = self._share(call)
+        return None if self._shared is None else self._shared.run(call)
+
+    def records(self) -> list[Record]:
+        """The records of the local plans; the shared plans are recorded where they are made."""
+        return self._local.records()

@@ -1,0 +1,232 @@
+"""Launches: the algorithms that may compute a convolution, with the measured and the expected times of their
+launches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from mucudnn.optimizer.option import Division, Option
+from mucudnn.optimizer.reuse import best_division
+
+TREND, MOST_GAIN = 2.0, 4.0
+"""Per sample, a launch of twice or half the size is at most `TREND` times as fast, of any size `MOST_GAIN` times."""
+
+SHARE = 4
+"""The first trial of an algorithm computes at least 1/SHARE of the whole, where its workspace allows that: the time of
+a much smaller part says little."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An algorithm whose launches compute parts along one dim.
+
+    Attributes:
+        extent: of the whole along the dim.
+        workspaces: {size of a part: bytes}, for the sizes that may be tried.
+        seconds: expected time of the whole.
+        uncertainty: the factor, at least 1, within which the expected time is nearly sure to hold.
+        rests: for the baseline only, {size: bytes} of what is left of the whole beside a part of another variant.
+    """
+
+    dim: str
+    algorithm: str
+    extent: int
+    workspaces: Mapping[int, int]
+    seconds: float
+    uncertainty: float = 1.0
+    rests: Mapping[int, int] = field(default_factory=dict)
+
+
+Key = tuple[str, str, int]
+"""(dim, algorithm, size) of a launch."""
+
+
+class Launches:
+    """The launches of all variants, with their measured times.
+
+    Attributes:
+        variants: those that have a size to try.
+        seconds: {launch: every time that was measured}.
+    """
+
+    def __init__(
+        self, variants: Sequence[Variant], baseline: str, seconds: dict[Key, list[float]] | None = None
+    ) -> None:
+        """
+        Args:
+            baseline: the algorithm that computes the rest of a call beside a trial.
+            seconds: {launch: times measured before}; new times are added to it.
+        """
+        self.variants = [variant for variant in variants if variant.workspaces]
+        self.seconds: dict[Key, list[float]] = {} if seconds is None else seconds
+        self._baseline = baseline
+        self._correction: dict[tuple[str, str], float] = {}
+        self._failed: dict[tuple[str, str], int] = {}
+
+    @property
+    def workspace(self) -> int:
+        """The most bytes that any launch may need."""
+        needs = (
+            bytes for variant in self.variants for bytes in (*variant.workspaces.values(), *variant.rests.values())
+        )
+        return max(needs, default=0)
+
+    def fail(self, dim: str, algorithm: str, extent: int) -> None:
+        """Excludes an algorithm from the extent at which it failed upwards."""
+        key = dim, algorithm
+        self._failed[key] = min(extent, self._failed.get(key, extent))
+
+    def correct(self, dim: str, division: Division, seconds: float) -> None:
+        """Notes the time of a whole division. If it exceeds the sum of its launches, its algorithms count as slower."""
+        factor = seconds / max(division.seconds, 1e-12)
+        for algorithm in {option.algorithm for option in division.options}:
+            known = self._correction.get((dim, algorithm), 1.0)
+            self._correction[dim, algorithm] = max(known, known * factor)
+
+    def options(self, dim: str) -> list[Option]:
+        """The launches that may be used along a dim, with the seconds that each takes as a part of a whole."""
+        factors = self._correction
+        found = self.measured(dim)
+        return [replace(o, seconds=factors.get((dim, o.algorithm), 1.0) * o.seconds) for o in found]
+
+    def measured(self, dim: str) -> list[Option]:
+        """The launches that may be used along a dim, with their measured seconds."""
+        return [
+            Option(size, variant.algorithm, seconds, variant.workspaces[size])
+            for variant in self.variants
+            if variant.dim == dim
+            for size in self._sizes(variant)
+            if (seconds := self._seen(variant, size)) is not None
+        ]
+
+    def wholes(self) -> Iterator[tuple[str, Division]]:
+        """Divisions into measured launches. Along each dim: the fastest, the fastest without the algorithms of the
+        first, and the fastest that computes the whole in one launch."""
+        for dim, extent in {variant.dim: variant.extent for variant in self.variants}.items():
+            options = self.options(dim)
+            found = [best_division(options, extent, math.inf)]
+            if found[0] is not None:
+                used = {option.algorithm for option in found[0].options}
+                found.append(best_division([o for o in options if o.algorithm not in used], extent, math.inf))
+            found.append(best_division([option for option in options if option.extent == extent], extent, math.inf))
+            yield from ((dim, division) for division in found if division is not None)
+
+    def trials(self, best: float, baseline: float) -> Iterator[list[tuple[str, Division]]]:
+        """For every variant worth measuring further, divisions for one call, the most informative first.
+
+        The variant with the smallest lower bound comes first: as a rule the one that is known least. Sizes are pruned
+        if they cannot be part of a faster division, even with the most favourable trend over sizes.
+
+        Args:
+            best: seconds of the whole that a division must beat.
+            baseline: seconds of the whole by the baseline.
+        """
+        bounded: list[tuple[float, Variant, list[int]]] = []
+        for variant in self.variants:
+            bounds = {
+                size: self._lower_bound(variant, size)
+                for size in self._sizes(variant)
+                if not self._is_known(variant, size)
+            }
+            wanted = [size for size, seconds in bounds.items() if seconds < best]
+            if wanted:
+                bounded.append((min(bounds.values()), variant, wanted))
+        for _, variant, wanted in sorted(bounded, key=lambda one: one[0]):
+            divisions = [self._division(variant, sizes, baseline) for sizes in self._starts(variant, wanted)]
+            found = [(variant.dim, division) for division in divisions if division is not None]
+            if found:
+                yield found
+
+    def fastest(self) -> dict[str, float]:
+        """The least measured seconds of the whole, for each algorithm that was tried."""
+        found: dict[str, float] = {}
+        for variant in self.variants:
+            for size in variant.workspaces:
+                seconds = self._seen(variant, size)
+                if seconds is not None:
+                    whole = seconds * variant.extent / size
+                    found[variant.algorithm] = min(whole, found.get(variant.algorithm, whole))
+        return found
+
+    def _sizes(self, variant: Variant) -> list[int]:
+        """The sizes in ascending order, without those at which the algorithm failed."""
+        failed = self._failed.get((variant.dim, variant.algorithm), math.inf)
+        return sorted(size for size in variant.workspaces if size < failed)
+
+    def _seen(self, variant: Variant, size: int) -> float | None:
+        times = self.seconds.get((variant.dim, variant.algorithm, size))
+        return statistics.median(times) if times else None
+
+    def _nearest(self, variant: Variant, size: int) -> int | None:
+        """The measured size that is nearest to another size."""
+        known = [n for n in variant.workspaces if self._is_known(variant, n)]
+        return min(known, key=lambda n: abs(math.log2(size / n)), default=None)
+
+    def _expected(self, variant: Variant, size: int) -> float:
+        """Expected seconds of the whole in parts of a size, from the nearest measured size."""
+        known = self._nearest(variant, size)
+        seen = None if known is None else self._seen(variant, known)
+        return self._forecast(variant)[0] if known is None or seen is None else seen * variant.extent / known
+
+    def _forecast(self, variant: Variant) -> tuple[float, float]:
+        """Expected seconds of the whole by a variant that was not tried yet, and their uncertainty. They come from the
+        algorithm's times along another dim, where it has any."""
+        others = [other for other in self.variants if other.algorithm == variant.algorithm and other is not variant]
+        known = [
+            seconds * other.extent / size
+            for other in others
+            for size in other.workspaces
+            if (seconds := self._seen(other, size)) is not None
+        ]
+        return (min(known), min(variant.uncertainty, MOST_GAIN)) if known else (variant.seconds, variant.uncertainty)
+
+    def _is_known(self, variant: Variant, size: int) -> bool:
+        return (variant.dim, variant.algorithm, size) in self.seconds
+
+    def _lower_bound(self, variant: Variant, size: int) -> float:
+        """The least seconds that the whole may take with launches of a size."""
+        known = self._nearest(variant, size)
+        if known is None:
+            seconds, uncertainty = self._forecast(variant)
+            return seconds / uncertainty
+        gain = TREND ** abs(math.log2(size / known))
+        return self._expected(variant, size) / min(gain, MOST_GAIN)
+
+    def _starts(self, variant: Variant, wanted: Sequence[int]) -> Iterator[list[int]]:
+        """Sizes that one call may try together, the most informative first; later ones cost less."""
+        if self._nearest(variant, wanted[0]) is None:
+            large = [size for size in wanted if size * SHARE >= variant.extent] or wanted[-1:]
+            yield from ([size] for size in reversed(large))
+            return
+        taken, left = [], variant.extent
+        for size in reversed(wanted):
+            if size <= left:
+                taken.append(size)
+                left -= size
+        yield taken
+        yield taken[-1:]
+
+    def _division(self, variant: Variant, sizes: Sequence[int], baseline: float) -> Division | None:
+        """A division of the whole with launches of the sizes; `None` where nothing can compute the rest."""
+        options = [self._option(variant, size) for size in sizes]
+        left = variant.extent - sum(sizes)
+        if left == 0:
+            return Division(tuple(options))
+        others = [self._option(variant, size) for size in self._sizes(variant)]
+        for other in self.variants:
+            if (other.dim, other.algorithm) == (variant.dim, self._baseline):
+                share = baseline / variant.extent
+                sizes = self._sizes(other)
+                others += [Option(size, self._baseline, size * share, other.workspaces[size]) for size in sizes]
+                if left in other.rests:
+                    others.append(Option(left, self._baseline, left * share, other.rests[left]))
+        rest = best_division(others, left, math.inf)
+        return None if rest is None else Division((*options, *rest.options))
+
+    def _option(self, variant: Variant, size: int) -> Option:
+        return Option(
+            size, variant.algorithm, self._expected(variant, size) * size / variant.extent, variant.workspaces[size]
+        )
