@@ -1,4 +1,4 @@
-"""distconv: an unmodified training script over many ranks; samples, channels and space partitioned.
+"""distconv: runs an unmodified training script on many ranks, with samples, channels and space partitioned among them.
 
 In a program on several ranks:
 

@@ -1,4 +1,4 @@
-"""The command line: python -m distconv run."""
+"""The command line: python -m distconv COMMAND."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Account: what this rank sends, how long it waits for others, and what it keeps, counted while a script runs.
+"""Account: counts what this rank sends, how long it waits for others, and what it keeps, while a script runs.
 
-Counted is what distconv begins from Python; what a graph of torch.compile sends is not.
+It counts the communication that distconv starts from Python, not that of torch.compile's graphs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""At which addresses the processes of a job listen: where all are on one machine, at none that others can reach."""
+"""The network addresses at which the processes of a job listen.
+
+If all are on one machine, no other machine can reach them.
+"""
 
 from __future__ import annotations
 

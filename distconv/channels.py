@@ -1,4 +1,4 @@
-"""Channel and filter parallelism: which block of a layer's weight each rank holds, and which channels it moves.
+"""Channel and filter parallelism: which block of a layer's weight each rank holds, and which channels it exchanges.
 
 Every rank owns 1/p of the channels of x and of y. With p ranks, C input channels and F filters there are three
 algorithms, named after the tensor that stays where it is (Dryden et al., "Channel and filter parallelism for

@@ -1,6 +1,6 @@
-"""The partition of every layer, asked of a process of its own: for a script, or for a model that a program has made.
+"""Asks a separate process for the partition of every layer, for a script or for a model that a program has made.
 
-That process measures kernels and imagines jobs of many ranks, for which it must be in no job itself.
+That process measures kernels and imagines jobs of many ranks, so it must not belong to a job itself.
 """
 
 from __future__ import annotations

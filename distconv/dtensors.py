@@ -1,4 +1,4 @@
-"""DTensors from local tensors and back, without communication."""
+"""Makes DTensors of local tensors, and the reverse, without communication."""
 
 from __future__ import annotations
 

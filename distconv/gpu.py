@@ -1,4 +1,4 @@
-"""Which GPU of its machine a rank computes on."""
+"""Selects the GPU of its machine on which a rank computes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Plain tensors beside DTensors: beside ours they count as replicated, beside a program's own as the program wants.
+"""Plain tensors beside DTensors: distconv's DTensors treat them as replicated, a program's own as the program wants.
 
 torch has one switch for this, which belongs to a thread and holds for all DTensors; operators without a rule read it in
-C++. Once a thread uses distconv its switch stays on. What the program itself sets is kept here, and holds while an
+C++. Once a thread uses distconv, its switch stays on. The program's own setting is kept here, and applies while an
 operator runs on the program's own DTensors.
 """
 

@@ -1,4 +1,4 @@
-"""What a program calls. Importing it registers distconv's rules with torch."""
+"""The public functions of distconv. Importing this module registers distconv's rules with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor lies on a mesh: which rank owns which interval of which dim."""
+"""Layouts: which rank owns which interval of which dim of a tensor."""
 
 from __future__ import annotations
 

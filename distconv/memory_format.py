@@ -1,4 +1,4 @@
-"""Channels-last memory formats, which results keep."""
+"""Channels-last memory formats: results keep the format of their operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The DeviceMesh of a partition, and how tensors lie on it."""
+"""Makes the DeviceMesh of a partition, and the layouts of tensors on it."""
 
 from __future__ import annotations
 

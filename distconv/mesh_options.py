@@ -1,4 +1,4 @@
-"""What is chosen for each mesh: how batch norm takes its statistics, and which algorithm splits channels."""
+"""Options of a mesh: how batch norm computes its statistics, and which algorithm splits channels."""
 
 from __future__ import annotations
 

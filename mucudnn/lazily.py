@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first asked for.
+"""Lazy imports: the names of a package are imported when they are first used.
 
-torch takes seconds to import. What needs none of it, such as a command's help or a launcher, does not wait for it.
+Importing torch takes seconds. Whatever does without it, such as the help of a command or a launcher, does not wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The log: where the lines of the logger "mucudnn" go."""
+"""Where the lines of the logger "mucudnn" go."""
 
 from __future__ import annotations
 

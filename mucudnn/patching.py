@@ -1,4 +1,4 @@
-"""Dividing torch's convolutions in this process: what `patch` and its like do."""
+"""Switches the division of torch's convolutions on and off in this process: `patch` and its relatives."""
 
 from __future__ import annotations
 

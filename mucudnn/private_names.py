@@ -1,7 +1,7 @@
-"""The names that torch keeps to itself and mucudnn uses all the same, and how a package asks for its own.
+"""The private names of torch that mucudnn uses, and the check that a torch has them.
 
-torch may change such names in any release. They are asked for before anything is done, so that a torch without one of
-them is told of in one line. Operators are no private names: what registers a kernel or a rule for one names it.
+Torch may change such names in any release. The check runs before anything else, so that a torch without one of them
+gives an error of one line. Operators are not private names: whatever registers a kernel or a rule for one names it.
 """
 
 from __future__ import annotations

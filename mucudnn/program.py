@@ -1,4 +1,4 @@
-"""Running another program in this process, as plain python runs it."""
+"""Runs another program in this process, as plain python runs it."""
 
 from __future__ import annotations
 

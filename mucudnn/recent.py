@@ -1,4 +1,4 @@
-"""Recent: a dict of bounded size, for what is decided by shapes that may never come again."""
+"""Recent: a dict of bounded size that drops its oldest entries, for decisions about shapes that may never recur."""
 
 from __future__ import annotations
 

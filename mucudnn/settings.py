@@ -1,4 +1,4 @@
-"""Settings: what a user may choose, from the environment or from `patch`, checked in one place."""
+"""Settings: what a user may choose, through the environment or through `patch`; all checks are here."""
 
 from __future__ import annotations
 

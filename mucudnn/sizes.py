@@ -1,4 +1,4 @@
-"""Sizes: numbers of bytes as people write them, and the limit "peak", which is not a number."""
+"""Sizes in bytes as people write them, and the limit "peak", which is not a number."""
 
 from __future__ import annotations
 

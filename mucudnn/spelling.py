@@ -1,4 +1,4 @@
-"""Names that nobody knows, with the known one that was probably meant."""
+"""Suggests the known name that was probably meant by an unknown one."""
 
 from __future__ import annotations
 

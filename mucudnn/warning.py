@@ -1,4 +1,4 @@
-"""Warnings that name what is wrong, and no line of these packages."""
+"""Warnings that name what is wrong, without a source line of these packages."""
 
 from __future__ import annotations
 

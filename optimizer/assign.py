@@ -1,4 +1,4 @@
-"""One candidate for every node of a graph, so that what nodes cost and what edges cost add up to the least."""
+"""Assignment: one candidate for every node of a graph so that the costs of nodes and edges add up to the least."""
 
 from __future__ import annotations
 

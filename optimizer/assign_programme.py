@@ -1,4 +1,4 @@
-"""The least sum over a graph as an integer programme: a cross-check, and the way for graphs that are not narrow."""
+"""The assignment problem as an integer programme: it checks the other solver, and solves graphs too wide for that."""
 
 from __future__ import annotations
 

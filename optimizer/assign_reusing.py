@@ -1,4 +1,4 @@
-"""Partitions and workspaces together: one candidate for every node, and one workspace that all nodes reuse."""
+"""Assignment with workspaces: one candidate for every node, and one workspace that all nodes reuse in turn."""
 
 from __future__ import annotations
 

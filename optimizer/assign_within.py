@@ -1,4 +1,4 @@
-"""One candidate for every node of a graph within a total of bytes: partitions and workspaces chosen together."""
+"""Assignment within a total of bytes: one candidate for every node, so that the bytes of all nodes fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs: what a launch is expected to take, and within which factor that is sure, from launches that were timed."""
+"""Cost model: the expected time of a launch and its uncertainty, fitted to the launches that were timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cover: the least time in which calls of algorithms add up to every extent up to a mini-batch."""
+"""Cover: the least time of calls whose extents add up to n, for every n up to the mini-batch size."""
 
 from __future__ import annotations
 

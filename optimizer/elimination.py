@@ -1,4 +1,4 @@
-"""The least sum over a graph of costs and pairwise costs, by eliminating one node after the other."""
+"""Minimises a sum of costs of nodes and of pairs of nodes over a graph by eliminating one node after the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The multiple-choice knapsack: one item of every group, the least seconds that fit a total of bytes, proven."""
+"""The multiple-choice knapsack: takes one item of every group within a total of bytes, in provably the least time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options, which are algorithms on micro-batches, and the divisions that are made of them."""
+"""An option is an algorithm on a micro-batch; a division is a sequence of options that make up the mini-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Playoff: a few contenders against a baseline and against each other, a call of each in turn, until one has won."""
+"""Playoff: compares a few contenders with a baseline and with each other, one call each in turn, until one has won."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workspace reuse (WR): the fastest division of one convolution whose every call fits a limit."""
+"""Workspace reuse (WR): finds the fastest division of one convolution in which every call fits a limit."""
 
 from __future__ import annotations
 

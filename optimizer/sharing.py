@@ -1,4 +1,4 @@
-"""Workspace division (WD): the fastest divisions of many convolutions whose workspaces together fit a total."""
+"""Workspace division (WD): finds the fastest divisions of many convolutions whose workspaces together fit a total."""
 
 from __future__ import annotations
 

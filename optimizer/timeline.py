@@ -1,7 +1,7 @@
-"""Peak-neutral budgets: what each convolution may use without raising the peak memory of a step.
+"""Peak-neutral budgets: the workspace that each convolution may use without raising the peak memory of a step.
 
-Workspace lives only while its convolution runs. So a convolution may use, at no cost, what lies between the memory
-that is alive at its own moment and the step's peak. The budget is tight only near the peak and generous elsewhere.
+A workspace exists only while its convolution runs. So a convolution may use the difference between the step's peak and
+the memory that is alive when it runs, without raising the peak. This budget is small near the peak and large elsewhere.
 """
 
 from __future__ import annotations

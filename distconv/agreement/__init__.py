@@ -1,1 +1,1 @@
-"""Whether all ranks hold the same, where one process would have one tensor: what enters, parameters, buffers."""
+"""Agreement: checks that all ranks hold equal data where one process has one tensor: inputs, parameters and buffers."""

@@ -1,4 +1,4 @@
-"""A number that tells whether two tensors are equal bit for bit, computed where the tensor lies."""
+"""Checksum: a number that shows whether two tensors are equal bit for bit, computed on the tensor's device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One comparison among ranks: a message of fixed size on its way, and the verdict."""
+"""One comparison among the ranks: a message of fixed size, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one line that tells what the ranks do not agree on. Pure: from what each rank has noted."""
+"""The one-line error about what the ranks do not agree on. Pure: computed from what each rank has noted."""
 
 from __future__ import annotations
 

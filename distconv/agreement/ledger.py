@@ -1,15 +1,16 @@
-"""What the ranks must agree on, noted where it enters and compared with one small message a step.
+"""Ledger: notes what the ranks must agree on, and compares it among them with one small message per step.
 
-Noted are tensors that count as whole and equal on every rank: inputs of models, tensors that distconv.shard cuts, plain
-tensors beside a distributed one (targets, constants), and what a model holds at its first call and after
-load_state_dict. Every comparison looks also at the next few parameters and buffers, in turn.
+It notes the tensors that must be whole and equal on every rank: inputs of models, tensors that distconv.shard cuts,
+plain tensors beside a distributed one (targets, constants), and what a model holds at its first call and after
+load_state_dict. Every comparison also covers the next few parameters and buffers, in turn.
 
-A comparison is started where backward hands over its first gradients, at the latest when an optimizer begins a step;
-in programs that only go forward at the next ``.item()`` or gather, or after ``CALLS`` calls. The verdict is read before
-an optimizer steps. An optimizer of tensors of the program's own, which one rank alone may step, starts none: it only
-reads what is under way. On a host that waits for a message that is there by then. On a GPU nothing waits: the verdict
-travels to pinned memory beside what is computed; what has not come when an optimizer begins a step is read at the
-next. The first call of a model waits for its verdict before anything else is sent.
+A comparison starts when backward delivers its first gradients, or at the latest when an optimizer begins a step. In
+programs that only go forward it starts at the next ``.item()`` or gather, or after ``CALLS`` calls. The verdict is read
+before an optimizer steps. A step on tensors of the program's own, which one rank alone may take, starts no comparison:
+it only reads the one under way. On a host, reading the verdict waits for a message that has arrived by then. On a GPU
+nothing waits: the verdict is copied to pinned memory during the computation, and one that has not arrived when an
+optimizer begins a step is read at the next. The first call of a model waits for its verdict before anything else is
+sent.
 """
 
 from __future__ import annotations

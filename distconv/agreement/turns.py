@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module, a few at a time: each comparison looks at the next."""
+"""Takes the parameters and buffers of a module a few at a time, so that each comparison covers the next ones."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What would become of a model or a script on many ranks, seen in one process without them."""
+"""Check: predicts in one process what a model or a script would do on many ranks."""

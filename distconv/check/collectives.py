@@ -1,4 +1,4 @@
-"""A group of ranks of which only this process is there: collectives end at once, and nothing is sent."""
+"""A process group whose other ranks do not exist: collectives complete at once, and nothing is sent."""
 
 from __future__ import annotations
 

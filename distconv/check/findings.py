@@ -1,4 +1,4 @@
-"""What a check finds: refusals, what moves per layer, and memory."""
+"""Findings of a check: refusals, the traffic of each layer, and memory."""
 
 from __future__ import annotations
 

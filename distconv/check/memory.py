@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, and the most that were at once."""
+"""Counts the bytes of tensors that are alive, and their peak."""
 
 from __future__ import annotations
 

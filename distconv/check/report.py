@@ -1,4 +1,4 @@
-"""Findings as tables for people."""
+"""Prints the findings of a check as tables."""
 
 from __future__ import annotations
 

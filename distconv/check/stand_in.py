@@ -1,4 +1,4 @@
-"""What takes the place of a result that no rule computes, so that a check goes on behind a refusal."""
+"""Stand-ins for results that no rule computes, so that a check continues after a refusal."""
 
 from __future__ import annotations
 

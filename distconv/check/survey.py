@@ -1,4 +1,4 @@
-"""One step of a model or of a script, followed on rank 0 in one process."""
+"""Survey: follows one step of a model or of a script on rank 0, in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every operator of a step on shards, watched: what is refused, by which layer, what it sends, what stays alive."""
+"""Watches every operator of a step on shards: which are refused, in which layer, what they send, what stays alive."""
 
 from __future__ import annotations
 

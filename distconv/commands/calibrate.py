@@ -1,4 +1,4 @@
-"""python -m distconv calibrate: measure this machine for distconv plan, simulate, and run --partition auto."""
+"""python -m distconv calibrate: measures this machine for distconv plan, simulate, and run --partition auto."""
 
 from __future__ import annotations
 

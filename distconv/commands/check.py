@@ -1,4 +1,4 @@
-"""python -m distconv check: what would be refused, sent and kept, seen in one process before there are ranks."""
+"""python -m distconv check: shows in one process what a job would refuse, send and keep."""
 
 from __future__ import annotations
 

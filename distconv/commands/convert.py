@@ -1,4 +1,4 @@
-"""python -m distconv convert: a copy of volumes of which every rank can read its part."""
+"""python -m distconv convert: copies volumes into a format of which every rank can read its part."""
 
 from __future__ import annotations
 

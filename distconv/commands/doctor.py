@@ -1,4 +1,4 @@
-"""python -m distconv doctor: what carries messages on this machine, and where a job would listen."""
+"""python -m distconv doctor: shows which backends can carry messages on this machine, and where a job would listen."""
 
 from __future__ import annotations
 

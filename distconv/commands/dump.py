@@ -1,4 +1,4 @@
-"""python -m distconv dump: where the ranks of a running job are."""
+"""python -m distconv dump: shows where the ranks of a running job are in their program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The network and the machine of a command that predicts steps, and where it draws them."""
+"""The network and the machine for commands that predict steps, and the file for their pictures."""
 
 from __future__ import annotations
 

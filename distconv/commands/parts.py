@@ -1,4 +1,4 @@
-"""`python -m distconv run --parts`: an unmodified script in one process, whose models compute part after part."""
+"""`python -m distconv run --parts`: runs an unmodified script in one process, whose models compute part after part."""
 
 from __future__ import annotations
 

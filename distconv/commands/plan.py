@@ -1,4 +1,4 @@
-"""python -m distconv plan: the partition of every layer that a performance model expects to be the fastest."""
+"""python -m distconv plan: finds the partition of every layer that a performance model expects to be the fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m distconv run: an unmodified script on many ranks."""
+"""python -m distconv run: runs an unmodified script on many ranks."""
 
 from __future__ import annotations
 

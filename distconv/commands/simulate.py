@@ -1,4 +1,4 @@
-"""python -m distconv simulate: how a training step scales with the ranks of a machine."""
+"""python -m distconv simulate: predicts how a training step scales with the ranks of a machine."""
 
 from __future__ import annotations
 

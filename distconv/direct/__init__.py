@@ -1,9 +1,10 @@
-"""The direct path: while a model runs, its usual layers compute on a rank's own tensors, recorded by autograd as such.
+"""The direct path: while a model runs, its common layers compute with a rank's own plain tensors, which autograd
+records.
 
-An operator on DTensors passes through Python once forward and once more backward. Here an activation carries the plain
-tensor that this rank owns. The functions that have a direct path compute with that, so that what needs no other rank is
-torch's own operator with torch's own backward; only exchanges and statistics are functions of ours. Every other
-function is given DTensors, and goes on as it does outside a model.
+An operator on DTensors passes through Python once in forward and once more in backward. In the direct path an
+activation carries the plain tensor that this rank owns. The functions that have a direct path compute with that tensor.
+So an operator that needs no other rank is torch's own, with torch's own backward; only exchanges and statistics are
+functions of distconv. Every other function is given DTensors, and runs as it does outside a model.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""An activation while a model runs: a DTensor to whoever looks at it, a plain tensor of this rank to autograd.
+"""Activation: a DTensor to whoever inspects it, a plain tensor of this rank to autograd.
 
-What an activation has as its ``root`` is an ordinary tensor in autograd's graph. Functions with a direct path (see
+The ``root`` of an activation is an ordinary tensor in autograd's graph. Functions with a direct path (see
 `distconv.direct.paths`) compute with the roots. Every other function is given a DTensor that autograd derives from the
-root, and its results are activations again, whose roots autograd derives from DTensors when they are asked for. Once a
-DTensor exists and has been changed in place, or a view of it, it is what counts: the root is derived anew.
+root. Its results are activations again, whose roots autograd derives from DTensors when they are needed. If a DTensor
+exists and is changed in place, or a view of it is, its value counts: the root is derived anew.
 
-A gradient of a root is laid out as the activation is: shards apart, replicas alike. That of a parameter's root is a
-share instead: those of all ranks that hold the parameter add up to the gradient.
+A gradient of a root is laid out as the activation is: shards separate, replicas equal. The gradient of a parameter's
+root is a share instead: the shares of all ranks that hold the parameter add up to the gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batch normalization: one function of ours in training, torch's own in evaluation."""
+"""Batch normalization: a function of distconv in training, torch's own in evaluation."""
 
 from __future__ import annotations
 

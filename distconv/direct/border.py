@@ -1,4 +1,4 @@
-"""The border between this rank's tensors and DTensors, for autograd: each is derived from the other."""
+"""The border between this rank's plain tensors and DTensors: autograd derives each from the other."""
 
 from __future__ import annotations
 

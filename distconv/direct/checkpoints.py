@@ -1,7 +1,7 @@
-"""What `torch.utils.checkpoint` keeps: the run of the model, and of an activation the tensor that autograd knows.
+"""What `torch.utils.checkpoint` keeps of an activation: the tensor that autograd knows, and the run of the model.
 
-An activation is a plain tensor to autograd's record, so that what is saved of one comes back without its gradient when
-hooks have packed it, as those of an outer checkpoint or of `save_on_cpu` do.
+An activation is a plain tensor to autograd's record. So a saved activation loses its gradient when hooks pack it, such
+as those of an outer checkpoint or of `save_on_cpu`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Convolutions: torch's own where a rank needs nothing of others, else a function that exchanges."""
+"""Convolutions: torch's own where a rank needs nothing from others, else a function that exchanges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions have a direct path, and when it may be taken."""
+"""Which functions have a direct path, and when they may take it."""
 
 from __future__ import annotations
 

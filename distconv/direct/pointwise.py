@@ -1,4 +1,4 @@
-"""Functions of corresponding elements: local wherever all tensors lie alike."""
+"""Elementwise functions: they need no communication where all their tensors have one layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an activation says about itself, and what watches its gradient."""
+"""The properties of an activation, and the hooks on its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The methods by which an activation's values leave torch: those of the DTensor that stands for it."""
+"""The methods through which an activation's values leave torch; the DTensor that stands for it answers them."""
 
 from __future__ import annotations
 

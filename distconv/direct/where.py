@@ -1,4 +1,4 @@
-"""Where an activation lies: one object for each mesh, layout and whole shape, which keeps what these decide."""
+"""Where an activation lies: one object for each mesh, layout and whole shape, which caches what these decide."""
 
 from __future__ import annotations
 

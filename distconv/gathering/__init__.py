@@ -1,1 +1,1 @@
-"""What is gathered for a script: where that may happen, whether it fits, and how much it was."""
+"""Gathering for a script: where it is allowed, whether the result fits into memory, and how much was gathered."""

@@ -1,7 +1,7 @@
 """Whether an operator belongs to a model's call, where nothing large is gathered, or to the script around it.
 
-A backward formula belongs to where its forward stood: autograd numbers the nodes of its graph in the order in which
-they are made, so a call is known by its first and last number.
+A backward operator belongs where its forward was: autograd numbers the nodes of its graph in the order in which they
+are made, so the first and the last number identify a call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory that a rank may still take."""
+"""The memory that a rank may still allocate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes a rank has gathered for its script, and at which lines; told once for a line that gathers much."""
+"""Counts the bytes that a rank has gathered for its script, and warns once for each line that gathers much."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The job's side: launcher, script, data."""
+"""The job: launcher, script and data."""

@@ -1,4 +1,4 @@
-"""That all ranks read the same batches, and what they say together where one of them cannot."""
+"""Checks that all ranks read the same batches, and raises the same error on all where one cannot read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Board: what the ranks of a job measure, shared through torch.distributed's key-value store."""
+"""Board: the ranks of a job share measurements through torch.distributed's key-value store."""
 
 from __future__ import annotations
 

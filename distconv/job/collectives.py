@@ -1,4 +1,4 @@
-"""The collectives that this rank has begun, and which of them are not complete."""
+"""Keeps the collectives that this rank has begun, and which of them are not complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A batch sampler's batches, each cut to what one rank makes of it."""
+"""Cuts the batches of a batch sampler to the samples that one rank makes."""
 
 from __future__ import annotations
 

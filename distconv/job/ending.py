@@ -1,4 +1,4 @@
-"""How a rank ends, and which rank tells why."""
+"""How a rank ends, and which rank reports the reason."""
 
 from __future__ import annotations
 

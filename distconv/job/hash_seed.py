@@ -1,7 +1,7 @@
 """The seed of string hashes, and with it the order of sets of strings: the same on every rank of a job.
 
 Python reads PYTHONHASHSEED once, when it starts. `distconv run` sets it for the ranks that it starts itself. A rank
-that mpiexec or torchrun has started without it starts itself anew, once, before it imports anything large.
+that mpiexec or torchrun has started without it restarts itself once, before it imports anything large.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that stay beside what they started, to see how it ends and to leave nothing behind."""
+"""Keepers: processes that stay beside the ones they started, to see how these end and to leave nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a rank runs, and how ranks are started."""
+"""Determines where a rank runs, and starts ranks."""
 
 from __future__ import annotations
 

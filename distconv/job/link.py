@@ -1,4 +1,4 @@
-"""Whether the machines of a job still hear one another: a network that is cut off tells nobody."""
+"""Notices when the machines of a job no longer reach each other: a broken network tells nobody."""
 
 from __future__ import annotations
 

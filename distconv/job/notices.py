@@ -1,4 +1,4 @@
-"""What the ranks of a job, and the processes that watch them, tell one another about its end."""
+"""The notices about the end of a job that its ranks, and the processes that watch them, send each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script is told when it asks how many processes there are: one."""
+"""Tells a script that there is one process when it asks how many there are."""
 
 from __future__ import annotations
 

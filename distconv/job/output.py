@@ -1,4 +1,4 @@
-"""Where what a rank prints goes."""
+"""Where the output of a rank goes."""
 
 from __future__ import annotations
 

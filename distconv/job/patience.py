@@ -1,8 +1,8 @@
-"""After a while, one line that tells which collective waits for which ranks.
+"""Prints, after a while, one line about the collective that holds the job up and the ranks that it waits for.
 
-A rank that has waited for long in a collective asks all ranks, through the store at which they met, where they are. A
-thread of each of them answers, also while the rank computes. Nothing is collective, and nothing ends: what is slow may
-be meant to be, such as a checkpoint that one rank writes.
+A rank that has waited long in a collective asks all ranks where they are, through the store at which they met. A thread
+of each rank answers, even while the rank computes. Nothing here is collective, and nothing ends the job: an operation
+may be slow on purpose, such as a checkpoint that one rank writes.
 """
 
 from __future__ import annotations

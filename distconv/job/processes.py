@@ -1,4 +1,4 @@
-"""Bonds between processes: a child that does not outlive its parent, and what became of a parent's children."""
+"""Ties processes together: a child ends with its parent, and the children of a process that has ended are found."""
 
 from __future__ import annotations
 

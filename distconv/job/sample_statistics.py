@@ -1,4 +1,4 @@
-"""Statistics of samples, such as means and percentiles, that ranks with the same sample find together and keep."""
+"""Statistics of samples, such as means and percentiles: ranks that share a sample compute and keep them together."""
 
 from __future__ import annotations
 

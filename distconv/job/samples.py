@@ -1,4 +1,4 @@
-"""Which samples of each batch are this rank's, and the DTensor of the whole batch that they are a part of."""
+"""Selects this rank's samples of each batch, and makes the DTensor of the whole batch from its part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain script, run on this rank as `python SCRIPT` would run it alone."""
+"""Runs a plain script on this rank as `python SCRIPT` would run it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals taken one by one by a process that passes them on to others."""
+"""Takes signals one by one in a process that forwards them to others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of arrays that ranks with the same place in space send one another for a batch."""
+"""Exchanges parts of arrays for a batch between ranks that have the same place in space."""
 
 from __future__ import annotations
 

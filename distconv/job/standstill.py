@@ -1,4 +1,4 @@
-"""Which collective waits for which ranks, as one line. Pure: from what each rank tells of itself."""
+"""Names the collective that holds a job up, and the ranks that it waits for, in one line. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""What a job held, sent and waited for, in two to four lines at its end. The ranks tell one another through the store
-at which they met: nothing is collective, and a rank that tells nothing is left out."""
+"""Summary: what a job held, sent and waited for, in two to four lines at its end.
+
+The ranks exchange their figures through the store at which they met. Nothing is collective: a rank that does not answer
+is left out.
+"""
 
 from __future__ import annotations
 

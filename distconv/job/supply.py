@@ -1,4 +1,4 @@
-"""Where the parts of the next batch come from when ranks keep what they have read: memory, other ranks, files."""
+"""Where the parts of the next batch come from if ranks keep what they have read: memory, other ranks or files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script finds around itself on every rank: random state, files and answers as one process has them."""
+"""Gives a script on every rank the surroundings of one process: its random state, files and answers."""
 
 from __future__ import annotations
 

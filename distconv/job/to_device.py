@@ -1,4 +1,4 @@
-"""Batches on their way from the host to a GPU, while the GPU still computes what came before."""
+"""Copies batches from the host to a GPU while the GPU still computes the previous one."""
 
 from __future__ import annotations
 

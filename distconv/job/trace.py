@@ -1,4 +1,4 @@
-"""A timeline of all ranks in one file, as Perfetto and Chrome show it: torch's profiler on every rank, merged."""
+"""A timeline of all ranks in one file for Perfetto and Chrome: torch's profiles of every rank, merged."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Zeros for a script that asks for memory without values, which would differ from rank to rank.
+"""Zeros for a script that allocates memory without values, which would otherwise differ from rank to rank.
 
-What counts the operators of a model gives it such a tensor, and the ranks are to have the same.
+Tools that count the operators of a model run it on such tensors, and all ranks must hold the same.
 """
 
 from __future__ import annotations

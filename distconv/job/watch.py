@@ -1,4 +1,4 @@
-"""Watching ranks: the first to fail ends the others, and one line tells which it was."""
+"""Watches ranks: the first failure ends the other ranks, and one line names the rank that failed."""
 
 from __future__ import annotations
 

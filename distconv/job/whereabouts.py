@@ -1,6 +1,6 @@
-"""Where the ranks of a job are now: a question that goes to all of them through the store at which they met.
+"""Asks all ranks of a job where they are, through the store at which they met.
 
-A thread of each rank answers, also while the rank computes or waits. Nothing is collective.
+A thread of each rank answers, even while the rank computes or waits. Nothing is collective.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Workspace by moment of a step, and in total."""
+"""Budgets of workspace: for each moment of a step, and in total."""

@@ -1,8 +1,8 @@
-"""Recorders of memory: how many bytes are alive at each convolution of a few training steps, and at their peak.
+"""Memory recorders: how many bytes are alive at each convolution of a few training steps, and at the peak.
 
-On a GPU torch's allocator counts. On a host it does not, but its memory profiler reports, with every allocation and
-release, the bytes that are alive: exact, and from whatever operator or kernel they come, which nothing above the
-allocator could say. It costs time, so it runs for a few steps only.
+On a GPU torch's allocator counts the bytes. On a host it does not, but torch's memory profiler reports the bytes that
+are alive at every allocation and release. That is exact, whatever operator or kernel allocates; nothing above the
+allocator could tell it. The profiler takes time, so it runs for a few steps only.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Steps: where training steps begin, which of them repeat, and what their convolutions may use.
+"""Training steps: where they begin, which of them repeat, and how much workspace their convolutions may use.
 
-A script does not say where its steps begin. Its convolutions do: the backward pass calls them in backward directions,
-so a forward one after a backward one begins a new step. With gradient accumulation or checkpointing this finds several
-steps where the script has one. Their peaks are no higher than that of the script's step, so their budgets are safe.
+A script does not say where its steps begin, but its convolutions show it: after a convolution of the backward pass, the
+next forward one begins a new step. With gradient accumulation or checkpointing this finds several steps where the
+script has one. Their peaks are no higher than that of the script's step, so their budgets are safe.
 
-Two steps are the same if they call the same convolutions in the same order. A step that was never seen runs on torch's
-own kernels. If the next is the same, the recorder is on during it, and the two that follow are recorded, all on torch's
-own kernels; from then on such steps have budgets. Shapes that change make other convolutions, so other steps.
+Two steps are the same if they call the same convolutions in the same order. Torch's own kernels compute the first step
+of its kind. If the next step is the same, the recorder is switched on during it, and the two steps after it are
+recorded, all with torch's own kernels. From then on such steps have budgets. If shapes change, the convolutions and so
+the steps are different ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A total of workspace: which kernels hold how much of it (WD), and what calls use of it at this moment."""
+"""A total of workspace: how much of it each kernel holds (WD), and how much is in use at this moment."""
 
 from __future__ import annotations
 

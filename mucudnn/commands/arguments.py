@@ -1,4 +1,4 @@
-"""Arguments: what the commands take in common, and one line for every mistake."""
+"""Arguments: options that several commands share, with a one-line error for every mistake."""
 
 from __future__ import annotations
 

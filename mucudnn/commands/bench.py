@@ -1,4 +1,4 @@
-"""`python -m mucudnn bench`: every convolution of a network, measured."""
+"""`python -m mucudnn bench`: measures every convolution of a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m mucudnn doctor`: what is found on this machine, and whether it works."""
+"""`python -m mucudnn doctor`: shows what this machine offers, and whether it works."""
 
 from __future__ import annotations
 

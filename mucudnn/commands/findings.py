@@ -1,4 +1,4 @@
-"""What mucudnn finds on this machine, and whether it works here."""
+"""Findings: what mucudnn finds on this machine, and whether it works here."""
 
 from __future__ import annotations
 

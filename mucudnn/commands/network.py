@@ -1,4 +1,4 @@
-"""The network that a command looks at: its name, the shape of a sample, the size of the mini-batch."""
+"""The network that a command examines: its name, the shape of a sample, and the size of the mini-batch."""
 
 from __future__ import annotations
 

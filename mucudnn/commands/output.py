@@ -1,4 +1,4 @@
-"""Output: what the commands print, for people and for machines."""
+"""Output of the commands, for people and for machines."""
 
 from __future__ import annotations
 

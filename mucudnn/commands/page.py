@@ -1,4 +1,4 @@
-"""Page: tables and pictures of what was chosen, or of what a database holds, in one HTML file without links."""
+"""One HTML file without links: tables and pictures of chosen plans, or of the times in a database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m mucudnn plan`: a network within limits, by times on record, on any machine."""
+"""`python -m mucudnn plan`: plans a network within limits from recorded times, on any machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m mucudnn plot`: pictures of a network's plan, and of a run's memory."""
+"""`python -m mucudnn plot`: draws the plan of a network, and the memory of a run."""
 
 from __future__ import annotations
 

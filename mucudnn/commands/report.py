@@ -1,4 +1,4 @@
-"""`python -m mucudnn report`: what was chosen in a run, or the times that are known."""
+"""`python -m mucudnn report`: shows what a run has chosen, or the times in the database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m mucudnn run`: a script or a module with its convolutions divided."""
+"""`python -m mucudnn run`: runs a script or a module with its convolutions divided."""
 
 from __future__ import annotations
 

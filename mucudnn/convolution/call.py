@@ -1,4 +1,4 @@
-"""Call: what torch hands to a convolution, and the problem that it is."""
+"""Call: the arguments that torch passes to a convolution, and the problem that they define."""
 
 from __future__ import annotations
 

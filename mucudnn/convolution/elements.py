@@ -1,4 +1,4 @@
-"""Elements: single elements of a convolution's result, computed in float64."""
+"""Elements: computes single elements of a convolution's result in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ConvProblem: the frozen key of one convolution in one direction."""
+"""ConvProblem: the immutable key of one convolution in one direction."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tile: a part of a convolution that is a convolution itself, along the mini-batch or a spatial dim.
+"""Tile: a part of a convolution along the mini-batch or a spatial dim, which is a convolution itself.
 
-Along the mini-batch the parts are micro-batches. Along space they are micro-tiles: disjoint intervals of what is
-computed (of dL/dx in the backward data pass; of dL/dy, over which one sums, for the weight's gradient), each with the
-interval that it needs of the other tensor. Those overlap by the kernel's reach, so a tile at an edge has padding where
-one further in has neighbours.
+Along the mini-batch the parts are micro-batches. Along a spatial dim they are micro-tiles: disjoint intervals of dL/dx
+in the backward data pass, of dL/dy (over which the results are summed) for the weight's gradient, and of y forward.
+Each tile also reads an interval of the other tensor. These intervals overlap by the reach of the kernel. A tile at an
+edge of the tensor has padding where an inner tile has neighbours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verdict: whether a convolution's result is as near to the exact one as its sizes and its type allow.
 
-Two results are compared element by element, which tells where they differ. Elements where they differ, and a sample of
-the others with the corners of the result and of its parts, are computed in float64: these tell which of the two is
-wrong. No tensor is read in float64.
+Two results are compared element by element. The elements in which they differ, and a sample of the others that contains
+the corners of the result and of its parts, are computed in float64: this tells which of the two results is wrong. No
+whole tensor is converted to float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What differs between the kinds of device that convolutions run on: one interface, one file for each kind."""
+"""Devices: one interface for the kinds of device that convolutions run on, and one file for each kind."""
 
 from functools import cache
 

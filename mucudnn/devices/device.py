@@ -1,4 +1,4 @@
-"""The interface of a device: all that the rest of mucudnn asks about where a convolution runs."""
+"""The interface of a device: all that the rest of mucudnn needs to know about where a convolution runs."""
 
 from __future__ import annotations
 

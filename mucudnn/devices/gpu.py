@@ -1,4 +1,4 @@
-"""A GPU: what torch's CUDA interface answers. Only this file and `providers/cudnn/` speak of CUDA."""
+"""A GPU, as torch's CUDA interface shows it. Only this file and `providers/cudnn/` know CUDA."""
 
 from __future__ import annotations
 

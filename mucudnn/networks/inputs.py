@@ -1,4 +1,4 @@
-"""The whole inputs of a network, told by the shape of one sample or of the whole."""
+"""The inputs of a network, from the shape of one sample or of the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convolutions of a network, and how each would be computed."""
+"""The convolutions of a network, and the plan of each."""
 
 from __future__ import annotations
 

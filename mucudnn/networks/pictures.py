@@ -1,4 +1,4 @@
-"""Pictures: plans and memory as figures that a paper can print."""
+"""Pictures of plans and of memory, ready to be printed in a paper."""
 
 from __future__ import annotations
 

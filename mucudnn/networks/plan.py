@@ -1,4 +1,4 @@
-"""Plan: how the convolutions of a network would be computed within limits, by times on record alone."""
+"""Plan of a network: how its convolutions would be computed within limits, from recorded times alone."""
 
 from __future__ import annotations
 

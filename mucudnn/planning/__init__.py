@@ -1,1 +1,1 @@
-"""A problem and a limit in, a plan out."""
+"""Planning: from a problem and a limit to a plan."""

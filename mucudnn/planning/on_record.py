@@ -1,4 +1,4 @@
-"""What a database knows of a convolution, as divisions to choose from; nothing is measured."""
+"""The divisions of a convolution that a database offers; nothing is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: how one problem is computed, and what else it could be computed by."""
+"""Plan: how one problem is computed, and the alternatives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planner: a problem and a limit in, the fastest measured division out."""
+"""Planner: finds the fastest measured division of a problem within a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search: which launches of a problem are timed, in which order, and which cannot win."""
+"""Search: which launches of a problem are timed, in which order, and which are pruned because they cannot win."""
 
 from __future__ import annotations
 

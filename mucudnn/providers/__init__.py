@@ -1,4 +1,4 @@
-"""Where algorithms come from: one interface, one file each."""
+"""Providers: where algorithms come from. One interface, one file for each provider."""
 
 from functools import cache
 

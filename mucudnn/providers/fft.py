@@ -1,4 +1,4 @@
-"""Convolution in the Fourier domain."""
+"""Convolution by fast Fourier transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""oneDNN where torch does not choose it."""
+"""oneDNN for convolutions for which torch does not choose it."""
 
 from __future__ import annotations
 

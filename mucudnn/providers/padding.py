@@ -1,4 +1,7 @@
-"""Padding that torch's kernels take: the same at both ends, but for what a stride or an output padding leaves."""
+"""Padding for torch's kernels, which take the same padding at both ends of a dim.
+
+The ends may differ by what a stride or an output padding leaves over; any other difference becomes rows of x.
+"""
 
 from __future__ import annotations
 

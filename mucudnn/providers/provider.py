@@ -1,4 +1,4 @@
-"""The interface between the planner and those who compute convolutions."""
+"""The interface between the planner and the providers, which compute convolutions."""
 
 from __future__ import annotations
 

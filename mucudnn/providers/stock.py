@@ -1,4 +1,4 @@
-"""Torch's own kernel, called beneath the dispatcher, and as an algorithm that can serve parts of a division."""
+"""Torch's own kernel, called beneath the dispatcher, and the same kernel as an algorithm for parts of a division."""
 
 from __future__ import annotations
 

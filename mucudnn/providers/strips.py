@@ -1,4 +1,4 @@
-"""Strips: any algorithm on strips of a part, one after the other, so that a convolution is cut along two dims."""
+"""Strips: an algorithm computes a part strip by strip, so that the convolution is cut along two dims."""
 
 from __future__ import annotations
 

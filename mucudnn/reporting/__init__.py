@@ -1,1 +1,1 @@
-"""What was chosen, as records, files and tables."""
+"""Reports of what was chosen: records, files and tables."""

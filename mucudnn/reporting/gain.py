@@ -1,4 +1,4 @@
-"""Gain: what a run has gained by mucudnn, in two or three lines for its end."""
+"""Gain: what mucudnn has saved in a run, in two or three lines at its end."""
 
 from __future__ import annotations
 

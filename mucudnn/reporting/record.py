@@ -1,4 +1,4 @@
-"""Record: what was chosen for one convolution, and its form in JSON."""
+"""Record: what was chosen for one convolution, and its JSON form."""
 
 from __future__ import annotations
 

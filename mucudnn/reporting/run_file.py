@@ -1,4 +1,4 @@
-"""The file that `run --report` writes: what was chosen in a run, and the memory of one of its steps."""
+"""The file that `run --report` writes: what the run has chosen, and the memory of one of its steps."""
 
 from __future__ import annotations
 

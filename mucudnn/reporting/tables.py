@@ -1,4 +1,4 @@
-"""Tables of records, and of what a database holds, for a terminal."""
+"""Tables of records, and of the times in a database, for a terminal."""
 
 from __future__ import annotations
 

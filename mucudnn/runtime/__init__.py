@@ -1,1 +1,1 @@
-"""What torch calls."""
+"""The code that torch calls while a program runs."""

@@ -1,4 +1,4 @@
-"""Arrays: a convolution of those that need not be torch's."""
+"""Convolutions of arrays from NumPy, CuPy and other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Explored: a problem whose calls are computed by what is tried, until the best is found."""
+"""Explored: a problem whose calls are trials until the best division is found."""
 
 from __future__ import annotations
 

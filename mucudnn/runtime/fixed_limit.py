@@ -1,4 +1,4 @@
-"""Fixed limit: convolutions that each may use the same number of bytes, whatever else runs."""
+"""Fixed limit: each convolution may use the same number of bytes, whatever else runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live: the convolutions of one shape and direction, explored on their own calls once that is worth it."""
+"""Live: the convolutions of one shape and direction. Their own calls explore them once that is worth its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Live planning: what all convolutions of a session that are explored on their own calls have in common."""
+"""Live planning: what all convolutions of a session share that are explored by their own calls."""
 
 from __future__ import annotations
 

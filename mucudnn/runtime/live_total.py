@@ -1,4 +1,4 @@
-"""Live total: convolutions of one shape that are explored within the whole total before they get a share of it."""
+"""Live total: convolutions of one shape are explored within the whole total, and get a share of it afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pooled launches: processes that meet the same problem each try other algorithms, and all learn of what was tried."""
+"""Pooled launches: processes that meet the same problem try different algorithms and share the times."""
 
 from __future__ import annotations
 

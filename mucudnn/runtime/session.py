@@ -1,4 +1,4 @@
-"""Session: the plans of one `patch`, each made when its convolution is first met."""
+"""Session: the plans of one `patch`, each made when its convolution is first called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared total: convolutions whose workspaces together stay within a total (WD)."""
+"""Shared total: the workspaces of all convolutions together stay within a total (WD)."""
 
 from __future__ import annotations
 

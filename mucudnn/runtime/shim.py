@@ -1,4 +1,4 @@
-"""The shim: kernels of mucudnn's own beneath `aten::convolution` and `aten::convolution_backward`."""
+"""The shim: mucudnn's own kernels beneath `aten::convolution` and `aten::convolution_backward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step budget: convolutions that may use what memory a step leaves free at their moment, so that its peak stays."""
+"""Step budget: a convolution may use the memory that the step leaves free at its moment, so that the peak stays."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How times of launches come to be, and where they are kept."""
+"""How launches are timed, and where the times are kept."""

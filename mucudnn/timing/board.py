@@ -1,4 +1,4 @@
-"""Board: where processes that run one program share what they measure, so that all come to the same plans."""
+"""Board: processes that run one program share their measurements here, so that all arrive at the same plans."""
 
 from __future__ import annotations
 

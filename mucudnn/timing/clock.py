@@ -1,4 +1,4 @@
-"""Times launches: one alone, or two against each other, on the host or on a GPU."""
+"""Times launches on the host or on a GPU, one alone or two against each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SQLite file of measured times: its tables, and what is read from and written to them."""
+"""The SQLite file of measured times: its tables, and the statements that read and write them."""
 
 from __future__ import annotations
 

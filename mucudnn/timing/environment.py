@@ -1,4 +1,4 @@
-"""Environment: what beside the problem changes a convolution's time."""
+"""Environment: whatever affects the time of a convolution besides the problem."""
 
 from __future__ import annotations
 

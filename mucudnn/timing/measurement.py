@@ -1,4 +1,4 @@
-"""Measurement: the launches of one problem that are known, and how more become known."""
+"""Measurement: the known launches of one problem, and the measuring of further ones."""
 
 from __future__ import annotations
 

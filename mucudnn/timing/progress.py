@@ -1,4 +1,4 @@
-"""The progress bar of measuring and planning."""
+"""The progress bar for measuring and planning."""
 
 from __future__ import annotations
 

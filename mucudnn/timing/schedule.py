@@ -1,4 +1,4 @@
-"""Schedule: a division that can be run on any operands of its problem's shapes."""
+"""Schedule: a division that is ready to compute any operands of its problem's shapes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Store: the SQLite database of measured times, shared by threads, by processes and by runs.
+"""Store: the SQLite database of measured times, which threads, processes and runs share.
 
-A row is one launch: an algorithm at an extent, its seconds and its workspace. Limits and batch sizes are no part of
-it, so any limit and any batch size can be answered from the same rows.
+A row is one launch: an algorithm at an extent, with its seconds and its workspace. A row depends on no limit and on no
+batch size, so the same rows serve every limit and every batch size.
 """
 
 from __future__ import annotations

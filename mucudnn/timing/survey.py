@@ -1,4 +1,4 @@
-"""Survey: the launches of many algorithms, measured on several devices at once and shared with other processes."""
+"""Survey: measures the launches of many algorithms on several devices at once, and shares them with other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What os.scandir gives where a folder is not one folder on the disk."""
+"""Entries of os.scandir for a folder that is not a single folder on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file functions of the first rank: they act for real, and keep for the others what was there before."""
+"""The file functions of the first rank: they change real files, and keep the earlier contents for the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python's file functions as a script on many ranks sees them: those of `os`, and `open`."""
+"""Replacements for Python's file functions, those of `os` and `open`, while a script runs on many ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A layer over the file system: paths that are something else in it, and paths that are not there.
+"""A layer over the file system: it replaces the contents of some paths, and hides others.
 
-It is kept in a folder, so that all processes of a rank see it. The file system's own functions are taken from `posix`:
-those of `os` are replaced while a script runs.
+The layer lives in a folder, so that all processes of a rank see it. It calls the file system through `posix`, because
+the functions of `os` are replaced while a script runs.
 """
 
 from __future__ import annotations

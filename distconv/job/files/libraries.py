@@ -1,4 +1,4 @@
-"""Libraries that open a path beneath Python: they are given the path that is this rank's, when they are imported."""
+"""Libraries that open files without Python's file functions: from their import on they are given this rank's path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a path as a program writes it to the absolute path of what it names, without links on the way."""
+"""Resolves a path as a program writes it to an absolute path without symbolic links."""
 
 from __future__ import annotations
 

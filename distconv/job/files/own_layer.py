@@ -1,4 +1,4 @@
-"""The file functions of a rank other than the first: they change its own layer, never the file system."""
+"""The file functions of all ranks but the first: they change the rank's own layer, never the file system."""
 
 from __future__ import annotations
 

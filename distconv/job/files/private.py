@@ -1,4 +1,4 @@
-"""The files of a script, from its start on a rank to its end."""
+"""Sets up the private files of a script when it starts on a rank, and removes them at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The networks of the benchmarks and of the tests, and the convolutions they are made of."""
+"""The networks of the benchmarks and tests, and the convolutions that they consist of."""
 
 from __future__ import annotations
 

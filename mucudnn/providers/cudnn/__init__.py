@@ -1,1 +1,1 @@
-"""The algorithms of cuDNN 9, on the libcudnn that torch has loaded."""
+"""The algorithms of cuDNN 9, called in the libcudnn that torch has loaded."""

@@ -1,4 +1,4 @@
-"""What torch's settings, and NVIDIA's errata, let cuDNN do."""
+"""Which engines cuDNN may use, by torch's settings and by NVIDIA's errata."""
 
 from __future__ import annotations
 

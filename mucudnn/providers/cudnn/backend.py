@@ -1,4 +1,4 @@
-"""Descriptor: one object of cuDNN's backend API, made, filled, finalized, read and freed."""
+"""Descriptor: one object of cuDNN's backend API, which is created, filled, finalized, read and freed."""
 
 from __future__ import annotations
 

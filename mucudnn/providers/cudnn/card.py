@@ -1,4 +1,4 @@
-"""Card: a GPU of this process, with a cuDNN handle for each thread."""
+"""Card: a GPU of this process, with one cuDNN handle for each thread."""
 
 from __future__ import annotations
 

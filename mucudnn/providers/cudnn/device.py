@@ -1,4 +1,4 @@
-"""Device: the card that plans are made for, whether it is here or not."""
+"""Device: the card that plans are made for, which may be absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A libcudnn of the wheels, for planning where there is no GPU: finalizing needs five libraries and no device."""
+"""Loads libcudnn from the wheels, to plan without a GPU: finalizing a plan takes five libraries and no device."""
 
 from __future__ import annotations
 

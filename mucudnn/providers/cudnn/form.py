@@ -1,4 +1,4 @@
-"""Form: a problem as it is put to cuDNN."""
+"""Form: a problem as it is described to cuDNN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graph: one convolution in cuDNN's graph API, its engines, and the plans that are made of them."""
+"""Graph: one convolution in cuDNN's graph API, its engines, and the plans that are made from them."""
 
 from __future__ import annotations
 

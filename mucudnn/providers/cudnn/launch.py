@@ -1,4 +1,4 @@
-"""Launch: parts of a convolution run by cuDNN, in the memory format and with the alignment that a plan is made for."""
+"""Launch: cuDNN computes parts of a convolution in the memory format and with the alignment that the plan expects."""
 
 from __future__ import annotations
 

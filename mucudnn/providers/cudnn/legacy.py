@@ -1,4 +1,4 @@
-"""Legacy: the algorithms of cuDNN's older functions, those that mu-cuDNN (Oyama et al. 2018) chose among."""
+"""Legacy algorithms: those of cuDNN's older functions, among which mu-cuDNN (Oyama et al. 2018) chose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Library: the functions of libcudnn 9 by ctypes, and what its failures mean."""
+"""Library: the functions of libcudnn 9 through ctypes, and the meaning of its errors."""
 
 from __future__ import annotations
 

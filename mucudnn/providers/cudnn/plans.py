@@ -1,4 +1,4 @@
-"""Plans: which algorithms serve which problems, what they need, and the finalized plans that are in use."""
+"""Plans: which algorithms serve which problems, how much workspace they need, and the finalized plans in use."""
 
 from __future__ import annotations
 

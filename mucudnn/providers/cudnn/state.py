@@ -1,4 +1,4 @@
-"""State: what of cuDNN is found in this process, in sentences."""
+"""State: sentences about the cuDNN that this process has found."""
 
 from __future__ import annotations
 
