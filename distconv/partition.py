@@ -1,8 +1,8 @@
-"""From ``"sample=2,height=2"`` to mesh axes, and the interval of a dim that each rank owns.
+"""Partitions: from ``"sample=2,height=2"`` to mesh axes, and to the interval of a dim that each rank owns.
 
-An *axis* belongs to the mesh, a *dim* to a tensor. Which dim each axis shards is said by one table, `AXES`. Layouts are
-DTensor's canonical ones: ceil-sized shards, the last of them smaller or empty. Nothing here needs torch, which takes
-seconds to import: the launcher reads partitions before it starts ranks.
+An *axis* belongs to the mesh, a *dim* to a tensor. The table `AXES` says which dim each axis shards. Layouts are
+DTensor's canonical ones: shards of the extent divided by the ranks and rounded up, the last ones smaller or empty.
+Nothing here needs torch, which takes seconds to import: the launcher reads partitions before it starts ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where this process runs among the ranks of a job; without torch, since a rank asks before it imports that."""
+"""The place of this process among the ranks of a job. It needs no torch: a rank reads it before it imports that."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plain tensors beside distributed ones, as an operator gets them: without their subclass, and shown to whom they
-concern.
-"""
+"""Plain tensors beside distributed ones: operators get them without their subclass, and watchers are told of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that torch keeps to itself and distconv uses all the same; mucudnn has a table of its own."""
+"""The private names of torch that distconv uses; mucudnn has a table of its own."""
 
 from __future__ import annotations
 

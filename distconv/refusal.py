@@ -1,4 +1,5 @@
-"""The error of an operator that cannot run on its shards: one line that tells which, on what, where, and what to do."""
+"""The error of an operator that cannot run on its shards: one line with the operator, its operands, place and
+remedy."""
 
 from __future__ import annotations
 

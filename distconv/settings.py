@@ -1,7 +1,7 @@
 """Settings: what a user may choose for a job, by an option of `distconv run`, an argument or the environment.
 
-This is the one place that reads the environment for them. An argument of a call wins over an option of
-`distconv run`, an option over the environment, and the environment over the default.
+Only this module reads the environment for them. An argument of a call wins over an option of `distconv run`, an option
+over the environment, and the environment over the default.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The model's side: calls, parameters, gradients, checkpoints."""
+"""The model: its calls, parameters, gradients and checkpoints."""

@@ -1,4 +1,4 @@
-"""Where the modules of a model run: each on a mesh of its own choosing, all over the same ranks."""
+"""Assignment: the mesh that each module of a model runs on; all meshes are over the same ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen for a model that a program has made: the mesh, and the partition of every layer."""
+"""Chooses the mesh of a model that a program has made, and the partition of every layer."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What calling a module does: its inputs come to its mesh, and its parameters are read as DTensors.
+"""Calls of a module: its inputs are brought to its mesh, and its parameters are read as DTensors.
 
-At the outermost call of a module its plain tensor inputs are sharded and, until it returns, reading a parameter from
-any of its modules gives a DTensor. The parameters that optimizers, state_dict and schedulers see stay what they are.
+The outermost call of a module shards its plain tensor inputs. Until it returns, reading a parameter of any of its
+modules gives a DTensor. The parameters that optimizers, state_dict and schedulers see stay what they are.
 
-The modules of one model may run on several meshes. The inputs of a module that runs on one mesh, with all modules in
-it, are brought there. What a module computes between the calls of others runs on the mesh of its tensors; where these
-come from several meshes, on the module's own.
+The modules of one model may run on several meshes. The inputs of a module that has a mesh of its own are brought to
+that mesh, for it and for all modules in it. Operators between the calls of modules run on the mesh of their tensors; if
+these come from several meshes, they run on the mesh of the enclosing module.
 """
 
 from __future__ import annotations

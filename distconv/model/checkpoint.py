@@ -1,4 +1,4 @@
-"""What a checkpoint holds: sharded tensors as they are, for torch.distributed.checkpoint, or whole ones on request."""
+"""Checkpoints: sharded tensors as they are, for torch.distributed.checkpoint, or whole ones on request."""
 
 from __future__ import annotations
 

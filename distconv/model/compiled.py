@@ -1,12 +1,11 @@
-"""torch.compile of a distributed model: one graph each way of local operators, exchanges and allreduces.
+"""torch.compile of a distributed model: one graph each for forward and backward, of local operators and collectives.
 
-The outermost call stays what it is without a compiler: it brings the inputs to the mesh. What torch.compile is given
-to trace is the forward pass of the plain model, with inputs that are DTensors and parameters that are plain. In the
-graph that it finds, each parameter first goes through the functions that also take it through an eager pass (see
-distconv.model.gradients); then the graph is handed to the backend. There the rules run with tensors that have no
-values, and what is left in the graph is what they do to local tensors.
+The outermost call stays eager: it brings the inputs to the mesh. torch.compile traces the forward pass of the plain
+model, with DTensors as inputs and plain parameters. In the traced graph each parameter first goes through the functions
+that also take it through an eager pass (see distconv.model.gradients). Then the graph is handed to the backend. There
+the rules run with tensors that have no values, and the graph keeps what they do to local tensors.
 
-A model that torch.compile cannot take into one graph runs without it, after one warning: where a graph ends in the
+A model that torch.compile cannot take into one graph runs without it, after one warning: where a graph breaks in the
 middle of a model, parameters would be read outside of it.
 """
 

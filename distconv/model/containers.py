@@ -1,7 +1,7 @@
-"""Lists and dicts among the inputs of a call, which the model may change: the caller finds the changes in its own.
+"""Lists and dicts among the inputs of a call: what the model changes in them, the caller finds in its own.
 
-While a model runs its inputs are other tensors than the caller's, and so the lists and dicts that hold them are copies.
-A cache of features that goes from one call to the next is such a list.
+While a model runs, its inputs are other tensors than the caller's, so the lists and dicts that hold them are copies. An
+example is a cache of features that passes from one call to the next.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Gradients of parameters: summed over the ranks that hold the same, in a few flat allreduces, begun during backward.
+"""Gradients of parameters: summed over the ranks that hold the same one, in a few flat allreduces during backward.
 
-A plain parameter is replicated: its gradient is a sum over all ranks of the mesh. One that is sharded (a DTensor) is
-summed over the ranks with the same shard only, so that disjoint groups of ranks reduce their 1/p at once: the segmented
-allreduce (Dryden et al., "Channel and filter parallelism for large-scale CNN training", SC 2019, section 3.4).
+A plain parameter is replicated: its gradient is a sum over all ranks of the mesh. The gradient of a sharded one (a
+DTensor) is summed only over the ranks with the same shard, so that disjoint groups of ranks reduce their 1/p at once:
+the segmented allreduce (Dryden et al., "Channel and filter parallelism for large-scale CNN training", SC 2019,
+section 3.4).
 
-At the start of a forward pass each bucket of parameters goes through :class:`_Finish`; a parameter's first use makes
-the tensor of this rank that its uses share. Autograd runs later-made nodes first, so in backward a hook on that tensor
-hands over this rank's share of a gradient as soon as it is known, the bucket starts its allreduce when its last one
-arrives, and `_Finish`, made before everything else, waits last. What reaches the parameters, through any hook, is the
-whole gradient, or the whole one of the shard.
+At the start of a forward pass each bucket of parameters goes through :class:`_Finish`. The first use of a parameter
+makes a tensor of this rank that all its uses share. Autograd runs nodes that were made later first. So in backward a
+hook on that tensor delivers this rank's share of a gradient as soon as it is complete, the bucket starts its allreduce
+when its last share has arrived, and `_Finish`, which was made first, waits last. Every hook of a parameter sees the
+whole gradient, or the whole gradient of the shard.
 """
 
 from __future__ import annotations

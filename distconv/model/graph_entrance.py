@@ -1,4 +1,4 @@
-"""The parameters of a compiled model at the entrance of its graph: distributed, and in buckets for their gradients."""
+"""The entrance of a compiled model's graph: parameters are distributed, and put into buckets for their gradients."""
 
 from __future__ import annotations
 

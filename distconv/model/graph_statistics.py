@@ -1,4 +1,4 @@
-"""Running statistics of a compiled model: moved where its graph ends, so that one exchange serves all norms."""
+"""Running statistics of a compiled model: updated where its graph ends, so that one exchange serves all norms."""
 
 from __future__ import annotations
 

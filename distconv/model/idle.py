@@ -1,4 +1,4 @@
-"""Ranks that hold nothing of what a model is given: told once."""
+"""Warns once about ranks that hold nothing of a model's input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in a list, as detection models take them: no batch that a partition could cut."""
+"""Images in a list, as detection models take them: they form no batch that a partition could cut."""
 
 from __future__ import annotations
 

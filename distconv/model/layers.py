@@ -1,4 +1,4 @@
-"""How the parameters of a layer lie on a mesh whose axes shard channels."""
+"""Layouts of a layer's parameters on a mesh whose axes shard channels."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`torch.tensor` and its like over lists of distributed numbers, such as the losses of an epoch.
+"""`torch.tensor` and its relatives applied to lists of distributed numbers, such as the losses of an epoch.
 
-torch reads the memory of each number itself, where a distributed tensor has none.
+torch reads the memory of each number directly, which a distributed tensor does not have.
 """
 
 from __future__ import annotations

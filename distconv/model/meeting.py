@@ -1,4 +1,4 @@
-"""Tensors of several meshes in one model: where they meet, they are brought to one."""
+"""Meetings: where tensors of several meshes come together in one model, they are brought to one mesh."""
 
 from __future__ import annotations
 

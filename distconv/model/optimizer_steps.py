@@ -1,8 +1,8 @@
-"""The steps of torch's optimizers over sharded parameters: computed on what this rank holds, as one list of tensors.
+"""Steps of torch's optimizers over sharded parameters: they compute with what this rank holds, as one list of tensors.
 
-Torch's optimizers hand the parameters of a group, their gradients and what is kept of each to a function, such as
-`torch.optim.adam.adam`, that treats every element alike. There this rank's tensors take the place of DTensors, so that
-a step costs what it costs without these, whether torch takes one tensor after the other or all at once.
+Torch's optimizers pass the parameters of a group, their gradients and their state to a function, such as
+`torch.optim.adam.adam`, that is elementwise. Here this rank's local tensors replace the DTensors in that call. So a
+step costs no more than one without DTensors, whether torch takes one tensor after the other or all at once.
 """
 
 from __future__ import annotations

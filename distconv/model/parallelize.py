@@ -1,4 +1,4 @@
-"""A model, or a whole script, made distributed: its calls run on shards, under one partition or one per layer."""
+"""Distributes a model, or all models of a script: their calls run on shards, under one partition or one per layer."""
 
 from __future__ import annotations
 

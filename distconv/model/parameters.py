@@ -1,8 +1,8 @@
-"""Parameters in shards: a rank keeps its part of a weight, and so of its gradient and of what the optimizer keeps.
+"""Parameters in shards: a rank keeps its part of a weight, of its gradient and of the optimizer's state.
 
 A module's parameter is replaced by a DTensor of the same whole value, cut along the axes that shard channels as
-distconv.channels says; one that no axis shards stays the plain tensor it was. A script's lists, and its optimizers, may
-still have the old parameter: whatever is done with that is done with the new one.
+distconv.channels says. A parameter that no axis shards stays a plain tensor. A script's lists and optimizers may still
+hold the old parameter: whatever is done with that is done with the new one.
 """
 
 from __future__ import annotations

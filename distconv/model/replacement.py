@@ -1,7 +1,7 @@
-"""A sharded tensor that takes another value, shape or dtype, and stays the same object to all who hold it.
+"""Gives a sharded tensor another value, shape or dtype, while it stays the same object to all who hold it.
 
-So do `.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...`. Torch changes the one tensor that
-it knows, not what a rank holds.
+`.half()` and `.to()` of a module, parametrizations, and `parameter.data = ...` do this. Torch changes the tensor that
+it knows, not the part that a rank holds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a script is given by its calls of models: small results as plain tensors, others as they lie on the ranks.
+"""Results that a script gets from its calls of models: small ones as plain tensors, others distributed.
 
-On a small tensor an operator that knows of ranks costs the host more than the operator itself. So a result of a few
-KiB is gathered once, and what the script does with it, such as its loss, is stock torch on every rank. Ranks that then
-do different things, as with targets that differ, are noticed by the gradient that comes back, which is compared. On
-GPUs results stay distributed: kernels that add up in an order of their own would give each rank another gradient. They
-stay so, too, of a model that was given distributed tensors: its targets are likely to be distributed as well.
+On a small tensor, an operator on shards costs the host more than the operator itself. So a result of a few KiB is
+gathered once, and what the script computes from it, such as its loss, is stock torch on every rank. If ranks then do
+different things, as with different targets, their gradients of the result differ; these are compared. Results stay
+distributed on GPUs, where kernels that add up in an order of their own would give each rank another gradient. They also
+stay distributed if the model was given distributed tensors: its targets are likely to be distributed as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A model while it runs: where its modules run, and what reading one of their parameters gives.
+"""A run of a model: where its modules run, and what reading one of their parameters gives.
 
-What `torch.utils.checkpoint` computes again in backward, long after the call has ended, it computes in the same run:
-with the same tensors for parameters, on the same meshes, by the same paths.
+`torch.utils.checkpoint` recomputes in backward, long after the call has ended. It recomputes in the same run: with the
+same tensors for parameters, on the same meshes, by the same paths.
 """
 
 from __future__ import annotations

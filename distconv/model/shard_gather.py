@@ -1,4 +1,4 @@
-"""Whole tensors into shards, and back. Differentiable."""
+"""Cuts whole tensors into shards, and gathers shards into whole tensors. Differentiable."""
 
 from __future__ import annotations
 

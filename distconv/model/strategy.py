@@ -1,4 +1,4 @@
-"""Which layer runs under which partition: patterns of layer names, in a program or in a file.
+"""Strategy: the partition of each layer, given by patterns of layer names, in a program or in a file.
 
 {"layer3.*": "channel=4", "*": "sample=4"}          the first pattern that matches a layer's name decides
 {"layer3.*": "channel=4,algorithm=y", ...}           how channels are split there, as `distconv.channels` names it

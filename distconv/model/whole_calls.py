@@ -1,8 +1,8 @@
 """Models that run whole on every rank: one that is traced or exported, and one that torch.jit has made.
 
-A traced model is looked at, not trained: what is wanted is the graph that one process would get, or the shapes that one
-process would find. The parameters of a scripted one lie beneath Python, where none of its operators is met. Every rank
-computes all of it, so ranks agree.
+Tracing a model does not train it: its purpose is the graph that one process would get, or the shapes that one process
+would find. The parameters of a scripted model lie beneath Python, where distconv meets none of its operators. Every
+rank computes the whole model, so all ranks agree.
 """
 
 from __future__ import annotations

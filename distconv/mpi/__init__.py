@@ -2,8 +2,8 @@
 
     mpiexec -n 4 python train.py        # train.py calls distconv.mpi.init_process_group()
 
-Every collective is MPI's nonblocking one, on a communicator that belongs to the process group alone, so several may be
-in flight and their order on a communicator is the order in which they were issued. Tensors that MPI cannot address
+Every collective is MPI's nonblocking one, on a communicator that belongs to the process group alone. So several may be
+in flight, and they run on a communicator in the order in which they were issued. Tensors that MPI cannot address
 (strided, or on a device that this MPI does not know) are staged through a contiguous, pinned host copy.
 float16 and bfloat16 have no portable MPI type: they travel as bytes, and are reduced in float32 and rounded once.
 """

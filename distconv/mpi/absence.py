@@ -1,4 +1,4 @@
-"""Ranks that have ended, for which the others would wait forever: MPI itself does not tell."""
+"""Notices ranks that have ended, for which the others would wait forever: MPI itself does not report them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name of the backend, and the lock around its calls of MPI."""
+"""The name of the backend, and the lock around its calls to MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions by MPI: which of its types and operations stand for those of torch."""
+"""Reductions by MPI: the MPI types and operations that correspond to torch's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors as MPI sees them: in place where it can address them, else through a contiguous, pinned host copy."""
+"""Staging: MPI uses a tensor in place where it can address it, else through a contiguous, pinned host copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed started among the ranks of an MPI job."""
+"""Starts torch.distributed among the ranks of an MPI job."""
 
 from __future__ import annotations
 

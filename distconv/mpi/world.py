@@ -1,4 +1,4 @@
-"""All ranks of the MPI job, whatever a script is told: while one runs, mpi4py's COMM_WORLD is the rank alone."""
+"""All ranks of the MPI job. A running script sees less: mpi4py's COMM_WORLD is there this rank alone."""
 
 from __future__ import annotations
 

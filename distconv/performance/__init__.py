@@ -1,1 +1,1 @@
-"""How long a training step takes under a partition, and which partition of each layer is the fastest."""
+"""The performance model: the time of a training step under a partition, and the fastest partition of each layer."""

@@ -1,6 +1,6 @@
-"""The partition of every layer of a model, chosen for so many ranks of this machine, once.
+"""Chooses, once, the partition of every layer of a model for a number of ranks on this machine.
 
-`distconv.choosing` starts this as a process of its own, and reads what it has written:
+`distconv.choosing` starts this as a separate process, and reads what it has written:
 
     python -m distconv.choosing QUESTION ANSWER.json
 """

@@ -1,4 +1,4 @@
-"""What this machine does in a second, measured by all ranks of a job at the same time, as they share it in a job."""
+"""Calibration: all ranks of a job measure the speed of this machine at the same time, as they share it in a job."""
 
 from __future__ import annotations
 

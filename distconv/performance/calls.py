@@ -1,4 +1,4 @@
-"""A recorded call of a kernel, made ready to be run again."""
+"""A recorded call of a kernel, prepared to be run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The partitions that a layer may have: all ways to divide the ranks over the axes of its data."""
+"""The partitions that a layer may have: every way to divide the ranks over the axes of its data."""
 
 from __future__ import annotations
 

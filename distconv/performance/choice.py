@@ -1,4 +1,4 @@
-"""The partition of every layer that makes a training step the fastest, alone or within a limit of memory."""
+"""Chooses the partition of every layer so that a training step is fastest, with or without a limit of memory."""
 
 from __future__ import annotations
 

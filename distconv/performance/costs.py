@@ -1,4 +1,4 @@
-"""What a layer costs under a partition, and what it costs to go from one partition to another: seconds and bytes."""
+"""The costs of a layer under a partition, and of the change from one partition to another, in seconds and bytes."""
 
 from __future__ import annotations
 

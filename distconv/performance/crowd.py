@@ -1,7 +1,7 @@
-"""Processes that compute what this one measures, at the same time: as the other ranks of a machine do in a job.
+"""A crowd: processes that run the measured kernel at the same time, as the other ranks of a machine do in a job.
 
-Ranks that share a machine share its caches, its memory and, where there are more threads than cores, its cores. A
-kernel that is measured alone runs faster than the same kernel in a step that all ranks take together.
+Ranks on one machine share its caches, its memory and, where there are more threads than cores, its cores. A kernel that
+is measured alone runs faster than the same kernel in a step that all ranks compute together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How mucudnn would divide a rank's convolutions on this machine, and what workspace that takes: measured here."""
+"""Measures how mucudnn would divide a rank's convolutions on this machine, and how much workspace that takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does in a step, in order: operators of the program, kernels, messages that start, and waits for them."""
+"""The events of a rank's step, in order: operators of the program, kernels, starts of messages, and waits for them."""
 
 from __future__ import annotations
 

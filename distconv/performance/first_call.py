@@ -1,4 +1,4 @@
-"""What a script computes: seen at the first call of its model, at which the script ends."""
+"""Finds out what a script computes: the first call of its model is recorded, and ends the script."""
 
 from __future__ import annotations
 

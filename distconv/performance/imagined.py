@@ -1,4 +1,4 @@
-"""A job of many ranks of which only this process is there, and its tensors without data."""
+"""An imagined job: only this process exists of its many ranks, and its tensors have no data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is found out once for all programs of this user: texts by their keys, in a file."""
+"""A file of texts by key: findings that serve all programs of this user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a rank's kernels take on this machine's processor, measured where they are asked for."""
+"""The times of a rank's kernels on this machine's processor, each measured when it is first needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers of a model as a graph: what one call of it on tensors without data tells."""
+"""The layers of a model as a graph, found by one call on tensors without data."""
 
 from __future__ import annotations
 

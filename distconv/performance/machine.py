@@ -1,4 +1,4 @@
-"""A machine as numbers: what its devices, its nodes and its network do in a second."""
+"""A machine in numbers: the speeds of its devices, its nodes and its network."""
 
 from __future__ import annotations
 

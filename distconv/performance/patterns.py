@@ -1,4 +1,4 @@
-"""A strategy of few patterns for what was chosen layer by layer."""
+"""Reduces a choice for every layer to a strategy of few patterns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of a plan and of how a step scales, for people and for papers."""
+"""Pictures of a plan and of the scaling of a step, for people and for papers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long reading holds a training step up, on a machine with a file system of a given bandwidth. Pure."""
+"""How long reading delays a training step, on a machine with a file system of a given bandwidth. Pure."""
 
 from __future__ import annotations
 

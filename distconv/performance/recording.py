@@ -1,7 +1,7 @@
-"""A step as the program itself takes it: run on tensors without data, in a job whose other ranks are not there.
+"""Records a step as the program itself takes it, on tensors without data, in a job whose other ranks do not exist.
 
-The rules, plans and buckets are those of a real run, so what is recorded, and the order in which messages start and are
-waited for, cannot differ from what a rank does.
+The rules, plans and buckets are those of a real run. So the recorded operations, and the order in which messages start
+and are waited for, are those of a real rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The steps of a model and of its layers under partitions, each recorded once: they are the same on every machine."""
+"""The recorded steps of a model and of its layers under each partition; one recording serves every machine."""
 
 from __future__ import annotations
 

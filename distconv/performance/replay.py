@@ -1,4 +1,4 @@
-"""How long a recorded step takes on a machine: a lane of the host, one of kernels and one of messages."""
+"""Replays a recorded step on a machine: a lane for the host, one for kernels and one for messages."""
 
 from __future__ import annotations
 

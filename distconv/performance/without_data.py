@@ -1,7 +1,7 @@
-"""What an operator makes of tensors without data, and the kernel that it is: asked of torch once for the same shapes.
+"""The results of operators on tensors without data, and their kernels: torch is asked once for the same shapes.
 
-A step has the same operators over and over: in equal blocks, under partitions that divide a layer alike, before and
-after its plans are made. Torch takes up to milliseconds to tell the shape of a result.
+The same operators recur in a step: in equal blocks, under partitions that divide a layer in the same way, before and
+after its plans are made. Torch takes up to milliseconds to infer the shape of a result.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Arrays in files, of which a rank reads its part only."""
+"""Reading: arrays in files, of which a rank reads only its part."""

@@ -1,4 +1,4 @@
-"""NumPy's arrays that are not read yet."""
+"""Lazy NumPy arrays, whose elements are still in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of NumPy that lazy arrays have beside those of single elements; imported, they are there."""
+"""NumPy functions for lazy arrays, besides the elementwise ones. Importing this module registers them."""
 
 from __future__ import annotations
 

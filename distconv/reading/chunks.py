@@ -1,4 +1,4 @@
-"""Large chunks of HDF5 without a filter, each read from the file in one piece, past the library's cache."""
+"""Large HDF5 chunks without filters: each is read from the file in one piece, bypassing the library's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of arrays as Zarr: in chunks that suit a partition, each with a checksum."""
+"""Copies arrays to Zarr, in chunks that suit a partition, each with a checksum."""
 
 from __future__ import annotations
 

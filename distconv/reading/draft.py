@@ -1,4 +1,4 @@
-"""A batch whose parts are still to be read: what becomes of it where a store answers for files."""
+"""A draft: a batch whose parts are still to be read, and how a store supplies them in place of files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What is to be read, and what is to be done with it: trees of which any region can be computed by itself. Pure but for
-the reading, which the caller does.
+"""Expressions: trees of what to read and what to compute from it. Any region of the result can be computed by itself.
+
+Pure, apart from reading, which the caller does.
 """
 
 from __future__ import annotations

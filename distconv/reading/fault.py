@@ -1,4 +1,4 @@
-"""What tells of a file that cannot be read: one line with the file, the key and the sample."""
+"""Errors about files that cannot be read: one line with the file, the key and the sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's samples of a batch, made by the Dataset and read as far as they are the rank's part."""
+"""Fetches a rank's samples of a batch: the Dataset makes them, and only the rank's part is read."""
 
 from __future__ import annotations
 

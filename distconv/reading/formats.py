@@ -1,4 +1,4 @@
-"""What stands in for reading an array of HDF5, Zarr or a memory map: a lazy array where that can be."""
+"""Replacements for reading an array of HDF5, Zarr or a memory map: they give a lazy array where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a sample lazily: what stands in for the functions that read files while a Dataset makes a sample."""
+"""Makes a sample lazy: replaces the functions that read files while a Dataset makes a sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory map that a program uses as it is, without an index: a file for each sample, say."""
+"""A memory map that a program uses as it is, without an index, such as one file for each sample."""
 
 from __future__ import annotations
 

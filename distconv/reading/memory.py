@@ -1,4 +1,4 @@
-"""What arrays, tensors and their views share: memory that is filled from files when somebody looks at it."""
+"""Memory that arrays, tensors and their views share; it is filled from files at its first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays in files for programs: opened by their path, cut by `distconv.shard`."""
+"""Opens arrays in files by their path for a program; `distconv.shard` cuts them."""
 
 from __future__ import annotations
 

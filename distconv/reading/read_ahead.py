@@ -1,4 +1,4 @@
-"""What the operating system brings of a file beyond what it is asked for."""
+"""Controls how much of a file the operating system reads ahead of what it is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regions of an array that lies in a file as in memory, read run by run: elements that follow one another in both."""
+"""Reads a region of an array run by run: a run is a sequence of elements that are adjacent in file and in memory."""
 
 from __future__ import annotations
 

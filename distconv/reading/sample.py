@@ -1,4 +1,4 @@
-"""How samples are known: by the number of their data set and their index."""
+"""The identity of a sample: the number of its data set and its index."""
 
 from __future__ import annotations
 

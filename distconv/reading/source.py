@@ -1,7 +1,7 @@
-"""Arrays in files: what they are called, and how a region of them is read.
+"""Sources: arrays in files, with their names, and reading of a region.
 
-A source can be sent to another process. A file is opened once in every process that reads it, and never through what
-another process has opened.
+A source can be sent to another process. Every process opens the file itself, once, and never reads through a handle
+that another process has opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Numbers that summarise a whole array, such as a mean or a percentile: what is computed, and of what.
+"""Statistics: numbers that summarise a whole array, such as a mean or a percentile, and the functions for them.
 
-They are left open while a Dataset makes a sample: ranks that share the sample then read a slab each, and one of them
-computes the number from all slabs with the very function that the program called.
+They stay open while a Dataset makes a sample. Afterwards each of the ranks that share the sample reads a slab, and one
+of them computes the number from all slabs, with the same function that the program called.
 """
 
 from __future__ import annotations

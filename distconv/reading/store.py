@@ -1,4 +1,4 @@
-"""What a rank keeps in memory of what it has read: parts of arrays in files, by the samples that were made of them."""
+"""Store: the parts of arrays that a rank has read and keeps in memory, by the samples that were made of them."""
 
 from __future__ import annotations
 

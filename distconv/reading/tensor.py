@@ -1,4 +1,4 @@
-"""Torch's tensors that are not read yet."""
+"""Lazy torch tensors, whose elements are still in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of torch that lazy tensors have; imported, they are there."""
+"""Torch functions for lazy tensors. Importing this module registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which elements of an array a view shows, and in which order. Pure."""
+"""Views: which elements of an array a view shows, and in which order. Pure."""
 
 from __future__ import annotations
 

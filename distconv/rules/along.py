@@ -1,8 +1,8 @@
-"""Operators in which the elements along some dims meet and those along all others do not: sums that run along a dim,
-sorting, Fourier transforms, gathering and scattering along a dim, and matrices of linear algebra in batches.
+"""Operators that combine elements along some dims and are independent along all others: running sums, sorting, Fourier
+transforms, gathering and scattering along a dim, and linear algebra on batches of matrices.
 
-Where none of the dims along which elements meet is sharded, every rank computes on its shard. Where one is, the shards
-go to other dims in one all-to-all, so that a rank still has no more than its share, and the result comes back.
+Where none of the combined dims is sharded, every rank computes on its shard. Where one is, a single all-to-all moves
+its shards to other dims, so that a rank still holds no more than its share, and another brings the result back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The input of a layer that every rank has whole, cut as its gradient lies.
+"""Cuts a layer's input that every rank has whole, in the layout of the layer's gradient.
 
-A tensor that is replicated before a layer may be sharded behind it, beside others that are. Then the layer's backward
-is given a sharded gradient. Each rank cuts its part of the input, and no gradient is gathered.
+A tensor that is replicated before a layer may be sharded after it, beside sharded tensors. Then the layer's backward
+gets a sharded gradient. Each rank cuts its part of the input, and no gradient is gathered.
 """
 
 from __future__ import annotations

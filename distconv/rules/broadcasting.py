@@ -1,8 +1,8 @@
-"""Tensors that broadcast to a shape, each laid out beside the others.
+"""Tensors that broadcast to a shape, each laid out to match the others.
 
-Of a dim of extent 1 that an axis shards, the first rank of the axis owns the element and the others nothing. Beside a
-longer dim each of them needs it: one exchange brings it. The gradient of what was broadcast is a sum over the dim,
-which is replicated (``reduction``); so it reaches the owner, and the two are each other's adjoint.
+If an axis shards a dim of extent 1, the first rank of the axis owns the element and the others nothing. Beside a longer
+dim each rank needs it: one exchange brings it. The gradient of the broadcast tensor is a sum over the dim, which is
+replicated (``reduction``), and so it reaches the owner. The two operations are each other's adjoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Split channels: a layer's block on this rank, and the exchanges that bring its channels and add up its filters."""
+"""Split channels: a layer's block on this rank, and the exchanges that fetch its channels and add up its filters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Complex numbers: conjugates, and complex numbers as pairs of real ones and back.
+"""Complex numbers: conjugates, and conversions between complex numbers and pairs of real ones.
 
-In one process a conjugate is a view that conjugates when it is read. What is sent is memory as it lies, so on shards
-conjugates are computed at once.
+In one process a conjugate is a view that conjugates when it is read. A message contains memory as it is, so conjugates
+of shards are computed at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Views whose elements lie on other ranks: they are copies, and what is written to a copy is written to its tensor too.
+"""Copies that stand for views of other ranks' elements: whatever is written to a copy is also written to its tensor.
 
-In one process a change of a slice changes the whole tensor. The slice of a sharded dim is a copy, laid out anew, so its
-elements are sent back after each change. A copy is known by its storage: views of it are copies too, what is computed
-from it is not. Where there is no way back, a change is refused, and so is a copy whose tensor has changed since.
+In one process a change of a slice changes the whole tensor. The slice of a sharded dim is a copy with a layout of its
+own, so its elements are sent back after each change. A copy is known by its storage: views of it are copies too,
+results computed from it are not. Where there is no way back, a change is refused; so is a copy whose tensor has changed
+since.
 """
 
 from __future__ import annotations

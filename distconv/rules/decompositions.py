@@ -1,8 +1,8 @@
-"""Operators for which there is neither a rule here nor a strategy of DTensor: taken apart, or refused at once.
+"""Operators with neither a rule here nor a strategy of DTensor: they are decomposed, or refused at once.
 
-DTensor would search among the layouts of all operands for one under which the parts of such an operator move nothing.
-Their number grows with the product over operands and axes, and an answer took minutes. Here the operator's parts, as
-torch's decompositions name them, run one after the other, each by its own rule; a part that is refused refuses the
+DTensor would search the layouts of all operands for one under which the parts of such an operator move nothing. Their
+number grows as the product over operands and axes, and an answer took minutes. Here the parts of the operator, as
+torch's decompositions name them, run one after the other, each by its own rule. If a part is refused, so is the
 operator.
 """
 

@@ -1,4 +1,4 @@
-"""copy.deepcopy of distributed tensors, as of a module with sharded parameters and their gradients."""
+"""copy.deepcopy of distributed tensors, for example of a module with sharded parameters and their gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Dims that come, go and repeat: squeeze, expand, repeat, and views that change their tensor in place.
+"""Operators that insert, remove and repeat dims: squeeze, expand, repeat, and views that change their tensor in place.
 
-A dim of extent 1 that goes is replicated afterwards: where it was sharded, its one element comes to all ranks
+If a removed dim of extent 1 was sharded, the result is replicated: its one element comes to all ranks
 (``broadcasting``).
 """
 

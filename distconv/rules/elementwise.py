@@ -1,4 +1,4 @@
-"""Operators on corresponding elements for which DTensor has no strategy, or a wrong one."""
+"""Elementwise operators for which DTensor has no strategy, or a wrong one."""
 
 from __future__ import annotations
 

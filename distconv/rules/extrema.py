@@ -1,6 +1,6 @@
-"""Where the largest or smallest elements are: argmax, argmin, max and min along a dim, and topk, sharded or not.
+"""Positions of the largest or smallest elements: argmax, argmin, max and min along a dim, and topk, sharded or not.
 
-Each rank finds its own; one gather of these candidates, as many as the result has elements, decides. Of equal elements
+Each rank finds its own candidates. One gather of these, as many as the result has elements, decides. Of equal elements
 the first counts (but not for topk).
 """
 

@@ -1,4 +1,4 @@
-"""New tensors made after a distributed one."""
+"""Operators that make a new tensor after the model of a distributed one."""
 
 from __future__ import annotations
 

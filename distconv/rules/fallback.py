@@ -1,8 +1,8 @@
-"""What runs an operator that has no rule of its own.
+"""Fallback: what runs an operator without a rule of its own.
 
-In this order: the operator that makes a new tensor, for one in place; DTensor's strategy, where it moves no shard; the
-operators that it can be made of (`distconv.rules.decompositions`); the operator on whole tensors, where they are small.
-Else it is refused.
+In this order: for an operator in place, the one that makes a new tensor; DTensor's strategy, where it moves no shard;
+the operators that it decomposes into (`distconv.rules.decompositions`); the operator on whole tensors, where they are
+small. Otherwise it is refused.
 """
 
 from __future__ import annotations

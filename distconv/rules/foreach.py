@@ -1,4 +1,4 @@
-"""Operators on lists of tensors, as optimizers and the clipping of gradients use them: each rank on its own shards.
+"""Operators on lists of tensors, as optimizers and gradient clipping use them: each rank computes on its own shards.
 
 A list may hold tensors of several meshes, sharded and plain: parameters of layers under different partitions.
 """

@@ -1,9 +1,9 @@
 """Linear layers of (samples, features) and (samples, positions..., features): a rank multiplies the rows that it owns.
 
-With features sharded they are a convolution over one position (distconv.channels), of all rows of a rank at once.
+With sharded features they are a convolution over one position (distconv.channels), of all rows of a rank at once.
 Features that a flatten has left sharded along space as well are one more split of x. Then y of (samples, features) is
-sharded along the channel axes alone, and replicated along the others, as all activations without space are; y of more
-dims is sharded as x is. Along an axis that shards positions a sharded weight is gathered.
+sharded along the channel axes alone and replicated along the others, like all activations without space; y of more dims
+is sharded as x is. Along an axis that shards positions, a sharded weight is gathered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Reading and writing at numbers of dims, x[numbers] and x[numbers] = values, as tables of relative positions are read.
+"""Reading and writing at positions of dims: x[numbers] and x[numbers] = values, as tables of relative positions are
+read.
 
-The indices count some dims of x and are broadcast with each other. In the result their dims stand where the counted
-ones were, or first where other dims lie between these; all other dims of x pass. An axis shards a dim that passes, or
-a dim of the indices. What is added at sharded indices, as in the gradient of a table, is a sum over ranks.
+The indices select along some dims of x, and broadcast with each other. In the result their dims replace the selected
+ones, or come first if other dims lie between these; all other dims of x pass through. An axis shards a dim that passes
+through, or a dim of the indices. What is added at sharded indices, as in the gradient of a table, is a sum over ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Losses over samples and space: sums over all shards, means over the whole count.
+"""Losses over samples and space: sums over all shards, and means over the whole count.
 
 A plain target of the whole shape counts as replicated: each rank reads its own part of it.
 """

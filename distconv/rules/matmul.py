@@ -1,7 +1,8 @@
-"""Products of matrices whose rows, columns or summed dim are sharded, as linear layers after a flatten need.
+"""Products of matrices whose rows, columns or summed dim are sharded, as linear layers after a flatten need them.
 
-Where the summed dim is sharded each rank multiplies its part; the parts are added at once, but a parameter's gradient
-stays a partial sum for its bucket. Where an axis shards the two by different subscripts, what moves least is chosen.
+Where the summed dim is sharded, each rank multiplies its part, and the parts are added at once. The gradient of a
+parameter stays a partial sum for its bucket. Where an axis shards the two matrices by different subscripts, the layout
+that moves least is chosen.
 """
 
 from __future__ import annotations

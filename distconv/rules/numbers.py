@@ -1,4 +1,4 @@
-"""What leaves torch as numbers: `.item()`, `float()`, `bool()`, formatting, lists, and arrays of other libraries."""
+"""Values that leave torch: `.item()`, `float()`, `bool()`, formatting, lists, and arrays of other libraries."""
 
 from __future__ import annotations
 

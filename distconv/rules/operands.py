@@ -1,10 +1,10 @@
-"""Which dim every mesh axis shards while an operator reads several tensors that lie differently.
+"""Operands: which dim every mesh axis shards while an operator reads several tensors with different layouts.
 
-The dims of the tensors have subscripts, as in einsum: dims with the same subscript run together, one of extent 1 beside
-longer ones too. Along one axis all tensors are sharded by the same subscript, the one for which least moves. A tensor
-that is sharded by another dim trades it for this one, so that a rank keeps no more than its share. A tensor without it,
-or with one element of it, is needed whole: with an elementwise operator it is no larger than a rank's share of the
-result.
+The dims of the tensors have subscripts, as in einsum: dims with the same subscript run together, even one of extent 1
+beside longer ones. Along one axis all tensors are sharded by the same subscript, the one for which least moves. A
+tensor that is sharded by another dim trades it for this one, so that a rank holds no more than its share. A tensor
+without that subscript, or with extent 1 there, is needed whole: for an elementwise operator it is no larger than a
+rank's share of the result.
 """
 
 from __future__ import annotations

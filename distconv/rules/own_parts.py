@@ -1,4 +1,4 @@
-"""From DTensors to this rank's plain tensors and back, differentiable: what lies between is autograd's own."""
+"""From DTensors to this rank's plain tensors and back, differentiable: autograd handles what lies between by itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What torch.save, pickle, joblib and others write of a distributed tensor: the whole tensor, as a plain one.
 
-So a file that a job writes can be read by a process without distconv, whatever object the tensor is an attribute of.
+So a process without distconv can read a file that a job has written, whatever object the tensor is an attribute of.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plain tensor that is changed in place by a distributed one, as a moving average of sharded parameters is."""
+"""In-place changes of a plain tensor by a distributed one, such as a moving average of sharded parameters."""
 
 from __future__ import annotations
 

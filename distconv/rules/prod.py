@@ -1,8 +1,8 @@
 """The product of all elements, or along a dim, with the gradient that one process computes.
 
-Of a tensor without zeros one process divides the product by each element; of one with zeros it multiplies all others.
-The two differ where an element is not a number: the first gives no number for this element, the second does. For
-subclasses of tensors torch always does the second.
+For a tensor without zeros one process divides the product by each element; for one with zeros it multiplies all others.
+The two differ where an element is NaN: for this element the first gives NaN, the second a number. For subclasses of
+tensors torch always does the second.
 """
 
 from __future__ import annotations

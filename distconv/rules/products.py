@@ -1,9 +1,9 @@
 """Products of batches of matrices, such as queries with keys and weights with values of an attention written out.
 
 For every mesh axis a plan says what it shards of the product: batches (samples, heads), rows, columns, or the summed
-dim, whose partial products are added up; what moves least is chosen, and rows stay where they are. So the scores
-q k^T are sharded as the queries are, the keys come to them, and a softmax over keys finds whole rows. What was brought
-is not kept: backward lets it come once more, and the ranks' gradients of it are added at its owners.
+dim, whose partial products are added up. The layout that moves least is chosen, and rows stay where they are. So the
+scores q k^T are sharded as the queries are, the keys move to them, and a softmax over keys finds whole rows. Fetched
+operands are not kept: backward fetches them once more, and the ranks' gradients of them are added at their owners.
 """
 
 from __future__ import annotations

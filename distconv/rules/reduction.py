@@ -1,6 +1,6 @@
 """Sums, means, variances, norms and extrema over sharded dims: the value of the whole tensor, with uneven shards too.
 
-A result is whole on every rank at once, so that what follows, `.item()` and arithmetic alike, is plain. Only the sum
+A result is whole on every rank at once, so that whatever follows is plain, be it `.item()` or arithmetic. Only a sum
 that is a parameter's gradient stays partial: parameters add theirs up in buckets.
 """
 

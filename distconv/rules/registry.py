@@ -1,7 +1,7 @@
-"""Which rule runs for which operator, and what DTensor may do where there is none.
+"""Registry: which rule runs for which operator, and what DTensor may do where there is none.
 
-Rules are for DTensors on meshes that distconv made or adopted. A program may have others: with these every operator
-does what it does without distconv.
+Rules are for DTensors on meshes that distconv made or adopted. On a program's other DTensors every operator does what
+it does without distconv.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Views that have every element of their tensor, on the rank where it lies: the same dims, or in another order."""
+"""Views that contain every element of their tensor, on the rank where it lies: the same dims, or in another order."""
 
 from __future__ import annotations
 

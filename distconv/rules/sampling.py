@@ -1,9 +1,9 @@
 """Sampling at the points of a grid (grid_sample), in 2-D and 3-D: maps and points are sharded.
 
-Which elements a rank reads is in the values of its points, so nobody can send it just these. The map comes to all ranks
-in blocks instead, one rank's share after the other, and each rank adds what the elements of a block give to its points.
-A rank never has more than its own share of the map and one other. Backward brings the blocks once more, and sends the
-gradient of each to its owner.
+The values of a rank's points decide which elements it reads, so no other rank can select these for it. Instead the map
+comes to all ranks in blocks, one rank's share after the other, and each rank adds the contribution of a block's
+elements to its points. A rank never has more than its own share of the map and one other. Backward brings the blocks
+once more, and sends the gradient of each to its owner.
 """
 
 from __future__ import annotations

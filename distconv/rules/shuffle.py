@@ -1,4 +1,4 @@
-"""Channel shuffle, and pixel shuffle and unshuffle, channels to space and back; channels and space sharded."""
+"""Channel shuffle, and pixel shuffle and unshuffle between channels and space; channels and space sharded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Slices, selections, splits, concatenation, flips and rolls along sharded dims, in the positions of the whole dim.
 
-Along a dim that is not sharded they are views, as in one process; along a sharded dim they are copies, whose layout is
-canonical again, and what is written to a copy is sent back.
+Along a dim that is not sharded they are views, as in one process. Along a sharded dim they are copies in the canonical
+layout, and whatever is written to a copy is sent back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Softmax and log-softmax, also over a sharded dim: two small allreduces forward, one backward."""
+"""Softmax and log-softmax, also over a sharded dim: two small allreduces in forward, one in backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers from several meshes side by side, as the norms of gradients of layers under different partitions."""
+"""Stacks numbers from several meshes, such as the gradient norms of layers under different partitions."""
 
 from __future__ import annotations
 

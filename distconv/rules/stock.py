@@ -1,4 +1,4 @@
-"""What torch's DTensor does with an operator by itself, for operators without a rule and for tensors that are not ours.
+"""What torch's DTensor does with an operator by itself, for operators without a rule and for a program's own DTensors.
 
 A rule that is registered for an operator hides DTensor's own dispatch of it, so its steps are repeated here.
 """

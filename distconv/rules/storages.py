@@ -1,4 +1,4 @@
-"""The memory behind a distributed tensor, by which libraries find out which tensors of a state share theirs."""
+"""The memory behind a distributed tensor, by which libraries find out which tensors of a state share memory."""
 
 from __future__ import annotations
 

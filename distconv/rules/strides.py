@@ -1,4 +1,4 @@
-"""Views by strides, which count the elements of one process's memory: of whole tensors, and of small ones, gathered.
+"""Views by strides, which refer to the elements in one process's memory: of whole tensors, and of small ones, gathered.
 
 A rank has a whole tensor in memory as one process does, if it is no view of another. Formulas of backward write to such
 views of new tensors.

@@ -1,4 +1,4 @@
-"""A function of a distributed tensor and one of a subclass of Tensor, such as MONAI's MetaTensor."""
+"""Functions of a distributed tensor and a subclass of Tensor, such as MONAI's MetaTensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The upper and lower triangles of matrices, as causal masks are made: each rank cuts its own rows and columns."""
+"""The upper and lower triangles of matrices, such as causal masks: each rank cuts its own rows and columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Windows of a dim as a dim of their own (Tensor.unfold, nn.Unfold, nn.Fold): each rank fetches what they read."""
+"""Windows of a dim as a dim of their own (Tensor.unfold, nn.Unfold, nn.Fold): each rank fetches what its windows
+read."""
 
 from __future__ import annotations
 

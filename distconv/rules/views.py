@@ -1,15 +1,15 @@
 """Views: shards stay where they are if every rank owns the same elements before and after, else one all-to-all moves
 them.
 
-A view splits into groups of dims that merge into, or divide from, one another. A group without a sharded dim, or with
-one dim before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the
-other: flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes
-its partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations
-(``height`` to the last but one), else to those dims of the group with which nothing moves. A sharded dim of extent 1
-that becomes no dim at all is replicated afterwards: every rank gets its element.
+A view splits into groups of dims that merge into one another, or divide. A group without a sharded dim, or with one dim
+before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the other:
+flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes its
+partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations (``height``
+to the last but one), else to those dims of the group with which nothing moves. If a sharded dim of extent 1 disappears,
+the result is replicated: every rank gets its element.
 
-The backward of a view divides what its forward merged, and must lay the gradient out as the forward's input lay. That
-layout is kept on the autograd node that computed the input, where the backward finds it as its next node.
+The backward of a view divides what its forward merged, and must give the gradient the layout of the forward's input.
+The autograd node that computed the input keeps that layout, and the backward finds it there, as its next node.
 """
 
 from __future__ import annotations

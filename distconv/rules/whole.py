@@ -1,10 +1,10 @@
 """Operators that run on whole tensors, where they cannot be computed in parts.
 
 Within a model's call only small tensors are gathered for them: a matrix to invert, a table of relative positions or the
-scores of some classes cost next to nothing. An activation is not small, and for it the operator is refused. What is
-small is decided by shapes alone, so that all ranks decide alike.
+scores of some classes cost next to nothing. An activation is not small, and for it the operator is refused. Shapes
+alone decide what is small, so that all ranks decide the same.
 
-Outside, a script may ask anything of its results, as in one process: there tensors of any size are gathered, if they
+Outside, a script may ask anything of its results, as in one process: tensors of any size are gathered there, if they
 fit into memory, and counted (see `distconv.gathering.record`).
 """
 

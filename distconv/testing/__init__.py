@@ -1,4 +1,4 @@
-"""Tests of a program's own: a model on several ranks against the same model on one.
+"""Tests for a program of one's own: they compare a model on several ranks with the same model on one.
 
 pytest offers `assert_same_on_ranks` as a fixture wherever distconv is installed.
 """

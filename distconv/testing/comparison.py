@@ -1,4 +1,4 @@
-"""The model on several ranks against the same model in this process."""
+"""Compares a model on several ranks with the same model in this process."""
 
 from __future__ import annotations
 

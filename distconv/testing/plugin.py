@@ -1,4 +1,4 @@
-"""The plugin of pytest."""
+"""The pytest plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step of a model, and what it leaves; run as a module it is a script that takes the step on every rank."""
+"""One step of a model and its results. Run as a module, this is a script that takes the step on every rank."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files of a script on many ranks: those of the first rank are real, every other rank has a private layer above them."""
+"""Files of a script on many ranks: the first rank's are real, every other rank has a private layer above them."""

@@ -1,9 +1,9 @@
-"""Scaled dot product attention of sharded samples, heads and tokens, as one unit: no rank holds the scores of all.
+"""Scaled dot product attention of sharded samples, heads and tokens, as one unit: no rank holds all scores.
 
-torch takes ``scaled_dot_product_attention`` apart above autograd, into an operator that depends on the device, the
-shapes and the program's choice of a backend. Here the unit is met before that. Its tensors are laid out as a plan says,
-and then each rank computes its own part: with torch's own attention, whichever backend that is, where the keys are at
-hand, and in blocks where other ranks own some.
+torch decomposes ``scaled_dot_product_attention`` above autograd, into an operator that depends on the device, the
+shapes and the program's choice of a backend. distconv takes it as one unit before that. A plan decides how its tensors
+are laid out, and then each rank computes its own part: with torch's own attention, whichever backend that is, where it
+has the keys, and in blocks where other ranks own some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The operators that torch makes of an attention, for a program that calls one of them itself."""
+"""The operators into which torch decomposes an attention, for a program that calls one of them directly."""
 
 from __future__ import annotations
 

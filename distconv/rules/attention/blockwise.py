@@ -1,7 +1,7 @@
-"""Attention of this rank's queries to keys that other ranks own: blocks of keys come in turn, their results are joined.
+"""Attention of this rank's queries to keys of other ranks: blocks of keys arrive in turn, and their results are joined.
 
-No rank has all keys, nor all scores of its queries, at once. Backward lets the keys and values come once more, computes
-their weights anew, and sends their gradients back to their owners.
+No rank ever holds all keys, nor all scores of its queries. Backward fetches the keys and values once more, recomputes
+their weights, and sends their gradients back to their owners.
 """
 
 from __future__ import annotations

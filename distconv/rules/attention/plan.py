@@ -1,10 +1,10 @@
-"""How queries, keys, values and mask lie while an attention is computed: one decision per mesh axis, from layouts and
-shapes alone.
+"""Plan of an attention: the layouts of queries, keys, values and mask, decided for each mesh axis from layouts and
+shapes.
 
 A rank computes whole samples and heads where an axis shards those, and otherwise its own queries. Where an axis shards
-queries and keys, the keys and values travel, a block at a time. Where it shards keys but not queries, which are few
-then, every rank attends to its own keys and the results are combined. Features are never sharded meanwhile: an axis
-that shards them goes to the heads if it divides them, else to the tokens, and the result goes back.
+queries and keys, the keys and values travel, one block at a time. Where it shards keys but not queries, which are few
+then, every rank attends to its own keys, and the results are combined. Features are never sharded meanwhile: an axis
+that shards them moves to the heads if it divides them, else to the tokens, and the result moves back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Keys and values on their way: every rank sees the block of every other in turn, one block at a time.
+"""Rotation of keys and values: every rank sees the block of every other rank in turn, one block at a time.
 
-Block s of a rank is what the rank s places further along owns. It comes straight from its owner, so that each element
-crosses once, and its gradient goes straight back. A block that no query of a rank attends to does not come.
+Block s of a rank belongs to the rank s places further along. It comes directly from its owner, so that each element
+crosses once, and its gradient goes directly back. A block to which no query of a rank attends does not come.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention of some queries to some keys, a tile of scores at a time, and the running softmax that joins the results.
 
-The result of some keys is kept with the logarithm of the sum of its exponentials, from which results of different keys
-are combined exactly (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867; Rabe and
-Staats, "Self-attention does not need O(n^2) memory", arXiv 2112.05682). Backward recomputes the weights of a tile from
-that logarithm.
+The result for some keys is kept with the logarithm of the sum of its exponentials. From these, results for different
+keys are combined exactly (Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867; Rabe
+and Staats, "Self-attention does not need O(n^2) memory", arXiv 2112.05682). Backward recomputes the weights of a tile
+from that logarithm.
 
 Shapes: queries (..., heads, L, E), keys (..., groups, S, E), values (..., groups, S, Ev), a bias or a mask that
 broadcasts to the scores (..., heads, L, S). Plain tensors, no communication, no autograd.

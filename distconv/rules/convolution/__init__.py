@@ -1,15 +1,15 @@
 """Convolutions and transposed ones of any stride, padding, dilation and groups; samples, channels and space sharded.
 
 Forward: each rank fetches the inputs that its outputs read, and convolves them. Backward: each rank fetches the output
-gradients that its own inputs reach; a local ``convolution_backward`` with them gives the gradient of its own inputs
-and, since every (input, output) pair belongs to the owner of the input, exactly its share of the weight's gradient. So
-a step moves the input's halo once and the gradient's halo once, and saves neither. While those of a large shard travel
-the rank convolves what it owns; narrow edges are made good when they have come (edges).
+gradients that its own inputs reach. A local ``convolution_backward`` with them gives the gradient of its own inputs. It
+also gives exactly the rank's share of the weight's gradient, since every (input, output) pair belongs to the owner of
+the input. So a step moves the input's halo once and the gradient's halo once, and saves neither. While the halos of a
+large shard travel, the rank convolves what it owns; narrow edges are corrected when they have arrived (edges).
 
 Where channels are sharded, a rank convolves with its block of the weight (see distconv.channels). It first fetches the
 channels that the block reads, and afterwards the ranks add up their partial results at the owners of the filters.
 Fetched channels are not kept for backward: dL/dweight fetches them again. A rank computes while channels travel: it
-makes what others wait for first, and uses what it owns before what arrives; in a small layer all is made at once.
+first makes what others wait for, and uses what it owns before what arrives. A small layer is computed in one piece.
 """
 
 from __future__ import annotations

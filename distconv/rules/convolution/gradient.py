@@ -1,8 +1,8 @@
 """The gradients of a convolution as functions that autograd records, for gradients of gradients.
 
-A convolution is linear in its input x and in its weight w. So what its backward makes of a gradient g has as its own
-derivatives nothing but convolutions and backwards of them, whose tensors lie as those of the layer do. Torch's formula
-would convolve x with g, as if g were a weight.
+A convolution is linear in its input x and in its weight w. So the derivatives of its backward are again convolutions
+and backwards of convolutions, whose tensors lie as those of the layer do. Torch's formula would convolve x with g, the
+gradient, as if g were a weight.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Which of torch's kernels a rank's part of a convolution takes on a CPU: the one that torch takes for the whole.
+"""Which of torch's kernels a rank's part of a convolution uses on a CPU: the one that torch uses for the whole.
 
-Torch hands large samples to oneDNN and small ones to a kernel that writes out all products' operands first (im2col). A
-rank's part of a large volume may be small to torch. The other kernel would take two to eleven times as long as oneDNN's
-for the same part, and memory for 27 copies of the inputs where a kernel has 3x3x3 elements. Images are left to torch:
-where it chooses im2col for them, oneDNN is no faster, since copies in its own layout take longer than they save.
+Torch gives large samples to oneDNN, and small ones to a kernel that first writes out the operands of all products
+(im2col). A rank's part of a large volume may count as small. The other kernel would take two to eleven times as long as
+oneDNN's for the same part, and memory for 27 copies of the inputs if a kernel has 3x3x3 elements. Images are left to
+torch: where it chooses im2col for them, oneDNN is no faster, since copies in its own layout take longer than they save.
 
 Where mucudnn is at work, it decides: oneDNN is among the algorithms that it measures.
 """

@@ -1,4 +1,5 @@
-"""What one rank convolves: with its block of the weight, all at once or some of the channels or filters only."""
+"""The local convolution of one rank: with its whole block of the weight at once, or with some channels or filters
+only."""
 
 from __future__ import annotations
 

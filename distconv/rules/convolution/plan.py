@@ -1,4 +1,4 @@
-"""What a convolution of given shapes decides before it runs: which halos and channels it fetches, how local calls pad.
+"""Plan of a convolution of given shapes: which halos and channels it fetches, and how its local calls pad.
 
 A rank's spatial intervals are the same for all samples and channels.
 """

@@ -1,4 +1,5 @@
-"""Batch normalization: statistics of each channel over samples and space; a channel lies on the ranks that share it."""
+"""Batch normalization: statistics of each channel over samples and space; the ranks that share a channel combine
+them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Mean and variance of rows whose elements lie on several ranks, from those that each rank has found.
+"""Combines the mean and variance that each rank has found of its elements into those of rows that lie on several ranks.
 
 Few ranks gather what all have found, and combine it as in Chan, Golub and LeVeque, "Updating formulae and a pairwise
 algorithm for computing sample variances", 1979, equation 2.1. Many ranks sum it instead: libraries gather along a ring,
-which takes a latency for every rank, and sum along trees, which takes one for every doubling of the ranks.
+which takes one latency per rank, and sum along trees, which takes one for every doubling of the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Group and instance normalization: statistics of each sample over groups of channels, and space.
 
-Where no group has channels on two ranks, a rank has some of the groups, and only space may be shared. Where a group
-straddles ranks, they exchange a table of all groups, of which each fills in its own share.
+If no group has channels on two ranks, a rank has some of the groups whole, and only space may be shared. If a group
+spans several ranks, they exchange a table of all groups, in which each fills in its own share.
 """
 
 from __future__ import annotations

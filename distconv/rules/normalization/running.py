@@ -1,8 +1,9 @@
-"""Running statistics: what norms find of a batch, written to their buffers, at once or when the model's call ends.
+"""Running statistics: norms write the statistics of a batch to their buffers, at once or when the model's call ends.
 
-A buffer is the whole tensor on every rank. So where channels are sharded the ranks must exchange what each has found of
-its own: at the end of a call once for all norms. Who reads a buffer from its module before that finds it up to date. A
-compiled graph does so for the buffers that one function of it reads (`begin_graph`, `end_graph`).
+A buffer is the whole tensor on every rank. So where channels are sharded, the ranks must exchange what each has found
+for its own channels: once for all norms, at the end of a call. Whoever reads a buffer from its module before that finds
+it up to date. A compiled graph works in this way for the buffers that one of its functions alone reads (`begin_graph`,
+`end_graph`).
 """
 
 from __future__ import annotations

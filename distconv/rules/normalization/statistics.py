@@ -1,4 +1,4 @@
-"""Mean and variance of rows on a rank, over which ranks they go, and what follows from them, forward and backward."""
+"""Mean and variance of a rank's rows, the ranks that share them, and what follows from them, forward and backward."""
 
 from __future__ import annotations
 

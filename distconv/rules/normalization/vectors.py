@@ -1,4 +1,4 @@
-"""Vectors with one number per channel that lie in shards, brought whole to every rank, many by one exchange."""
+"""Gathers vectors with one number per channel from their shards to every rank, many vectors in one exchange."""
 
 from __future__ import annotations
 

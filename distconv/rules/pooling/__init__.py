@@ -1,7 +1,7 @@
 """Pooling: maximum and average windows, and adaptive ones, with samples and space sharded.
 
-``window`` and ``adaptive`` hold the rules; ``positions`` what the indices of a maximum mean; ``operator`` what both ask
-of an operator.
+``window`` and ``adaptive`` hold the rules, ``positions`` the meaning of the indices of a maximum, and ``operator`` what
+both read from an operator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fractional max pooling: its windows lie at random positions of whole maps, so shards of space go to other dims."""
+"""Fractional max pooling: its windows lie at random positions of whole maps, so shards of space move to other dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rules of pooling ask of an operator and of its input."""
+"""What the rules of pooling read from an operator and its input."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Window pools: maximum and average.
 
-A pool fetches the inputs that its outputs read, as a convolution does; its backward adds the gradients of what was
-fetched back to their owners. Where one window is the whole input, an adaptive pool to extent 1 serves, which moves
+A pool fetches the inputs that its outputs read, as a convolution does. Its backward adds the gradients of fetched
+inputs back to their owners. If one window is the whole input, an adaptive pool to extent 1 replaces it, which moves
 less.
 """
 

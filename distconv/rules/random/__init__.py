@@ -1,6 +1,6 @@
-"""Random operators, dropout's masks among them: a rank draws what one process does, or what is its shard's own.
+"""Random operators, dropout masks among them: a rank draws what one process draws, or numbers of its shard's own.
 
-The setting `random` chooses. When a graph runs, operators of distconv's own draw what is drawn without a compiler.
+The setting `random` decides. In a compiled graph, operators of distconv draw the numbers that are drawn without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random draws of a graph: operators of distconv's own, which draw when it runs."""
+"""Random draws in a compiled graph: operators of distconv, which draw when the graph runs."""
 
 from __future__ import annotations
 

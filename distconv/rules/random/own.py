@@ -1,6 +1,6 @@
-"""Whose numbers are drawn: a shard's own, of which replicas draw the same, or those of a generator of the script.
+"""Random numbers of a shard's own, equal on its replicas, and numbers from a generator of the script.
 
-All ranks advance the default generator alike, by one number per call, so that what a script draws afterwards agrees.
+All ranks advance the default generator in the same way, by one number per call, so that later draws of a script agree.
 """
 
 from __future__ import annotations

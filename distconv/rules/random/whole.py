@@ -1,8 +1,8 @@
-"""The random numbers that one process draws for a whole tensor, of which a rank keeps those of its shard.
+"""The random numbers that one process draws for a whole tensor; a rank keeps those of its shard.
 
-The very operator of one process draws them from torch's default generator, on every rank alike, in bounded memory: a
-large tensor is drawn piece by piece. A piece holds what lies together in the memory of one process, since in that order
-numbers follow one another, and is drawn in multiples of 16 elements, as many as normal numbers are made of at once.
+The same operator as in one process draws them from torch's default generator, on every rank, in bounded memory: a large
+tensor is drawn piece by piece. The order of numbers is the order of elements in the memory of one process. So a piece
+holds elements that are adjacent there, in multiples of 16, the number of normal variates that torch makes at once.
 """
 
 from __future__ import annotations
