@@ -170,36 +170,39 @@ def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
     return 0
 
 
-def check(schedule: Schedule, operands: Operands, other: torch.Tensor | None) -> dict[str, str] | None:
+def check(schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK) -> dict[str, str] | None:
     """As `faults`.
 
     Raises:
-        WrongResult: where an algorithm of the schedule is wrong.
+        WrongResult: where an algorithm of the schedule is wrong, or `by`, if that is not torch's own kernel.
     """
-    found = faults(schedule, operands, other)
-    for algorithm, _ in schedule.division.runs():
+    found = faults(schedule, operands, other, by)
+    for algorithm in (*(algorithm for algorithm, _ in schedule.division.runs()), *({by} - {STOCK})):
         if found and algorithm in found:
             raise WrongResult(algorithm, found)
     return found
 
 
-def faults(schedule: Schedule, operands: Operands, other: torch.Tensor | None) -> dict[str, str] | None:
-    """What is wrong with a result and, under `STOCK`, with torch's own; by algorithm, empty where nothing is.
+def faults(
+    schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK
+) -> dict[str, str] | None:
+    """What is wrong with a result and with another one; by algorithm, empty where nothing is.
 
     `None` where operands that are not finite tell nothing.
 
     Args:
         operands: what was computed from, the result among them.
-        other: what torch's own kernel makes of the operands; without it only a sample is looked at.
+        other: what another algorithm makes of the operands; without it only a sample is looked at.
+        by: that algorithm.
     """
     problem, precision = schedule.problem, device_of(operands.w.device).precision
     with _BeneathTransforms():
         found = verdict(problem, operands, operands.target(problem), other, precision, schedule.seams)
     if found is None:
         return None
-    fault, stock = found
+    fault, others = found
     told = {} if fault is None else {algorithm: str(fault) for algorithm in schedule.by(fault.place)}
-    return told if stock is None else {**told, STOCK: str(stock)}
+    return told if others is None else {**told, by: str(others)}
 
 
 class _BeneathTransforms:

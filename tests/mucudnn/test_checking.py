@@ -22,12 +22,14 @@ import mucudnn
 from mucudnn.commands.findings import wrong_results
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.elements import exact
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import verdict
 from mucudnn.optimizer import Division, Option
 from mucudnn.planning.plan import Plan
-from mucudnn.providers import HOST_PROVIDERS, stock
+from mucudnn.planning.trial_runner import TrialRunner
+from mucudnn.providers import HOST_PROVIDERS, STOCK, stock
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.reporting.tables import summary
@@ -204,6 +206,30 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_live(
         warnings.simplefilter("error")
         run(40)
     assert wrong.calls
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("is_wrong", (False, True), ids=("right", "wrong"))
+def test_a_fast_algorithm_that_was_right_computes_the_second_results(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, peers = TrialRunner._second_result, []
+
+    def told(runner: TrialRunner, given: Operands) -> tuple[torch.Tensor, str]:
+        result, by = second(runner, given)
+        peers.append(by)
+        return (result + 1 if is_wrong and by != STOCK else result), by
+
+    monkeypatch.setattr(TrialRunner, "_second_result", told)
+    x, w = torch.randn(4, 4, 48, 48), torch.randn(4, 4, 31, 31)
+    right = functional.conv2d(x, w, padding=15)
+    expected = pytest.warns(RuntimeWarning, match="fft computed") if is_wrong else warnings.catch_warnings()
+    with mucudnn.patched(database=":memory:", planning="live"), expected:
+        for _ in range(40):
+            torch.testing.assert_close(functional.conv2d(x, w, padding=15), right, rtol=1e-3, atol=1e-2)
+        (record,) = mucudnn.report()
+    assert peers[0] == STOCK and "fft" in peers
+    assert [algorithm for algorithm, _ in record.wrong] == (["fft"] if is_wrong else [])
 
 
 @pytest.mark.usefixtures("eager")
