@@ -91,7 +91,7 @@ def ask(question: Question, **environment: str) -> Answer:
             check=False,
         )
         if done.returncode:
-            raise NothingChosen(f"the process that chooses has ended with exit code {done.returncode}")
+            raise NothingChosen(f"the process that chooses a partition ended with exit code {done.returncode}")
         with open(path) as file:
             answer = json.load(file)
     if "refusal" in answer:

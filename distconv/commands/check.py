@@ -149,7 +149,7 @@ def _is_script(options: argparse.Namespace) -> bool:
 
 def _script(options: argparse.Namespace) -> Callable[[], None]:
     if not _is_script(options):
-        raise program.NotFound(f"{options.target} is no script; of a model give --input C,H,W, {INPUT}")
+        raise program.NotFound(f"{options.target} is not a script; for a model give --input C,H,W, {INPUT}")
     found = program.module(options.target) if options.module else program.script(options.target)
     return lambda: found.run(options.arguments)
 
@@ -159,7 +159,7 @@ def _found(options: argparse.Namespace) -> tuple[Callable[[], Any], int]:
     from mucudnn.networks import layers
 
     if options.arguments:
-        raise program.NotFound(f"arguments {' '.join(options.arguments)} behind a model: accepted behind a script")
+        raise program.NotFound(f"arguments {' '.join(options.arguments)} after a model; accepted: after a script")
     if "" not in sys.path:
         sys.path.insert(0, "")  # models of the folder that one stands in, as for python -c
     found = layers.find(options.target)

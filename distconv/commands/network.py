@@ -97,7 +97,7 @@ def network_of(options: Any) -> Asked:
     found = find(options.network)
     shape = options.input or found.input_shape
     if shape is None:
-        raise ValueError(f"{options.network} does not tell its input: give --input C,H,W, {INPUT}")
+        raise ValueError(f"the input of {options.network} is not known: give --input C,H,W, {INPUT}")
     model = on_meta(found.build)
     whole = whole_inputs(model, (shape, *options.also), options.batch, found.batch or USUAL)
     return Asked(model, tuple(each[1:] for each in whole), whole[0][0])

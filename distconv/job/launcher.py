@@ -59,7 +59,7 @@ def check(job: Job, size: int | None, backend: str | None) -> None:
     if job.shard_data and job.partition is not None and not shards_data(job.partition.names):
         raise BadInput(f"--shard-data needs an axis sample or one of space, which {str(job.partition)!r} lacks")
     if not job.shard_data and settings.value("store") is not None:
-        raise BadInput("--store keeps what the ranks read apart: it needs --shard-data")
+        raise BadInput("--store keeps the data that each rank reads by itself: it needs --shard-data")
     if job.module:
         try:
             found = importlib.util.find_spec(job.script) is not None

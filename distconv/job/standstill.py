@@ -81,7 +81,7 @@ def standstill(states: Mapping[int, State]) -> Standstill | None:
         others = {other: theirs for other, theirs in waiting.items() if _is_same_place(theirs, at)}
         if len({theirs.name for theirs in others.values()}) > 1:
             told = ", ".join(f"{named([r])} in {theirs.name}{_at(states[r])}" for r, theirs in others.items())
-            return Standstill(at.group, at.number, f"ranks of one group are in unlike collectives: {told}")
+            return Standstill(at.group, at.number, f"ranks of one group are in different collectives: {told}")
         return Standstill(at.group, at.number, f"{_told(at, states[rank])}, though all its ranks are there")
     return None
 

@@ -107,8 +107,8 @@ def machine_for(question: Question, kept: Kept) -> Machine:
             return _measuring(machine, Measured(question.threads, kept, ranks))
     if question.ranks != ranks:
         raise MachineError(
-            f"{question.ranks} ranks, {ranks} of them on this machine: what the machines do together has not been"
-            f" measured; run python -m distconv calibrate, started as the ranks are"
+            f"{question.ranks} ranks, {ranks} of them on this machine: messages between the machines have not been"
+            f" measured; run python -m distconv calibrate with the launcher of the job"
         )
     path = own if here().is_file() else here()
     _say(f"measuring this machine with {ranks} ranks, once")

@@ -152,8 +152,8 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
                 if copy.write is None or copy.is_stale():
                     raise refuse(
                         func,
-                        f"it changes a tensor {tuple(tensor.shape)} in place that in one process is a view, but here,"
-                        f" where its dims are sharded, a copy; accepted: the operator that makes a new tensor, or"
+                        f"it changes a tensor {tuple(tensor.shape)} in place, which in one process is a view. Here its"
+                        f" dims are sharded, so it is a copy; accepted: the operator that makes a new tensor, or"
                         f" .clone() first",
                         whole_helps=False,
                     )
@@ -168,8 +168,8 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
 def _stale(func: Any, tensor: Tensor) -> UnsupportedOperation:
     return refuse(
         func,
-        f"of a tensor {tuple(tensor.shape)} that in one process is a view, but here, where its dims are sharded, a"
-        f" copy, made before its tensor was changed; accepted: to make it again afterwards",
+        f"it reads a tensor {tuple(tensor.shape)}, which in one process is a view. Here its dims are sharded, so it is"
+        f" a copy, and its tensor was changed after the copy was made; accepted: to make it again after the change",
         whole_helps=False,
     )
 

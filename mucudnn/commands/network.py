@@ -53,7 +53,7 @@ def layers_of(arguments: Any, batch: int | None = None) -> list[LayerCall]:
     network = layers.find(arguments.network)
     given = arguments.input or network.input_shape
     if given is None:
-        raise NotFound(f"{arguments.network} does not tell its input: give --input C,H,W, {INPUT}")
+        raise NotFound(f"the input of {arguments.network} is not known: give --input C,H,W, {INPUT}")
     model, asked = layers.without_data(network.build), batch or arguments.batch
     (whole,) = whole_inputs(model, [given], asked, network.batch or USUAL)
     return layers.convolutional(network.build, whole)

@@ -94,7 +94,7 @@ def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
         counts = Counter(batch for entry in wanted for layer in met for batch in entry.batches(layer.problem))
         if counts:
             batch = max(counts, key=lambda batch: (counts[batch], batch))
-            print(f"{arguments.parser.prog}: the batch on record, {batch}; --batch takes another", file=sys.stderr)
+            print(f"{arguments.parser.prog}: the batch size on record is {batch}; --batch sets it", file=sys.stderr)
             met = layers_of(arguments, batch)
             known = _best(wanted, met)
     return met, known

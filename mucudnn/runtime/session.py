@@ -281,7 +281,7 @@ def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
     is_by_convolution = not settings.is_by_step and settings.total_workspace_size is None
     if board is not None and not is_by_convolution:
         what = "budgets by step are" if settings.is_by_step else "the total is"
-        yield f"{what} each rank's own: convolutions that several ranks compute alike are torch's own there"
+        yield f"{what} separate on each rank: torch's own kernels compute what several ranks compute on the same data"
 
 
 def _may_explore(call: Call) -> bool:

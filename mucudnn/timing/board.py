@@ -55,7 +55,7 @@ class Board(ABC):
         """What another process posts."""
         text = self.read(name_of(key))
         if not text:
-            _log.warning("another process did not post what it measures of %s; it is measured here", key.get("work"))
+            _log.warning("another process did not post its measurement of %s; it is measured here", key.get("work"))
             return measure()
         value: Value = json.loads(text)
         return value

@@ -77,7 +77,7 @@ def test_ranks_that_wait_for_one_another() -> None:
 def test_ranks_of_one_group_in_unlike_collectives() -> None:
     states = {0: waits("all_gather", "world", 5, FIRST), 1: waits("barrier", "world", 5, FIRST, "a.py:8")}
     assert line(states) == (
-        "ranks of one group are in unlike collectives: rank 0 in all_gather at a.py:3, rank 1 in barrier at a.py:8"
+        "ranks of one group are in different collectives: rank 0 in all_gather at a.py:3, rank 1 in barrier at a.py:8"
     )
 
 

@@ -23,5 +23,5 @@ def test_a_script_with_a_store(tmp_path):
     torch.testing.assert_close(torch.tensor(printed, dtype=torch.float64), torch.stack(expected))
     refused = launch("alone", 2, "--store", "memory", "--partition", "sample=2", script, path)
     assert refused.returncode == 2 and refused.stderr == (
-        "distconv: --store keeps what the ranks read apart: it needs --shard-data\n"
+        "distconv: --store keeps the data that each rank reads by itself: it needs --shard-data\n"
     )

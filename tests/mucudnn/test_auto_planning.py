@@ -69,7 +69,7 @@ def test_that_a_budget_is_one_rank_s_own_is_told(
     caplog.set_level("INFO", "mucudnn")
     with mucudnn.patched(database=":memory:", board=Alone(), **settings) as session:  # type: ignore[arg-type]
         (notice,) = session.outcome().notices
-        assert notice.startswith(start) and "several ranks compute alike are torch's own" in notice
+        assert notice.startswith(start) and "torch's own kernels compute what several ranks compute" in notice
         assert notice in caplog.messages
         assert session.marks_local_work("cpu")
     with mucudnn.patched(database=":memory:", **settings) as session:  # type: ignore[arg-type]

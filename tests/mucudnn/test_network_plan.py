@@ -160,7 +160,7 @@ def test_the_command_tells_what_is_missing_and_measures_it(
     assert main([word for word in arguments if word not in ("--batch", "2")]) == 0
     printed = capsys.readouterr()
     assert "2x3x21x21" in printed.out
-    assert printed.err == "python -m mucudnn plan: the batch on record, 2; --batch takes another\n"
+    assert printed.err == "python -m mucudnn plan: the batch size on record is 2; --batch sets it\n"
     arguments[arguments.index("2")] = "4"
     assert main(arguments) == 1
     out = capsys.readouterr().out

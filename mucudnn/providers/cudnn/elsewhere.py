@@ -50,7 +50,7 @@ def wheel_library(folder: Path) -> Library:
 def _stub(folder: Path) -> Path:
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        raise Unavailable("no C compiler is installed, to make a libcuda that refuses everything")
+        raise Unavailable("no C compiler is installed to build the libcuda that stands in for the driver")
     source, made = folder / "libcuda.c", folder / "libcuda.so.1"
     lines = [f"int {name}(void) {{ return {_NO_DEVICE}; }}" for name in _DRIVER_CALLS]
     lines.append('int cuGetErrorString(int error, const char **text) { *text = "no device"; return 0; }')

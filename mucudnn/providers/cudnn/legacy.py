@@ -242,7 +242,7 @@ class Legacy:
     def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool, math: int) -> _Ready:
         put = form(problem)
         if put is None or not put.is_symmetric:
-            raise CudnnError("form", 0, "the older functions pad both ends alike")
+            raise CudnnError("form", 0, "the older functions use the same padding at both ends")
         library, operation = self._place.library, _OPERATIONS[problem.target]
         number = ALGORITHMS[problem.target][algorithm.removeprefix(PREFIX)]
         size = c_size_t()
