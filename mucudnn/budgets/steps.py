@@ -21,17 +21,17 @@ from mucudnn.optimizer import Timeline, common
 from mucudnn.recent import Recent
 
 RECORDED = 2
-"""Steps that are recorded before there are budgets. Two, because where gradients accumulate over two steps, every
-second one begins without gradients and has a lower peak."""
+"""The number of steps that are recorded before there are budgets. Two, because if gradients accumulate over two steps,
+every second one begins without gradients and has a lower peak."""
 
 MOST_TRIES = 3
-"""Recordings that are begun for a step. If it never comes often enough in a row, it is left without budgets."""
+"""The most recordings that are begun for a step. If it never comes often enough in a row, it stays without budgets."""
 
 MOST_STEPS = 256
-"""So many recorded steps are known at once; then those that were recorded first are recorded anew."""
+"""The most recorded steps that are known at once; the oldest ones are dropped, and recorded anew if they recur."""
 
 MOST_CALLS = 100_000
-"""A longer sequence of convolutions is not taken for a step: the program only ever goes forward."""
+"""A longer sequence of convolutions does not count as a step: such a program only goes forward."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from mucudnn.optimizer import Division, divide_workspace
 
 MOST_KERNELS = 4096
-"""Kernels that can hold a share. A program whose weights are new at every call makes a new kernel every time; those
-beyond this number get no workspace."""
+"""The most kernels that can hold a share; further ones get no workspace. A program whose weights are new at every call
+makes a new kernel every time."""
 
 
 STALE = 1000
@@ -65,7 +65,8 @@ class Shares:
         self._changed_at: int | None = None
 
     def call(self, name: Hashable, menu: Menu) -> Kernel | None:
-        """Notes a call of the kernel `name`, and gives what it may use now; `None` where it takes no part."""
+        """Notes a call of the kernel `name`, and returns the division that it may use now; `None` if it has no
+        share."""
         self._calls += 1
         if self._calls % STALE == 0:
             self._forget()
@@ -81,7 +82,7 @@ class Shares:
         return kernel
 
     def change(self) -> None:
-        """Has the total divided anew at the next occasion: a kernel is new, or a menu has changed."""
+        """Divides the total anew at the next call, because a kernel is new or a menu has changed."""
         if self._changed_at is None:
             self._changed_at = self._calls
 

@@ -31,10 +31,10 @@ SAMPLE, PRODUCTS, LEAST = 24, 1 << 22, 4
 """Elements that are computed in float64: so many, or fewer where these have more products, but not below the least."""
 
 SUSPECTS = 8
-"""Elements that are computed in float64 because they differ most, and as many that differ and are drawn."""
+"""The number of elements that are computed in float64 because they differ most, and of random ones that differ."""
 
 AT_ONCE = 1 << 20
-"""Elements that are compared at once, if a sample does not have more: what they differ by is held beside them."""
+"""Elements that are compared at once, if a sample does not have more, since their differences take memory."""
 
 INPUT_ROUNDINGS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
 """Of float32 numbers, where a device's switches let them be multiplied in a narrower type."""

@@ -25,29 +25,29 @@ from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.timing.schedule import LaunchError
 
 WATCHED = 2
-"""Calls of a convolution by torch's own kernel that are timed before anything is tried."""
+"""The number of calls by torch's own kernel that are timed before the first trial of a convolution."""
 
 WORTH = 20
-"""What there is to try for a convolution is found out once its calls have taken so many times what that takes."""
+"""The trials of a convolution are prepared once its calls have taken so many times as long as the preparation."""
 
 MOST_PREPARINGS = 101
-"""Of so many convolutions it counts how long that took."""
+"""The number of latest preparations whose median time is the expected one."""
 
 MOST_LAYERS = 4096
-"""Of so many layers it is known what they take."""
+"""The most layers whose times are kept."""
 
 PREPARING_SECONDS = 5e-3
-"""What it takes to find out what there is to try, before that has been timed."""
+"""The expected time of a preparation before any was timed."""
 
 
 class Budget:
-    """What all live planning of a session may cost.
+    """The budget of all live planning of a session.
 
     Attributes:
-        overhead: seconds on the device.
+        overhead: in seconds on the device.
         lock: of everything that planning decides; no convolution runs under it.
-        relative_times: what algorithms took for convolutions that are settled.
-        preparing: seconds that it takes to find out what there is to try for a convolution.
+        relative_times: times of algorithms for convolutions that are settled.
+        preparing: expected seconds of preparing the trials of a convolution.
     """
 
     def __init__(self, relative_times: RelativeTimes) -> None:
@@ -59,7 +59,7 @@ class Budget:
         self._pace: Recent[Hashable, float] = Recent(MOST_LAYERS)
 
     def timed(self, layer: Hashable, elements: int, seconds: float) -> None:
-        """Notes what torch's own kernel takes for a layer on an input of so many elements."""
+        """Notes the time of torch's own kernel for a layer on an input of so many elements."""
         self._pace[layer] = max(seconds / elements, self._pace.get(layer, 0.0))
 
     def expected(self, layer: Hashable, elements: int) -> float | None:
@@ -68,17 +68,17 @@ class Budget:
         return None if pace is None else pace * elements
 
     def prepared(self, seconds: float) -> None:
-        """Notes, and pays, what it took to find out what there is to try."""
+        """Notes the time of a preparation, and charges it to the overhead budget."""
         self._preparing.append(seconds)
         self.preparing = statistics.median(self._preparing)
         self.overhead.count(0, seconds)
 
 
 class Explored:
-    """One problem, whatever layers call it.
+    """One problem under exploration, whatever layers call it.
 
     Attributes:
-        fixed: what computes it from now on; `None` while that is being found out.
+        fixed: the settled decision that computes it from now on; `None` during the exploration.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class Explored:
     ) -> None:
         """
         Args:
-            strides: of what torch's own kernel returns.
-            launches: times of the problem's launches, shared with what explores it within other limits.
+            strides: of the result of torch's own kernel.
+            launches: times of the problem's launches, shared with its explorations within other limits.
             pool: shared with other processes that meet the problem, if there are any.
         """
         self._pool = pool
@@ -133,7 +133,7 @@ class Explored:
                 self._pending += [(Trial(), watch) for watch in watches]
 
     def records(self) -> list[Record]:
-        """What is found, or torch's own kernel while it is being looked for."""
+        """The record of the settled plan, or of torch's own kernel during the exploration."""
         if self.fixed is not None:
             return self.fixed.records()
         with self._budget.lock:
@@ -143,7 +143,7 @@ class Explored:
             return [self._prospects.so_far(exploration).record]
 
     def _next(self) -> Trial | None:
-        """What is to be tried; `None` for what computes it now."""
+        """The trial of the next call; `None` if there is none now."""
         self._read()
         if self.fixed is not None or self._pending:
             return None
@@ -166,7 +166,7 @@ class Explored:
         return trial
 
     def _consider(self, stock_seconds: float) -> None:
-        """Begins to explore, if that is worth what it takes."""
+        """Begins the exploration if it is worth its cost."""
         overhead, preparing = self._budget.overhead, self._budget.preparing
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
@@ -220,7 +220,7 @@ class Explored:
                     self._prospects.note_times(self._budget.relative_times, self._exploration)
 
     def _checked(self, seconds: float) -> None:
-        """Notes what checking a result took, and pays what that is beyond one call of torch's own kernel."""
+        """Notes the time of a check, and charges its excess over one call of torch's own kernel to the budget."""
         with self._budget.lock:
             self._budget.overhead.count(min(seconds, *self._stock, math.inf), seconds)
             if self._exploration is not None:
@@ -245,7 +245,7 @@ class Explored:
 
 
 def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
-    """The next trial, other processes trying other launches."""
+    """The next trial, while other processes try other launches."""
     while True:
         for ratios in pool.news():
             exploration.adopt(ratios)
@@ -258,9 +258,9 @@ def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
 
 
 def is_worth(calls: int, stock_seconds: float, preparing: float) -> bool:
-    """Whether so many calls have taken enough for it to be found out what there is to try.
+    """Whether so many calls have taken long enough for preparing trials.
 
-    As the calls to come may be expected to be about as many as those so far, a shape that is met a few times only costs
-    a program next to nothing.
+    About as many calls may be expected to come as there were so far. So a shape with only a few calls costs a program
+    next to nothing.
     """
     return calls * stock_seconds >= WORTH * preparing

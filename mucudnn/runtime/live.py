@@ -17,19 +17,20 @@ from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Budget, Explored, is_worth
 
 OFF = 2.0
-"""A convolution takes at most so many times what its layer takes on other inputs, per element of these."""
+"""Per element of the input, a convolution is taken to need at most so many times as long as its layer on other
+inputs."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What convolutions that are planned live need of their session.
+    """The parts of a session that live planning uses.
 
     Attributes:
         budget: of all live planning of the session.
-        meet: what explores the problem of a call, from the result that torch's own kernel gave; `None` where the call
-            is torch's.
-        stock: the record of torch's own kernel for a call, from its outline and its seconds; `None` as above.
-        leave: told of a key whose convolutions are left to torch's own kernel.
+        meet: returns the exploration of a call's problem, given the result of torch's own kernel; `None` if torch
+            computes the call.
+        stock: returns the record of torch's own kernel for a call, given its outline and its seconds; `None` as above.
+        leave: called with a key whose convolutions are left to torch's own kernel.
     """
 
     budget: Budget
@@ -42,8 +43,8 @@ class Live:
     """The convolutions of one shape and direction.
 
     Until they are worth exploring, torch's own kernel computes them in the usual way, and only one call is timed: the
-    second, or a later one where the same layer was timed on an input of another size. What is kept and done until then
-    is little, as a program may meet new shapes at every step.
+    second, or a later one if the same layer was timed on an input of another size. Little is kept and done until then,
+    as a program may have new shapes at every step.
     """
 
     __slots__ = (
@@ -80,19 +81,19 @@ class Live:
 
     @property
     def plan(self) -> Plan | None:
-        """What was found; `None` before, and where nothing was looked for."""
+        """The settled plan; `None` before, and if the convolutions were not explored."""
         fixed = None if self._explored is None else self._explored.fixed
         return None if fixed is None else fixed.plan
 
     @property
     def calls(self) -> int:
-        """How many what was found has computed."""
+        """The number of calls that the settled plan has computed."""
         fixed = None if self._explored is None else self._explored.fixed
         return 0 if fixed is None else fixed.calls
 
     @property
     def workspace(self) -> int:
-        """Bytes that a call may need now: of what was found, or of anything that may be tried."""
+        """Bytes of workspace that a call may need now: those of the settled plan, or of any trial."""
         return 0 if self._explored is None else self._explored.workspace
 
     def run(self, call: Call) -> torch.Tensor | None:
@@ -161,7 +162,7 @@ class Live:
         return expected is not None and not is_worth(self._calls, OFF * expected, budget.preparing)
 
     def records(self) -> list[Record]:
-        """The records of what explores the problem, or of torch's own kernel before that."""
+        """The records of the exploration, or of torch's own kernel before that."""
         if self._explored is not None:
             return self._explored.records()
         if self._outline is None or self._seconds is None:

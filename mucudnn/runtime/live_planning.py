@@ -25,11 +25,11 @@ from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
 
 MOST_SHAPES = 4096
-"""So many problems are explored at once, and of so many convolutions it is known that they were called once."""
+"""The most problems that are explored at once, and the most convolutions that are known to have been called once."""
 
 
 class LivePlanning:
-    """Makes what explores a convolution on its own calls, within one limit or several."""
+    """Makes the explorations of convolutions, within one limit or several."""
 
     def __init__(
         self,
@@ -56,7 +56,8 @@ class LivePlanning:
         self._called_once: Recent[int, None] = Recent(MOST_SHAPES)
 
     def serves(self, device_type: str) -> bool:
-        """Whether convolutions on such devices may be explored: unless asked for, not where it was never measured."""
+        """Whether convolutions on such devices may be explored: on processors, and elsewhere if the user asks for
+        it."""
         return self._is_chosen or device_type == "cpu"
 
     def reaches(self, device: torch.device) -> bool:
@@ -68,10 +69,10 @@ class LivePlanning:
         return self._is_chosen or (self.serves(device.type) and not device_of(device).is_deterministic)
 
     def awaits(self, key: Hashable, device: torch.device) -> bool:
-        """Whether nothing is decided before the next call of a convolution, so that torch computes this one.
+        """Whether a convolution is decided only at its next call, so that torch computes this one.
 
-        That is so of the first call where the database cannot tell of it: a program may meet new shapes at every step,
-        and those that it does not meet again are to cost next to nothing.
+        This holds for a first call that the database knows nothing about: a program may have new shapes at every step,
+        and shapes that do not recur must cost next to nothing.
         """
         name = hash(key)
         if self._shapes or name in self._called_once or device_of(device).is_deterministic:
@@ -84,16 +85,16 @@ class LivePlanning:
         return self._called_once.keys() | set(map(hash, keys))
 
     def site(self, limit: float, leave: Callable[[Hashable], None]) -> Site:
-        """What convolutions that are explored within a limit need of this.
+        """The site of convolutions that are explored within a limit.
 
         Args:
             limit: bytes of workspace.
-            leave: told of a key whose convolutions are left to torch's own kernel.
+            leave: called with a key whose convolutions are left to torch's own kernel.
         """
         return Site(self._budget, partial(self._explored_by, limit), partial(self._stock_record, limit), leave)
 
     def live(self, site: Site, key: Hashable, call: Call) -> Live:
-        """What explores the convolutions of a call's shape and direction.
+        """The exploration of the convolutions of a call's shape and direction.
 
         Args:
             key: of these convolutions in the session.
@@ -105,7 +106,7 @@ class LivePlanning:
         return Live(site, key, layer, call.input.numel(), is_expected, int(hash(key) in self._called_once))
 
     def _explored_by(self, limit: float, call: Call, result: torch.Tensor) -> Explored | None:
-        """What explores the problem of a call, which may be other layers' too; `None` where it is left to torch."""
+        """The exploration of a call's problem, which several layers may share; `None` if it is left to torch."""
         problem = call.problem(result)
         planner = None if problem is None else self._planner_for(call)
         if problem is None or planner is None:

@@ -18,8 +18,8 @@ from mucudnn.runtime.shared_total import SharedTotal, Workspace
 class LiveTotal:
     """The convolutions of one shape and direction under a total, where planning is live.
 
-    Which division a layer gets depends on what all others would gain, so none holds a share before its launches are
-    known. Until then a trial may use whatever of the total no other call uses at that moment.
+    The division of a layer depends on the gains of all others, so no layer holds a share before its launches are known.
+    Until then a trial may use all of the total that no other call uses at that moment.
     """
 
     def __init__(self, workspace: Workspace, live: Live, limit: float, shared: Callable[[Plan], SharedTotal]) -> None:
@@ -27,7 +27,7 @@ class LiveTotal:
         Args:
             live: explores the convolutions within the limit.
             limit: bytes that one convolution may use, the total at most.
-            shared: what serves them from then on, by the plan that was found.
+            shared: returns what computes them from then on, given the settled plan.
         """
         self._workspace, self._live, self._shared_by = workspace, live, shared
         self._limit = int(min(limit, sys.maxsize))
@@ -47,11 +47,11 @@ class LiveTotal:
             self._workspace.ledger.give(self._limit)
 
     def records(self) -> list[Record]:
-        """A record for each kernel, or what is known of them while they are explored."""
+        """A record for each kernel, or the records of the exploration."""
         return self._live.records() if self._shared is None else self._shared.records()
 
     def _begin(self) -> SharedTotal | None:
-        """What serves the convolutions, once it is known what they would gain."""
+        """What computes the convolutions once their gains are known."""
         with self._lock:
             plan = self._live.plan
             if self._shared is None and plan is not None and not plan.is_stock:

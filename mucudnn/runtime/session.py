@@ -219,7 +219,7 @@ class Session:
         return decision
 
     def _live_within(self, call: Call, limit: int) -> Live:
-        """What explores the convolutions of a call within so many bytes."""
+        """The exploration of a call's convolutions within so many bytes."""
         assert self._live is not None, "what explores was asked for"
         return self._live.live(self._live.site(limit, lambda key: None), (call.direction, limit), call)
 
@@ -239,7 +239,7 @@ class Session:
                 return None
 
     def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
-        """Who plans a call, and with which measurement; None for a call that is not divided."""
+        """The planner of a call and its measurement; None for a call that is not divided."""
         unplanned = call.problem()
         planner = None if unplanned is None else self._planner_for(call)
         if unplanned is None or planner is None:
@@ -260,14 +260,14 @@ class Session:
             return self._planner_on(device)
 
     def _planner_for(self, call: Call) -> Planner | None:
-        """Who plans a call, None where it is left to torch."""
+        """The planner of a call; None if the call is left to torch."""
         device = call.input.device
         if self.settings.workspace_limit == 0 or (device_of(device).uses_cudnn and not call.is_for_cudnn()):
             return None
         return self._planner_on(device)
 
     def _planner_on(self, device: torch.device) -> Planner | None:
-        """The planner of a device, None where its convolutions are left to torch."""
+        """The planner of a device; None if its convolutions are left to torch."""
         if device not in self._planners:
             self._planners[device] = None
             try:
@@ -285,9 +285,9 @@ def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
 
 
 def _may_explore(call: Call) -> bool:
-    """Whether budgets and totals may be explored on the program's calls.
+    """Whether budgets and totals may be explored during the program's calls.
 
-    What a convolution gets of them depends on all others, so runs that are to compute the same are measured ahead.
+    The share of a convolution depends on all others, so deterministic runs are measured ahead.
     """
     return not device_of(call.input.device).is_deterministic
 

@@ -17,35 +17,35 @@ ENOUGH = 0.01
 """Seconds of calls after which there are no more."""
 
 BUDGET = 0.2
-"""Seconds of a first call beyond which it is the only one, as a call of the program is of torch's own kernel."""
+"""A first call that takes more seconds is not repeated; nor is a call of torch's own kernel that the program made."""
 
 LONG = 0.05
-"""Seconds of calls in a comparison beyond which a first call counts: what it does beside its work is little."""
+"""In a comparison, a first call that takes more seconds counts, since its warm-up is a small part of it."""
 
 FALLING = 0.8
-"""A call of torch's own kernel that takes less than so many times the one before is not counted: a program's first
-calls also make its memory ready."""
+"""If a call of torch's own kernel takes less than this share of the one before, the earlier one is not counted: a
+program's first calls also allocate its memory."""
 
 PAIRS = 7
-"""Timed pairs of calls when two are compared."""
+"""The most timed pairs of calls in a comparison of two kinds of work."""
 
 PAIRS_BUDGET = 0.5
-"""Seconds after which fewer pairs, at least `LEAST_PAIRS`, must do."""
+"""Seconds after which fewer pairs, at least `LEAST_PAIRS`, suffice."""
 
 LEAST_PAIRS = 3
 
 ENOUGH_PAIRS = 5
-"""Pairs that, all below what is wanted, are evidence enough."""
+"""So many pairs suffice if all their ratios are below the wanted one."""
 
 CLEARLY = 0.9
-"""Fewer pairs are enough if all are below this share of what is wanted."""
+"""Fewer pairs suffice if all their ratios are below this share of the wanted one."""
 
 LOST = 1.2
-"""A first pair above so many times what is wanted shows that it is not reached; a second one, both above its root."""
+"""The comparison is lost if the first ratio exceeds the wanted one by this factor, or the first two by its root."""
 
 DECISIVE = 0.5
-"""Where a call of the baseline takes longer than the budget, and the work less than this share of it, the baseline is
-not called again."""
+"""The baseline is not called again if one call of it takes longer than the budget, and the work takes less than this
+share of it."""
 
 
 def first_seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
@@ -55,8 +55,8 @@ def first_seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
 
 
 def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
-    """Median seconds of a call after a first one; what takes longer than `BUDGET` is called once only, as what a first
-    call does beside its work is then slight."""
+    """Median seconds of a call after a first one. If the first takes longer than `BUDGET` it is the only call, as its
+    warm-up is then a small part of it."""
     first = first_seconds(work, clock)
     return first if first > BUDGET else again_seconds(work, math.inf, clock)
 
@@ -101,9 +101,9 @@ def ratio(work: Work, baseline: Work, clock: Clock = HOST_CLOCK, wanted: float =
 def _pairs(work: Work, baseline: Work, clock: Clock) -> Iterator[tuple[float, float]]:
     """Seconds of both, called in turn without end.
 
-    What a call finds in the allocator depends on the call before it: in every second pair that is a call of the same
-    kind, in the others one of the other kind; and the first call is not counted. Where calls take more than `LONG`
-    seconds that matters little, and all count but for a first one that is slower than the baseline.
+    The state of the allocator depends on the call before. In every second pair this is a call of the same kind, in the
+    others one of the other kind, and the first call is not counted. Where calls take more than `LONG` seconds this
+    matters little, and all calls count, except a first one that is slower than the baseline.
     """
     mine = clock.seconds(work)
     theirs = clock.seconds(baseline) if mine > LONG else 0.0
@@ -123,7 +123,7 @@ def _pairs(work: Work, baseline: Work, clock: Clock) -> Iterator[tuple[float, fl
 
 
 def _is_settled(ratios: list[float], wanted: float) -> bool:
-    """Whether most pairs lie above what is wanted, all far above it if they are few, or all below it, likewise."""
+    """Whether the pairs decide: most ratios are above the wanted one, or all below it; far off, if they are few."""
     if wanted == math.inf:
         return False
     if len(ratios) < LEAST_PAIRS:
