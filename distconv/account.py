@@ -22,7 +22,7 @@ WAITING = "waiting for other ranks"
 
 @dataclass
 class Mark:
-    """What had been sent and waited for at a moment.
+    """The bytes sent and the time waited up to a moment.
 
     Attributes:
         sent: bytes.
@@ -37,7 +37,7 @@ class Mark:
 
 @dataclass
 class Account:
-    """What a rank has done so far.
+    """The communication of a rank so far.
 
     Attributes:
         sent: bytes to other ranks; an allreduce counts as rings do.
@@ -74,7 +74,7 @@ class Account:
             self.first_step = self.mark()
 
     def to_each(self, x: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> None:
-        """An all-to-all of so many elements to each member begins."""
+        """Counts an all-to-all that begins, with the number of elements for each member."""
         self.sent += x.element_size() * (sum(counts) - counts[_place(group)[0]])
 
     def to_all(self, x: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -88,7 +88,7 @@ class Account:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it the program waits for messages."""
+        """A context in which the program waits for messages."""
         begin = time.perf_counter()
         try:
             with torch.profiler.record_function(WAITING) if self.is_traced else nullcontext():

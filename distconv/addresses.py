@@ -21,7 +21,7 @@ INTERFACE_VARIABLES = (
     *("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE"),  # UCX and libfabric, beneath MPICH
     *("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "PRTE_MCA_oob_tcp_if_include"),  # Open MPI's
 )
-"""By which variables the libraries beneath are told the network interface to use."""
+"""The environment variables that tell communication libraries which network interface to use."""
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:

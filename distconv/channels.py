@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Block:
-    """What a rank computes with its block of the weight: reads these channels of x, adds to these filters of y."""
+    """A rank's block of the weight: the channels of x that it reads, and the filters of y that it adds to."""
 
     channels: Interval
     filters: Interval

@@ -20,7 +20,7 @@ from distconv import private_names, settings
 from distconv.place import without_place
 
 CHOOSES = "distconv.performance.automatic"
-"""What the process runs, once torch is known to have what it needs."""
+"""The code that the process runs, after the check that torch has the private names that it needs."""
 
 
 class NothingChosen(ValueError):
@@ -59,7 +59,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was chosen.
+    """The chosen partition of every layer.
 
     Attributes:
         strategy: {pattern of layer names: partition}; the last pattern is ``*``.

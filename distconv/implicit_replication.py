@@ -27,7 +27,7 @@ _thread = _Thread()
 
 
 def mix_plain_tensors() -> None:
-    """From now on, in this thread, a plain tensor beside one of our DTensors counts as replicated."""
+    """Makes a plain tensor beside one of distconv's DTensors count as replicated, in this thread from now on."""
     if not _thread.ours:
         dispatcher = DTensor._op_dispatcher
         _keep_what_the_program_sets()
@@ -51,7 +51,7 @@ def _keep_what_the_program_sets() -> None:
 
 @contextlib.contextmanager
 def as_the_program_set() -> Iterator[None]:
-    """Within it, torch's switch is what it would be without distconv."""
+    """A context in which torch's switch is what it would be without distconv."""
     if not _thread.ours or _thread.program:
         yield
         return

@@ -117,7 +117,7 @@ def is_first() -> bool:
 
 
 def layout(x: Tensor) -> str:
-    """How a tensor lies on the ranks, for people: shape, dtype, the dims that are sharded, and this rank's shape.
+    """The layout of a tensor as text: its shape and dtype, its sharded dims, and this rank's shape.
 
     ``print(x)`` shows the elements of the whole tensor instead, for which all ranks must call it; nothing is sent here.
     """

@@ -139,7 +139,7 @@ def splits_channels(mesh: DeviceMesh) -> bool:
 
 
 def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement, ...]:
-    """How a tensor (N, C, spatial...) of ``ndim`` dims lies on the mesh.
+    """The layout on the mesh of a tensor (N, C, spatial...) of ``ndim`` dims.
 
     One that comes with tensors of up to ``beside`` dims is replicated along spatial axes that only these have.
 

@@ -19,7 +19,7 @@ Interval = tuple[int, int]
 
 
 class Kind(Enum):
-    """What an axis of the mesh shards, of activations (N, C, spatial...)."""
+    """The dims of activations (N, C, spatial...) that an axis of the mesh shards."""
 
     SAMPLES = "samples"
     CHANNELS = "channels"
@@ -73,7 +73,7 @@ def shards_channels(name: str) -> bool:
 
 
 def shards_data(names: Iterable[str]) -> bool:
-    """Whether one of the axes of these names shards what a model is given: samples or space."""
+    """Whether one of the named axes shards a model's inputs: samples or space."""
     return any(AXES[name].kind is not Kind.CHANNELS for name in names)
 
 

@@ -24,7 +24,7 @@ MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-"""By which variables MPI's launchers tell a process its rank, the number of ranks, and the rank on its machine."""
+"""Variables of MPI's launchers: a process's rank, the number of ranks, and the rank on its machine."""
 
 
 _OF_TORCHRUN = {

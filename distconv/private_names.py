@@ -143,7 +143,7 @@ NAMES = (
     Name("torch.utils.data.dataloader._BaseDataLoaderIter._index_sampler", _BATCHES),
     Name("torch.utils.data.dataloader._BaseDataLoaderIter._num_workers", "whether this process reads by itself"),
 )
-"""What distconv needs."""
+"""The private names that distconv needs."""
 
 
 @functools.cache

@@ -15,7 +15,7 @@ Operand = tuple[tuple[int, ...], Sequence[Placement], DeviceMesh]
 
 
 class UnsupportedOperation(NotImplementedError):
-    """An operator that cannot run on its shards; raised alike on every rank, before the operator communicates.
+    """An operator that cannot run on its shards; raised on every rank, before the operator communicates.
 
     ``operator`` is its name, ``why`` the reason, ``operands`` the shapes of its whole distributed tensors with their
     layouts in words, ``line`` the line of the program that asked for it; empty where they are not known.
@@ -37,7 +37,7 @@ def refuse(func: Any, why: str, *, whole_helps: bool = True) -> UnsupportedOpera
 
 
 ADVICE = "accepted: whole tensors, as distconv.gather gives, or another partition for this layer"
-"""What to do where a refusal does not say it."""
+"""The remedies for a refusal that does not name any."""
 
 _SAYS_WHAT_TO_DO = re.compile(r"accepted|\b[uU]se ")
 

@@ -19,16 +19,16 @@ import torch
 from torch import nn
 
 MOST_LINES = 200_000
-"""Lines are kept for so many operators; then those of earlier calls are dropped."""
+"""The most operators whose lines are kept; then those of earlier calls are dropped."""
 
 MOST_SHAPES = 1_000
-"""So many shapes of a model's inputs are known at once: in some programs every call has another one."""
+"""The most shapes of a model's inputs that are known at once: in some programs every call has another one."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTCONV = os.path.dirname(__file__) + os.sep
 _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
 NEAR = 8
-"""Of an operator that no rule saw, the line is told of one that ran at most so many nodes before."""
+"""For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
 
 _PACKAGES = tuple(
     os.path.join(path, "") for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} if path

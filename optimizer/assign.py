@@ -56,7 +56,7 @@ def assign(costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Nod
 def cost_of(
     costs: Mapping[Node, Sequence[float]], moves: Mapping[tuple[Node, Node], npt.ArrayLike], chosen: Mapping[Node, int]
 ) -> float:
-    """What a choice costs: seconds."""
+    """The cost of a choice, in seconds."""
     nodes = (float(costs[node][chosen[node]]) for node in costs)
     edges = (float(np.asarray(matrix)[chosen[a], chosen[b]]) for (a, b), matrix in moves.items())
     return math.fsum((*nodes, *edges))

@@ -18,14 +18,14 @@ SURE = 1.0
 take less. Two would hold for 98, and double what planning takes for a gain of about 1 % of a step."""
 
 SLOPE = 0.3
-"""What is known of a power of a size before anything was timed: its standard deviation."""
+"""The standard deviation of a power of a size before anything was timed."""
 
 SPREAD, WITHIN, WEIGHT = 0.4, 0.1, 4.0
 """Standard deviations of the logarithm between groups and within one before anything was timed, and the number of
 timed launches that this counts for."""
 
 BLUNT = 1.5
-"""Launches that are off by more than so many standard deviations count for less, as in Huber's estimate."""
+"""Launches that deviate by more standard deviations than this count for less, as in Huber's estimate."""
 
 ROUNDS = 4
 
@@ -34,11 +34,11 @@ MOST = 400
 
 
 class Forecast(NamedTuple):
-    """What a launch is expected to take.
+    """The expected time of a launch.
 
     Attributes:
-        seconds: as likely more as less.
-        uncertainty: the factor, at least 1, within which that is nearly sure.
+        seconds: the median of the forecast.
+        uncertainty: the factor, at least 1, within which the forecast is nearly sure to hold.
     """
 
     seconds: float
@@ -46,7 +46,7 @@ class Forecast(NamedTuple):
 
     @property
     def least(self) -> float:
-        """Seconds that it hardly takes less than."""
+        """A lower bound of the seconds, nearly sure to hold."""
         return self.seconds / self.uncertainty
 
 
@@ -76,18 +76,18 @@ class Costs:
             self._kinds.setdefault(kind, _Kind()).add(group, np.log(np.array(sizes, dtype=np.float64)), seconds)
 
     def groups(self, kind: Hashable, least: int) -> int:
-        """How many groups of a kind at least so many launches are known of."""
+        """The number of groups of a kind with at least `least` known launches."""
         known = self._kinds.get(kind)
         return 0 if known is None else sum(count >= least for count in Counter(known.groups).values())
 
     def forecast(self, kind: Hashable, group: Hashable, sizes: Sequence[float]) -> Forecast | None:
-        """What a launch is expected to take; `None` where no launch of its kind is known."""
+        """The expected time of a launch; `None` if no launch of its kind is known."""
         known = self._kinds.get(kind)
         return None if known is None else known.forecast(group, np.log(np.array(sizes, dtype=np.float64)))
 
 
 class _Fit(NamedTuple):
-    """What is known of a kind.
+    """The fitted model of a kind.
 
     Attributes:
         powers: of the sizes, the constant first.

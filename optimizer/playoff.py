@@ -12,7 +12,7 @@ LEAST_ROUNDS = 5
 MOST_ROUNDS = 11
 
 DECISIVE = 0.5
-"""Where the best contender takes less than this share of the baseline's time, the baseline is not called again."""
+"""The baseline is not called again if the best contender takes less than this share of its time."""
 
 
 class Playoff:
@@ -48,7 +48,7 @@ class Playoff:
         return self._left
 
     def next(self) -> int:
-        """Whose turn it is: a place or `BASELINE`."""
+        """The contender whose turn it is: a place or `BASELINE`."""
         if BASELINE not in self._round and not self._is_decided():
             return BASELINE
         return next(place for place in self._left if place not in self._round)
@@ -66,22 +66,22 @@ class Playoff:
             self._judge()
 
     def drop(self, place: int) -> None:
-        """Takes a contender out that cannot be computed."""
+        """Removes a contender that cannot be computed."""
         self._left = [other for other in self._left if other != place]
         if not self._left:
             self.winner = BASELINE
 
     def ratio(self, place: int) -> float:
-        """At most how long a contender takes, in units of the baseline: the upper quartile."""
+        """The upper quartile of a contender's times, in units of the baseline's."""
         return _quartiles(self.ratios[place])[2]
 
     def expected(self, place: int) -> float:
-        """How long a contender's next call is expected to take, in units of the baseline: the median of its rounds."""
+        """The expected time of a contender's next call, in units of the baseline's: the median of its rounds."""
         ratios = self.ratios[place]
         return statistics.median(ratios) if ratios else self._expected[place] / max(self._known, 1e-12)
 
     def _is_decided(self) -> bool:
-        """Whether the baseline is so much slower that it need not be called to see that."""
+        """Whether the baseline is so much slower that no further call of it is needed."""
         first = min(self._left, key=self.expected)
         return self.expected(first) < DECISIVE
 

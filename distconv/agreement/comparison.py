@@ -21,7 +21,7 @@ from distconv.mesh import whole_group
 from distconv.transfer.gathering import all_gather
 
 ANSWER = timedelta(seconds=10)
-"""What the other ranks get to tell their notes once one of them has found that they do not agree."""
+"""Seconds in which the other ranks may send their notes once one rank has found a disagreement."""
 
 FIELDS = 5
 
@@ -77,7 +77,7 @@ class Comparison:
         return self._arrived is None or self._arrived.query()
 
     def settle(self) -> None:
-        """Wait for the message. Disagreement, alike on every rank, where the ranks hold different tensors."""
+        """Waits for the message. Raises the same Disagreement on every rank if the ranks hold different tensors."""
         if self._arrived is None:
             with ACCOUNT.waiting():
                 self._work.wait()

@@ -45,7 +45,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class Ledger:
-    """What is noted for the ranks of one mesh, and the comparisons under way."""
+    """The notes for the ranks of one mesh, and the comparisons under way."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
@@ -62,7 +62,7 @@ class Ledger:
         self._comparisons: list[tuple[Comparison, int]] = []
         self._steps = self._calls = 0
         self.due = False
-        """A model was called, or a tensor cut, since the last comparison: all ranks know alike that one is to come."""
+        """Whether a model was called, or a tensor cut, since the last comparison: then all ranks expect another one."""
         self.urgent = False
         """Its verdict must be there before the model runs."""
 
@@ -182,7 +182,7 @@ _stepping: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], set[int]]] = we
 
 
 def before_step(optimizer: Optimizer, *_: object) -> None:
-    """What an optimizer runs before it steps. Collective over the ranks that hold parameters of its models."""
+    """Runs before an optimizer steps. Collective over the ranks that hold parameters of its models."""
     ranks = _ranks_that_step(optimizer)
     for each in _among(ranks):
         if each.due:
@@ -221,7 +221,7 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 _shown = functools.lru_cache(maxsize=1024)(os.path.relpath)
-"""A file's name as it is told: from where the program was when it was first told of."""
+"""File names for messages, relative to the working directory at the first message about each file."""
 
 
 def script_line(frame: FrameType | None = None) -> str:

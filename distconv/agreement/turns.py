@@ -31,7 +31,7 @@ def state(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str, Tensor
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a tensor, and which shard that is: ranks with the same number hold the same."""
+    """This rank's part of a tensor, and the number of its shard: ranks with the same number hold the same."""
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
     mesh, placements = tensor.device_mesh, tensor.placements

@@ -27,7 +27,7 @@ class _Ended:
 
 @contextlib.contextmanager
 def alone(ranks: int, sent: Callable[[int], None]) -> Iterator[None]:
-    """Within it this process is rank 0 of so many; ``sent`` is told the bytes of every all-to-all.
+    """A context in which this process is rank 0 of a number of ranks; ``sent`` gets the bytes of every all-to-all.
 
     Received numbers are zero. torch's own stand-in refuses an all-to-all in which a rank sends nothing.
     """
@@ -57,7 +57,7 @@ def alone(ranks: int, sent: Callable[[int], None]) -> Iterator[None]:
 
 
 def bytes_sent(func: Any, args: Sequence[Any]) -> int:
-    """What this rank sends in a collective of torch's operators, with ring algorithms; 0 for any other operator."""
+    """Bytes that this rank sends in one of torch's collectives with ring algorithms; 0 for any other operator."""
     name = func._schema.name
     if not name.startswith(("c10d::", "_c10d_functional::")) or func not in collective_ops - sync_ops:
         return 0
@@ -75,7 +75,7 @@ def bytes_sent(func: Any, args: Sequence[Any]) -> int:
 
 
 def _other(sizes: Sequence[int], group: dist.ProcessGroup | None) -> int:
-    """What does not stay on this rank."""
+    """The part that leaves this rank."""
     return sum(sizes) - sizes[dist.get_rank(group)]
 
 

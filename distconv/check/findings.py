@@ -19,7 +19,7 @@ class Refusal:
 
 @dataclass
 class Layer:
-    """What one module of the model sends on a rank, in bytes, by forward and backward; its own operators only."""
+    """Bytes that one module's own operators send on a rank, in forward and in backward."""
 
     name: str
     kind: str

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def parts(findings: Findings, most: int | None) -> list[RenderableType]:
-    """What is printed: the layers that send most (all where ``most`` is None), the refusals, and a summary."""
+    """The printed parts: the layers that send most (all if ``most`` is None), the refusals, and a summary."""
     shown: list[RenderableType] = []
     layers = sorted(findings.layers, key=lambda layer: -(layer.forward + layer.backward))
     if layers:

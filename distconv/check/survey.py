@@ -41,7 +41,7 @@ def model(
     dtype: torch.dtype = torch.float32,
     backward: bool = True,
 ) -> Findings:
-    """What becomes of a model's forward and backward; nothing is computed, shapes alone are followed.
+    """Follows a model's forward and backward by shapes alone; nothing is computed.
 
     Args:
         build: makes the model.
@@ -76,7 +76,7 @@ def model(
 
 
 def script(run: Callable[[], None], partition: Partition, *, strategy: Strategy | None = None) -> Findings:
-    """What becomes of a script up to the end of its first optimizer step, or to its own end.
+    """Follows a script up to the end of its first optimizer step, or to its own end.
 
     It computes its part, with zeros for what other ranks would send: its numbers mean nothing.
     """

@@ -125,7 +125,7 @@ class Watch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def reducing(self) -> Iterator[None]:
-        """Within it what is sent are gradients of parameters."""
+        """A context in which messages count as gradients of parameters."""
         before, self._reducing = self._reducing, True
         try:
             yield

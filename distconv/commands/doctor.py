@@ -52,7 +52,7 @@ def command(options: Any) -> int:
 
 
 def backends() -> dict[str, str]:
-    """{backend: what it would run with, or why it cannot}."""
+    """{backend: the library that it would use, or the reason why it cannot}."""
     import torch
     import torch.distributed as dist
 

@@ -60,7 +60,7 @@ def check_picture(path: str | None) -> None:
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """What the user gave and cannot be used becomes one line."""
+    """Turns errors in the user's input into one line."""
     from mucudnn.program import NotFound
 
     try:
@@ -84,7 +84,7 @@ class Asked:
     batch: int
 
     def inputs(self, times: int = 1) -> list[tuple[int, ...]]:
-        """The shapes of its whole inputs, of so many times its batch."""
+        """The shapes of its whole inputs, with its batch multiplied."""
         return [(self.batch * times, *sample) for sample in self.samples]
 
 

@@ -19,7 +19,7 @@ _ACCEPTED = ("random",)
 
 
 def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
-    """Runs the script; what it raises comes out, as from python itself.
+    """Runs the script; its exceptions propagate, as from python itself.
 
     Raises:
         BadInput: one line, where parts are not accepted, or go with something else that is not.

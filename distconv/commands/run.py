@@ -72,7 +72,7 @@ job that cannot run as given; 128 + n where signal n ended a rank, or the job: 1
 """
 
 CHOSEN = "DISTCONV_CHOSEN"
-"""Where `distconv run --partition auto` tells the ranks that it starts of the strategy that was chosen."""
+"""The variable through which `distconv run --partition auto` passes the chosen strategy to its ranks."""
 
 
 def _epilog() -> str:
@@ -175,7 +175,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy
 
 @contextlib.contextmanager
 def _chosen(options: argparse.Namespace) -> Iterator[None]:
-    """Within it the ranks are told of a strategy that is chosen for the script.
+    """A context in which ranks that are started get the strategy that is chosen for the script.
 
     Raises:
         BadInput: where nothing can be chosen.

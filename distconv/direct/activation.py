@@ -135,7 +135,7 @@ class Activation(DTensor):
 
 @functools.cache
 def open_functions() -> None:
-    """From now on a script's own functions of autograd are given DTensors for activations."""
+    """Makes a script's own autograd functions receive DTensors in place of activations, from now on."""
     method = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or from torch 2.14 on of C++
 
     def stock(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -178,7 +178,7 @@ def from_dtensor(dtensor: DTensor) -> Activation:
 
 
 def activations(result: Any) -> Any:
-    """What a function of DTensors gives, with an activation for each of them."""
+    """The results of a function of DTensors, with an activation in place of each DTensor."""
     kind = type(result)
     if kind is DTensor:
         return from_dtensor(result) if is_ours(result.device_mesh) else result

@@ -33,7 +33,7 @@ from distconv.rules.normalization.statistics import (
 
 
 class _Call(NamedTuple):
-    """What a batch norm of given shapes has decided."""
+    """The decisions of a batch norm for given shapes."""
 
     place: Where
     axes: tuple[int, ...]

@@ -22,7 +22,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def fitting(grad: Tensor, place: Where) -> DTensor:
-    """A gradient, laid out as what it is of. Differentiable; collective where it has to be moved."""
+    """A gradient in the layout of its tensor. Differentiable; collective if it has to be moved."""
     if isinstance(grad, DTensor) and tuple(grad.placements) == place.placements:
         return grad
     if torch.is_grad_enabled() and isinstance(grad, DTensor):
@@ -54,7 +54,7 @@ class FromRoot(torch.autograd.Function):
 
 
 class ToRoot(torch.autograd.Function):
-    """What this rank has of a DTensor."""
+    """This rank's part of a DTensor."""
 
     @staticmethod
     def forward(ctx: Any, dtensor: DTensor) -> Tensor:

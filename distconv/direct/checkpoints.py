@@ -17,14 +17,14 @@ from distconv.direct.where import Where
 
 
 class _Form(NamedTuple):
-    """How an activation is made anew of what was kept."""
+    """How an activation is restored from the tensor that was kept."""
 
     place: Where
     is_root: bool
 
 
 def _kept(value: Any) -> tuple[Any, _Form | None]:
-    """What autograd saves of a value, and how the value is made of it."""
+    """The tensor that autograd saves for a value, and how the value is restored from it."""
     if type(value) is not Activation or value.share is not None:
         return value, None
     if value.dtensor is None:
@@ -40,7 +40,8 @@ def _again(value: Any, form: _Form | None) -> Any:
 
 @functools.cache
 def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """From now on checkpoints keep what autograd knows, and compute again in the run of a model in which they began.
+    """Makes checkpoints keep the tensors that autograd knows, and recompute in the run of the model in which they
+    began.
 
     In releases of torch whose frames do not save inputs themselves, a function of autograd does, which gets DTensors.
 

@@ -24,7 +24,7 @@ from mucudnn.runtime.shim import marks_local_work
 
 
 class _Call(NamedTuple):
-    """What a convolution of given shapes has decided."""
+    """The decisions of a convolution for given shapes."""
 
     plan: ConvolutionPlan
     alone: bool

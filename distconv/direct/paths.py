@@ -26,7 +26,7 @@ def path(*functions: Any) -> Callable[[H], H]:
 
 class _Thread(threading.local):
     closed = 0
-    """How many functions of a script's own, made for autograd, are computing: these see DTensors only."""
+    """The number of the script's own autograd functions that are running: these see DTensors only."""
 
 
 running = _Thread()

@@ -56,7 +56,7 @@ def _binary(function: Callable[..., Any]) -> None:
 
 
 def _alike(x: Any, other: Any) -> tuple[Any, Any] | None:
-    """What a rank has of two tensors that lie alike, or of a tensor and a number."""
+    """A rank's parts of two tensors with the same layout, or of a tensor and a number."""
     for one in (x, other):
         if type(one) is Activation:
             if one.share is not None or not one.place.is_plain:

@@ -57,7 +57,7 @@ def share(grad: Tensor, place: Where) -> Tensor:
 
 
 def share_of(grad: DTensor, place: Where) -> Tensor:
-    """What this rank adds to a parameter's gradient: those of all that hold the parameter add up to the whole."""
+    """This rank's share of a parameter's gradient: the shares of all ranks that hold it add up to the whole."""
     grad = as_sharded(grad, place.placements)
     local = grad._local_tensor
     if not any(

@@ -15,7 +15,7 @@ from distconv.layouts import local_shape
 from mucudnn.recent import Recent
 
 MOST_PLANS = 1024
-"""Of so many calls with inputs that lie alike it is kept what they have decided."""
+"""The most calls whose decisions are kept, for inputs of one layout."""
 
 
 class Where:
@@ -33,7 +33,7 @@ class Where:
         self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)
         """This rank has elements."""
         self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
-        """What calls with an input that lies so have decided, by what else they depend on."""
+        """The decisions of calls with an input of this layout, by everything else that they depend on."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:

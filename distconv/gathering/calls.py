@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 MOST_CALLS = 1000
-"""Of so many calls the numbers are kept: the backward of an older one counts as the script's."""
+"""The most calls whose numbers are kept: the backward of an older one counts as the script's."""
 
 
 class _Thread(threading.local):
@@ -29,7 +29,7 @@ _numbers: collections.deque[tuple[int, int]] = collections.deque(maxlen=MOST_CAL
 
 @contextlib.contextmanager
 def model_call() -> Iterator[None]:
-    """Within it, operators belong to a model's call."""
+    """A context in which operators belong to a model's call."""
     first = torch._C._autograd._get_sequence_nr()
     _thread.depth += 1
     try:

@@ -13,18 +13,18 @@ from distconv.refusal import UnsupportedOperation, refuse
 from distconv.user_lines import asked_for
 
 MUCH = 16 << 20
-"""A line of the script that gathers more bytes than this at a time is told of."""
+"""A line of the script that gathers more bytes than this at a time causes a warning."""
 
 CERTAIN = 256 << 20
-"""Up to so many bytes are gathered without asking whether they fit into memory."""
+"""Bytes up to which nobody checks whether they fit into memory."""
 
 MOST_PLACES = 3
-"""So many lines of the script does the summary name."""
+"""The most lines of the script that the summary names."""
 
 
 @dataclass
 class Place:
-    """What one line of the script has gathered.
+    """The bytes that one line of the script has gathered.
 
     Attributes:
         line: of the script.
@@ -38,7 +38,7 @@ class Place:
 
 
 class Record:
-    """What a job has gathered for its script so far."""
+    """The bytes that a job has gathered for its script so far."""
 
     def __init__(self) -> None:
         self.places: dict[tuple[str, str], Place] = {}

@@ -19,7 +19,7 @@ BATCH, END, FAULT = range(3)
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank has come to: a batch, the end of an epoch, or something that it cannot read.
+    """The state of a rank's loader: a batch, the end of an epoch, or data that it cannot read.
 
     Attributes:
         kind: BATCH, END or FAULT.
@@ -89,7 +89,7 @@ class Agreement:
         return any(row[5] for row in rows)
 
     def _texts(self, own: str) -> dict[int, str]:
-        """What every rank says, by rank. Collective."""
+        """The texts of all ranks, by rank. Collective."""
         told: list[str] = [""] * len(self._ranks)
         dist.all_gather_object(told, own, group=self._group)
         return dict(zip(self._ranks, told, strict=True))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 MOST_REMEMBERED = 256
-"""Of so many collectives begun last it is known whether they are complete."""
+"""The number of latest collectives whose completion is known."""
 
 _NAMES = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "reduce_scatter", "all_to_all"),
@@ -55,7 +55,7 @@ class Begun:
 
 
 class Collectives:
-    """What this rank has begun.
+    """The collectives that this rank has begun.
 
     Attributes:
         counts: how many collectives of each group, by its name.

@@ -24,7 +24,7 @@ from distconv.reading.fetching import install
 from distconv.settings import StoreOption
 
 BATCHES = 32
-"""After so many batches the ranks agree on their random state in any case."""
+"""The ranks agree on their random state at least once in so many batches."""
 
 _STATE_BYTES = 32768  # the states of all generators, as text, take about 17,000
 

@@ -31,7 +31,7 @@ FAILURE_SECONDS = 1.0  # within which a failure becomes known, where ranks are k
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
 _STAND_INS = tuple(str(Path(__file__).with_name(name)) for name in ("files", "one_process.py", "random_state.py"))
-"""What stands in for functions of Python and torch: its errors are theirs."""
+"""The modules of stand-ins for functions of Python and torch: their errors count as Python's and torch's."""
 
 # What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
 _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
@@ -41,7 +41,7 @@ WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpec
 
 
 class Ending:
-    """How this rank ends: with which code, and whether it is the one that tells why.
+    """The end of this rank: its exit code, and whether it reports the reason.
 
     A failure is shown once: by the first rank that fails, or by rank 0 where that one fails alike, as most errors of a
     script do. A rank that fails only because another one has gone says

@@ -25,7 +25,7 @@ _SHARED = (
     "PMIX_NAMESPACE",
     "OMPI_MCA_ess_base_jobid",
 )
-"""What launchers tell all ranks of a job alike; some of it differs from job to job."""
+"""Variables that launchers set to the same value on all ranks of a job; some of them differ between jobs."""
 
 
 def is_fixed(environment: Mapping[str, str]) -> bool:
@@ -39,7 +39,7 @@ def drawn_seed(environment: Mapping[str, str]) -> str:
 
 
 def common_seed(environment: Mapping[str, str]) -> str:
-    """The user's own seed, or one that every rank of the job computes alike: "0" where nothing names the job."""
+    """The user's own seed, or one that is equal on all ranks of the job: "0" if nothing names the job."""
     if is_fixed(environment):
         return environment[VARIABLE]
     told = [f"{name}={environment[name]}" for name in _SHARED if name in environment]

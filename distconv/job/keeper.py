@@ -34,7 +34,7 @@ _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" where ranks mee
 
 
 class Watcher:
-    """What a rank knows of the process that watches it, and tells it.
+    """A rank's connection to the process that watches it.
 
     stderr: where to put what a rank that is not shown writes to stderr beneath Python.
     """
@@ -54,7 +54,7 @@ class Watcher:
 
 
 class _Meeting:
-    """Where a keeper finds the notices: at the store that its rank tells of, or that it holds itself.
+    """The store at which a keeper finds the notices: the one that its rank names, or its own.
 
     met: called with the store's host and port, once, when they are known.
     """

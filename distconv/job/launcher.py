@@ -29,7 +29,7 @@ from mucudnn.settings import SETTINGS, SettingError, Settings
 
 
 class BadInput(ValueError):
-    """What the user gave cannot be run; the message is one line."""
+    """The user's arguments cannot be run; the message is one line."""
 
 
 @dataclass(frozen=True)

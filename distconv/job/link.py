@@ -19,7 +19,7 @@ _NO_MORE = b"ended"
 
 
 class Beats:
-    """What machines write to the job's store to show that they are there, and which of them has fallen silent.
+    """Heartbeats: machines write to the job's store that they are there, so that a silent one is noticed.
 
     A machine is known by a rank of its own. What is compared are counts, so that clocks need not agree.
     """

@@ -31,7 +31,7 @@ class Notices:
         self._store, self._at, self.size = store, f"distconv/ending/{attempt}", size
 
     def whereabouts(self) -> list[str]:
-        """Where the ranks are, in a line each."""
+        """The positions of the ranks, a line for each."""
         from distconv.job.whereabouts import Questions
 
         return self._asked(lambda: Questions(self._store, self.size).asked_now(ANSWER_SECONDS), [])

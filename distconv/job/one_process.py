@@ -46,7 +46,7 @@ def is_hidden(variable: str) -> bool:
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Within it everything outside torch's own distribution and this package is told of one process.
+    """A context in which everything outside torch's own distribution and this package sees one process.
 
     Launchers' variables are not in the environment, torch.distributed says that it is not initialized, and
     mpi4py's COMM_WORLD is this rank alone. UnsupportedOperation where a script starts a process group of its own.

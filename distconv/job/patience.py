@@ -26,12 +26,13 @@ LOOK_SECONDS = 1.0
 """Between two looks at the store, at most; a quarter of what a rank may wait where that is less."""
 
 MOST_PATIENCE = 10
-"""Every line doubles what a rank may wait, up to so many times the setting: a pause of every epoch is told once."""
+"""Every line doubles the time that a rank may wait, up to this multiple of the setting, so that a pause of every epoch
+is reported once."""
 
 
 @contextlib.contextmanager
 def telling_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[None]:
-    """Within it, `tell` gets a line where a rank waits in a collective for longer than the setting `slow_after`.
+    """A context in which `tell` gets a line if a rank waits in a collective for longer than the setting `slow_after`.
 
     Every rank of the job must call it before it makes process groups.
     """

@@ -19,7 +19,7 @@ _KILL_SECONDS = 3.0
 
 
 class Process(Protocol):
-    """What is watched: a subprocess.Popen, or a forked child."""
+    """A watched process: a subprocess.Popen, or a forked child."""
 
     pid: int
 

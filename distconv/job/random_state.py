@@ -82,7 +82,7 @@ def _unpacked(found: dict[str, Any]) -> Any:
 
 
 class Entropy:
-    """What the operating system's random numbers are replaced with: a stream that all processes with one key share.
+    """The replacement for the operating system's random numbers: a stream that all processes with one key share.
 
     Bytes are SHAKE-256 of the key, of what they are for, and of how many times that was asked. A forked process goes on
     with a key of its own, which it shares with the processes that other ranks forked in the same order.

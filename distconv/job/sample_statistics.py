@@ -25,7 +25,7 @@ from distconv.reading.view import Region
 
 
 class SampleStatistics:
-    """What is known of the statistics of samples, and how ranks find those that are not.
+    """The known statistics of samples, and the computation of missing ones among the ranks.
 
     Each rank reads its slab. One of the ranks with the sample, another one for the next array, gets all slabs, and
     computes with the program's own function what one process would; then every rank of the mesh is told the numbers.

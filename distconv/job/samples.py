@@ -49,7 +49,7 @@ class Samples:
         self._taking: OwnIndices | None = None
 
     def share(self, loader: DataLoader[Any], indices: Any) -> OwnIndices:
-        """What a loader takes for its batch sampler. ValueError for a loader that cannot be sharded."""
+        """The batch sampler of a sharded loader. ValueError for a loader that cannot be sharded."""
         if isinstance(loader.dataset, IterableDataset) or not loader._auto_collation:
             raise ValueError("sharded data: a DataLoader needs a map-style Dataset and a batch size or batch sampler")
         if not getattr(loader, "in_order", True):

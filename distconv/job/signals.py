@@ -22,7 +22,7 @@ SAME_SECONDS = 1.0  # within which a signal that comes twice is one: the termina
 
 
 class Signals:
-    """Within it, this process notes ASKING and the signals of PASSED_ON instead of ending.
+    """A context in which this process notes ASKING and the signals of PASSED_ON instead of ending.
 
     What is ignored stays so, but for ASKING: a shell has its background jobs ignore it, and these are asked, too.
     """
@@ -49,7 +49,7 @@ class Signals:
         self._last[number] = now
 
     def taken(self) -> list[int]:
-        """What came since the last call."""
+        """The signals since the last call."""
         return [self._came.popleft() for _ in range(len(self._came))]
 
 

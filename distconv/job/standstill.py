@@ -29,7 +29,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class State:
-    """Where a rank is.
+    """The position of a rank in its program.
 
     Attributes:
         counts: how many collectives of each group it has begun.
@@ -44,7 +44,7 @@ class State:
 
 @dataclass(frozen=True)
 class Standstill:
-    """What holds ranks up.
+    """A standstill of ranks.
 
     Attributes:
         group, number: of the collective that is told of.
@@ -57,7 +57,7 @@ class Standstill:
 
 
 def standstill(states: Mapping[int, State]) -> Standstill | None:
-    """What the ranks wait for; None where none waits.
+    """The standstill of the ranks; None if no rank waits.
 
     Args:
         states: of the ranks that have answered, by rank.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
 
 TOLD_WITHIN = timedelta(seconds=5)
-"""What the other ranks get to tell their share."""
+"""Seconds in which the other ranks may send their figures."""
 
 MUCH = 0.25
 """From this share of a step on, waiting is worth a look at where."""
@@ -39,7 +39,7 @@ MUCH = 0.25
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank tells.
+    """The figures of one rank.
 
     Attributes:
         peak: the most bytes that it held.
@@ -92,7 +92,7 @@ def _plural(unit: str) -> str:
 
 @contextlib.contextmanager
 def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterator[None]:
-    """Within it a script runs; at its end the first rank tells what the job held, sent and waited for.
+    """A context in which a script runs; at its end the first rank prints what the job held, sent and waited for.
 
     Args:
         wanted: None tells it where the first rank's stderr is a terminal.
@@ -148,7 +148,7 @@ def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
 
 @contextlib.contextmanager
 def local_gain(session: Session, wanted: bool | None) -> Iterator[None]:
-    """Within it a script runs; at its end the first rank tells what mucudnn gained there."""
+    """A context in which a script runs; at its end the first rank prints what mucudnn has saved there."""
     try:
         with ending_well() as ended:
             yield

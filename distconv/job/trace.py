@@ -19,7 +19,7 @@ from distconv.account import ACCOUNT
 from distconv.job.summary import ending_well
 
 STEPS = 10
-"""So many optimizer steps are recorded; of a program that takes none, all of it."""
+"""The number of recorded optimizer steps; a program without any is recorded as a whole."""
 
 _LEVEL = "KINETO_LOG_LEVEL"
 
@@ -72,7 +72,7 @@ class _Recording:
             self._is_on = ACCOUNT.is_traced = False
 
     def events(self) -> dict[str, Any]:
-        """What was recorded, as torch writes it."""
+        """The recorded events, as torch writes them."""
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             self._profile.export_chrome_trace(path)

@@ -22,7 +22,7 @@ _FILL_THEMSELVES = ("torch", "distconv", "mucudnn")
 
 @contextlib.contextmanager
 def zeros_for_unwritten() -> Iterator[None]:
-    """Within it, tensors without values have zeros where the program has asked for them."""
+    """A context in which tensors without values are zeros if the program has asked for them."""
     _device_constructors()  # torch keeps which functions `with torch.device(...)` concerns: the ones of now
     with contextlib.ExitStack() as undo:
         for owner, name in _MAKERS:

@@ -23,7 +23,7 @@ _SHOWN_BYTES = 4000  # of what a rank wrote beneath Python before it crashed
 
 
 def shell_code(code: int) -> int:
-    """What a shell calls the end that subprocess.Popen calls `code`: 128 + n where signal n killed a process."""
+    """A shell's exit code for the `code` of subprocess.Popen: 128 + n if signal n killed the process."""
     return code if code >= 0 else 128 - code
 
 

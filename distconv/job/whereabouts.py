@@ -46,7 +46,7 @@ class Questions:
         return question
 
     def answers(self, question: int) -> dict[int, State]:
-        """What ranks have answered so far."""
+        """The answers of ranks so far."""
         keys = {rank: f"{self.at}/{question}/{rank}" for rank in range(self._size)}
         return {rank: _read(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 

@@ -13,7 +13,7 @@ from distconv.model.strategy import Strategy
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where one module runs.
+    """The mesh of one module.
 
     mesh: where it runs.
     outer: the mesh of the tensors that a script holds outside of all modules, to which outputs are brought back.
@@ -30,7 +30,7 @@ class Assignment:
 
 
 def assignments(model: nn.Module, outer: DeviceMesh, strategy: Strategy | None = None) -> dict[nn.Module, Assignment]:
-    """Where the model and the modules within it run."""
+    """The meshes of the model and the modules within it."""
     chosen = strategy.assign(model) if strategy else {}
     meshes = {module: mesh_like(outer, chosen[module][1]) if module in chosen else outer for module in model.modules()}
     fixed = strategy is not None or splits_channels(outer)

@@ -172,7 +172,7 @@ def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
 
 
 _beyond_graphs = _disable_dynamo(_called)
-"""What a compiled function of the program does where it calls a model: its graph ends there."""
+"""Runs where a compiled function of the program calls a model: its graph ends there."""
 
 
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:

@@ -88,7 +88,7 @@ def run(
 
 @contextlib.contextmanager
 def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> Iterator[None]:
-    """Within it, what torch.compile traces is all of a model: the modules in it are called as they are."""
+    """A context in which torch.compile traces a whole model: the modules in it are called as they are."""
     global is_tracing_model
     outer, known = (_thread.meshes, is_tracing_model), _dynamo_knows()
     _thread.meshes, is_tracing_model = meshes, True
@@ -145,7 +145,7 @@ class _Question:
         self.mesh, self.asked = mesh, False
 
     def all(self, here: bool) -> bool:
-        """Collective over the mesh the first time; afterwards the ranks' graphs are made alike."""
+        """Collective over the mesh the first time; afterwards the ranks make the same graphs."""
         if self.asked or self.mesh.size() == 1:
             return here
         self.asked = True

@@ -46,7 +46,7 @@ BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter lies: a mesh and its layout there."""
+    """The home of a parameter: a mesh and its layout there."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -62,7 +62,7 @@ class Home:
 
 
 def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
-    """Where a parameter lies. A plain one is replicated on the mesh on which its module runs."""
+    """The home of a parameter. A plain one is replicated on the mesh on which its module runs."""
     if isinstance(parameter, DTensor):
         return Home(parameter.device_mesh, tuple(parameter.placements))
     return Home(mesh, replicated(mesh))
@@ -132,11 +132,11 @@ class Bucket:
         self.work: Any = None
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
-        """What this rank holds of a parameter, as the uses of it share it."""
+        """This rank's part of a parameter, as all its uses share it."""
         return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
 
     def laid_out(self, index: int, slot: Tensor) -> Tensor:
-        """What this rank holds of a gradient, laid out as its parameter."""
+        """This rank's part of a gradient, in the layout of its parameter."""
         if self.plan.plain[index]:
             return slot
         return wrap(slot, self.homes[index].mesh, self.homes[index].placements, self.plan.wholes[index])

@@ -49,7 +49,7 @@ def enter_parameters(graph: fx.GraphModule, inputs: Sequence[Any], meshes: Mappi
 
 
 class _Enter:
-    """What the parameters of a graph go through before anything reads them."""
+    """The function that the parameters of a graph go through before anything reads them."""
 
     __name__ = "enter_parameters"
 
@@ -90,7 +90,7 @@ class _Use:
 
 
 class _HandOver(torch.autograd.Function):
-    """What hands a parameter's gradient over to its bucket. Autograd runs what is made later first, so early."""
+    """Passes a parameter's gradient to its bucket. Autograd runs it early, as it runs later nodes first."""
 
     @staticmethod
     def forward(ctx: Any, source: DTensor, bucket: _TracedBucket, index: int) -> DTensor:

@@ -28,7 +28,7 @@ def layer_of(module: nn.Module) -> ChannelMap | None:
 
 
 def parameter_placements(module: nn.Module, algorithm: str, partition: Partition) -> dict[str, tuple[Placement, ...]]:
-    """How each parameter of a module itself (not of its children) lies on the axes of the partition.
+    """The placements on the partition's axes of each parameter of a module itself (not of its children).
 
     A convolution's and a linear layer's weight by the algorithm, one of ALGORITHMS; their biases, and the parameters
     of batch, group and instance norms and of PReLU, as channels of y are owned. All other parameters are replicated, as

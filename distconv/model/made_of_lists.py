@@ -19,7 +19,7 @@ MAKERS = ("tensor", "as_tensor", "asarray")
 
 @functools.cache
 def read_distributed_numbers() -> None:
-    """From now on, these functions are given plain tensors for the distributed ones in lists."""
+    """Makes these functions receive plain tensors in place of distributed ones in lists, from now on."""
     for name in MAKERS:
         make = getattr(torch, name)
         reads = _reading(make)

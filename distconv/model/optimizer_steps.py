@@ -26,7 +26,7 @@ ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam"
 
 @functools.cache
 def step_on_local_tensors() -> None:
-    """From now on, torch's optimizers compute with this rank's tensors, where all that a step needs lies alike."""
+    """Makes torch's optimizers compute with this rank's tensors if all tensors of a step have one layout."""
     for name in ELEMENTWISE:
         module = importlib.import_module(f"torch.optim.{name}")
         setattr(module, name, _on_local_tensors(getattr(module, name)))

@@ -206,7 +206,7 @@ def _equalize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _Script:
-    """Where the modules of a script run, found at the first outermost call of each model."""
+    """The meshes of a script's modules, found at the first outermost call of each model."""
 
     def __init__(self, mesh: DeviceMesh, strategy: Strategy | None, batch_norm: str) -> None:
         self.mesh, self.strategy, self.batch_norm = mesh, strategy, batch_norm

@@ -100,7 +100,7 @@ def begun(
 
 @contextlib.contextmanager
 def entered(run: Run) -> Iterator[None]:
-    """Within it the run is the one that runs now. Collective at its end, where running statistics are written."""
+    """A context that makes the run the current one. Collective at its end: running statistics are written there."""
     held = [(module, module._parameters) for module in run.modules if module._parameters]
     outer = inside.run
     for module, own in held:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ALGORITHM = "algorithm"
-"""What names a channel algorithm behind the axes of a partition."""
+"""The word before a channel algorithm, after the axes of a partition."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def parse_layer(text: str) -> tuple[Partition, str | None]:
 
 
 def layer_text(partition: Partition, algorithm: str | None = None) -> str:
-    """What `parse_layer` reads."""
+    """The inverse of `parse_layer`."""
     return str(partition) if algorithm is None else f"{partition},{ALGORITHM}={algorithm}"
 
 

@@ -31,7 +31,7 @@ _FUNCTIONS = (
     *((torch.jit, name) for name in ("trace", "trace_module", "_get_trace_graph")),
     *((library, "export") for library in (torch.onnx, torch.export)),
 )
-"""What makes a graph of a model, its first argument."""
+"""Functions that make a graph of their first argument, a model."""
 
 _made_from: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """The models of which torch.jit has made others, which share their parameters until these are sharded."""
@@ -94,7 +94,7 @@ def _calling_whole() -> Iterator[None]:
 
 @contextlib.contextmanager
 def graphs_of_whole_models() -> Iterator[None]:
-    """Within it, what makes a graph of a model finds whole parameters. Every rank must call it."""
+    """A context in which functions that make a graph of a model see whole parameters. All ranks must call it."""
     with contextlib.ExitStack() as undo:
         for library, name in (*_FUNCTIONS, (torch.jit, "script")):
             real = getattr(library, name)

@@ -14,7 +14,7 @@ _ended: list[Callable[[], Collection[int]]] = []
 
 
 def ask_for_ended(ended: Callable[[], Collection[int]]) -> None:
-    """From now on `ended` tells which ranks of the job have ended."""
+    """Makes `ended` report the ranks of the job that have ended, from now on."""
     _ended[:] = [ended]
 
 

@@ -48,7 +48,7 @@ ONE = {"*": "sample=1"}
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen.
+    """A choice.
 
     Attributes:
         strategy: {pattern of layer names: partition}, as `distconv.model.strategy` reads it; `ONE`, of one rank, where
@@ -220,7 +220,7 @@ def _digest(call: ModelCall, graph: LayerGraph, question: Question, machine: Mac
 
 
 def answer(question: Question, kept: Kept) -> Choice:
-    """What is chosen for a question.
+    """The choice for a question.
 
     Raises:
         program.NotFound, ValueError: one line, where nothing can be chosen.

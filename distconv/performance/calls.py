@@ -13,7 +13,7 @@ from distconv.performance.events import Call, Shape
 
 
 def prepared(call: Call) -> Callable[[], object]:
-    """What runs a call on numbers of the recorded shapes."""
+    """A function that runs a call on made-up numbers of the recorded shapes."""
     args, kwargs = tree_map(_tensor, (call.args, dict(call.kwargs)), is_leaf=lambda leaf: isinstance(leaf, Shape))
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")

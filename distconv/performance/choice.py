@@ -270,7 +270,7 @@ class Planner:
         return layer_text(partition, self.costs[name][self.partitions.index(partition)].algorithm)
 
     def rows(self, plan: Plan) -> list[Row]:
-        """What is chosen for each layer, and why not the next best."""
+        """The choice for each layer, and its advantage over the next best."""
         index = {partition: at for at, partition in enumerate(self.partitions)}
         chosen = {name: index[partition] for name, partition in plan.layers.items()}
         rows = []

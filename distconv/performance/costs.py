@@ -68,7 +68,7 @@ NEVER = Cost(math.inf, 0.0, 0.0, 0.0, 0.0)
 def layer_cost(
     recorded: Step | str | None, layer: Layer, mesh: DeviceMesh, machine: Machine, trains: bool = True
 ) -> Cost:
-    """What a layer costs on a mesh.
+    """The costs of a layer on a mesh.
 
     Args:
         recorded: its step, recorded alone; the reason where it cannot run so; None for a meeting that nothing follows.

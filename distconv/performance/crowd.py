@@ -92,7 +92,7 @@ def _start(threads: int) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Runs each kernel that it is told of until it is told to stop; ends at the end of its input."""
+    """Runs each kernel that it reads from its input until it reads a stop; ends at the end of its input."""
     from distconv.performance.calls import prepared
 
     told: Any = sys.stdin.buffer

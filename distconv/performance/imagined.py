@@ -23,7 +23,7 @@ _was: dict[int, int] = {}
 
 @contextlib.contextmanager
 def imagined_job(ranks: int, threads: int | None = None, rank: int | None = None) -> Iterator[int]:
-    """A job of so many ranks of which only this process is there; gives its rank. Messages go nowhere.
+    """A job of which only this process exists; returns its rank. Messages go nowhere.
 
     Args:
         threads: that each rank has on a processor, where its kernels are to be those that it takes there: for some,

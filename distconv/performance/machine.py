@@ -30,7 +30,7 @@ class MachineError(ValueError):
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """The device of one rank.
 
     Attributes:
         flops: multiplications and additions per second at the best.
@@ -49,7 +49,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Host:
-    """What runs the program.
+    """The host that runs the program.
 
     Attributes:
         operator: seconds that it takes to run an operator on distributed tensors, or to launch a kernel or a

@@ -11,7 +11,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks read in a step.
+    """The reading of a step.
 
     Attributes:
         ranks: of the job.

@@ -112,7 +112,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 class _Messages:
-    """What stands in for torch.distributed: notes each collective, and fills in nothing."""
+    """A stand-in for torch.distributed: it notes each collective, and fills in nothing."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -19,7 +19,7 @@ from distconv.refusal import UnsupportedOperation
 
 
 class Recordings:
-    """What is recorded of a model within an imagined job.
+    """The recordings of a model within an imagined job.
 
     Attributes:
         kinds: {layer: a text that is the same for layers that cost the same}.

@@ -41,7 +41,7 @@ class Expression(abc.ABC):
         return self._read(wanted, fetch)
 
     def needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
-        """What `read` of the region fetches."""
+        """The parts of sources that `read` of the region fetches."""
         if all(map(len, wanted)):
             yield from self._needs(wanted)
 

@@ -8,7 +8,7 @@ import os
 _NOTED = "_distconv_read"
 
 _LIBRARIES = ("h5py", "zarr", "nibabel", "numpy")
-"""What opens and reads arrays in files."""
+"""Modules that open and read arrays in files."""
 
 
 class ReadError(ValueError):

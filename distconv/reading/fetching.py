@@ -49,7 +49,7 @@ class Fault:
 
 
 Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
-"""What is entered while the sample of an index is made or read."""
+"""A context that is entered while the sample of an index is made or read."""
 
 
 class Fetching:
@@ -119,7 +119,7 @@ class Fetching:
         return self.share.region((1, *statistic.parent.shape))[1:]
 
     def slabs(self, wanted: Sequence[tuple[Any, Statistic]], part: Part) -> list[Any]:
-        """What this rank reads for statistics. ReadError where it cannot be read."""
+        """The slabs that this rank reads for statistics. ReadError if they cannot be read."""
         read: dict[str, Any] = {}  # several statistics may be of one array
         texts = [identity(statistic.parent) for _, statistic in wanted]
         for text, (sample, statistic) in zip(texts, wanted, strict=True):

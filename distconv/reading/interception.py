@@ -30,7 +30,7 @@ _INHERITED = object()
 
 @contextlib.contextmanager
 def lazily(keeper: Keeper | None = None) -> Iterator[None]:
-    """Within it, in this thread, reading a file gives lazy arrays; what is read is asked of the keeper, if any."""
+    """A context in which this thread's reading of files gives lazy arrays; a keeper, if any, supplies the data."""
     global _users
     with _lock:
         if not _users:

@@ -82,7 +82,7 @@ class Lazy:
 
 
 class Number(Lazy):
-    """What Python asks of an array of one element."""
+    """A lazy array that Python converts to a number: an array of one element."""
 
     def __bool__(self) -> bool:
         return bool(self.read("bool"))
@@ -124,7 +124,7 @@ def tell(why: str, read: Iterable[object]) -> None:
 
 
 def script_line() -> str:
-    """Where the script is, such as "train.py:41"."""
+    """The current line of the script, such as "train.py:41"."""
     frame = sys._getframe(1)
     found = None
     while frame is not None:

@@ -30,6 +30,6 @@ class Numbers:
 
 
 def sample(number: int, index: Any) -> Sample:
-    """How a sample of a data set is known."""
+    """The identity of a sample of a data set."""
     known: Hashable = index if isinstance(index, int | str) else repr(index)
     return number, known

@@ -45,7 +45,7 @@ def shown(path: str) -> str:
 
 
 class Keeper(Protocol):
-    """What may hold parts of arrays in files already."""
+    """An object that may already hold parts of arrays in files."""
 
     def part(self, source: Source, wanted: Region) -> numpy.ndarray: ...
 
@@ -72,7 +72,7 @@ def fetched(source: Source, wanted: Region) -> numpy.ndarray:
 
 @contextlib.contextmanager
 def reading(path: str, key: str) -> Iterator[None]:
-    """Within it this thread reads at once. An exception that leaves it notes what was being read."""
+    """A context in which this thread reads at once. An exception that leaves it notes what was being read."""
     before, depth.value = depth.value, 0
     try:
         yield
@@ -121,7 +121,7 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def _array(self, stamp: Stamp) -> Any:
-        """What the file holds, open in this process."""
+        """The array of the file, open in this process."""
 
     def _part(self, array: Any, region: Region) -> numpy.ndarray:
         return numpy.array(array[_slices(region)])

@@ -164,7 +164,7 @@ class Known:
         self._samples: tuple[Any, ...] = ()
 
     def begin(self, *samples: Any) -> None:
-        """What is asked for from now on belongs to these samples."""
+        """Begins these samples: statistics that are requested from now on belong to them."""
         self._samples, self.wholes = samples, {}
 
     def ask(self, statistic: Statistic) -> None:
@@ -182,7 +182,7 @@ class Known:
 
 
 def _read_whole(parent: Expression, fetch: Fetch) -> Any:
-    """What the program needs at once: read once for all statistics of it, until the next sample."""
+    """An array that the program needs at once: read once for all its statistics, until the next sample."""
     if _current.known is None:
         return parent.read(whole(parent.shape), fetch)
     wholes, key = _current.known.wholes, identity(parent)
@@ -200,7 +200,7 @@ _current = _Current()
 
 @contextlib.contextmanager
 def asking(known: Known | None) -> Iterator[None]:
-    """Within it, in this thread, statistics of lazy arrays are left open; with None they are not."""
+    """A context in which this thread leaves statistics of lazy arrays open; with None it does not."""
     before, _current.known = _current.known, known
     try:
         yield

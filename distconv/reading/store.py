@@ -43,7 +43,7 @@ class Store:
 
     @contextlib.contextmanager
     def of(self, sample: Sample) -> Iterator[None]:
-        """Within it, what is asked for is part of this sample."""
+        """A context in which requested parts belong to this sample."""
         before, self._sample = self._sample, sample
         try:
             yield

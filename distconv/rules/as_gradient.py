@@ -16,7 +16,7 @@ from distconv.transfer.local_part import local_as
 
 
 def as_gradient(placements: Sequence[Placement], grad: Tensor, parameters: int | None = 1) -> tuple[Placement, ...]:
-    """How x is to lie in backward: where every rank has it whole, a slice of it, if the gradient is sharded there.
+    """The layout of x in backward: where every rank has it whole, a slice of it, if the gradient is sharded there.
 
     Not by the dim whose parameters every rank has whole, too: by default the channels.
     """

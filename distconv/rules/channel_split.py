@@ -24,7 +24,7 @@ from mucudnn.convolution.geometry import Interval
 
 @dataclass(frozen=True)
 class Split:
-    """What this rank multiplies. With one rank along the channels everything is here, and the exchanges do nothing."""
+    """This rank's block. With one rank along the channels everything is local, and the exchanges do nothing."""
 
     axes: tuple[int, ...]
     """The mesh axes that shard the channels of x and y."""
@@ -34,9 +34,9 @@ class Split:
     filters: Exchange
     """Brings the filters of dL/dy that the block makes; its adjoint adds up y."""
     weight: tuple[Placement, ...]
-    """How the weight lies where each rank holds its block."""
+    """The layout of the weight if each rank holds its block."""
     vector: tuple[Placement, ...]
-    """How a tensor of one number per filter lies."""
+    """The layout of a tensor with one number per filter."""
 
     @property
     def is_local(self) -> bool:
@@ -113,7 +113,7 @@ def split(
 
 
 def held_as(weight: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """How the ranks of a mesh hold a weight; a plain one whole."""
+    """The layout of a weight on a mesh; a plain one is whole."""
     return tuple(weight.placements) if isinstance(weight, DTensor) else replicated(mesh)
 
 

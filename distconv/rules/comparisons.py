@@ -19,7 +19,7 @@ from distconv.transfer.all_reduce import MIN
 
 @rule("aten::equal")
 def equal(func: Any, x: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape and elements, told alike on every rank."""
+    """Whether two tensors have the same shape and elements; every rank gets the same answer."""
     if x.shape != other.shape:
         return False
     mesh, placements = common_layout(x, other)

@@ -32,7 +32,7 @@ Part = tuple[int, range]
 """A dim, and some of its positions."""
 
 MOST_PARTS = 64
-"""After so many changes of parts, a tensor counts as changed everywhere."""
+"""The number of partial changes after which a tensor counts as changed everywhere."""
 
 
 @dataclass
@@ -40,9 +40,9 @@ class _History:
     """The changes of a storage by operators: on every rank the same ones."""
 
     whole: int = 0
-    """How often all of it was changed."""
+    """The number of changes of the whole tensor."""
     parts: list[Part] = field(default_factory=list)
-    """What was changed since."""
+    """The parts that were changed since."""
     copied: bool = False
     """Whether there are, or were, copies of its tensor."""
 
@@ -77,7 +77,7 @@ def _meet(part: Part, other: Part | None) -> bool:
 
 @dataclass
 class _Copy:
-    """What is kept of a copy with its storage."""
+    """The record of a copy, kept with its storage."""
 
     of: Callable[[], DTensor | None]
     write: Write | None
@@ -211,14 +211,14 @@ def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator
 
 @functools.cache
 def watch_changes() -> None:
-    """From now on, look at every operator that changes a tensor, whether it has a rule or not."""
+    """Starts to watch every operator that changes a tensor, whether it has a rule or not."""
     checks.append(_check)
     rule(*unruled(_changes_elements))(leave)
 
 
 @functools.cache
 def _watch_reads() -> None:
-    """From now on, look at every operator: a tensor has changed, and copies of it may be read."""
+    """Starts to watch every operator: a tensor has changed, and copies of it may be read."""
     special = {func._schema.name for func in DTensor._op_dispatcher._custom_op_handlers}
 
     def reads(schema: Any) -> bool:

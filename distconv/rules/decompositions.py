@@ -25,7 +25,7 @@ from distconv.rules.outside import answered
 from distconv.user_lines import asked_for
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
-"""Where DTensor keeps what it knows of operators; releases differ."""
+"""The tables in which DTensor keeps its operators; their names differ between releases."""
 
 
 def has_strategy(func: Any) -> bool:
@@ -35,7 +35,7 @@ def has_strategy(func: Any) -> bool:
 
 
 def without_strategy(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operator without rule and strategy gives on tensors of our meshes.
+    """The result of an operator without rule and strategy on tensors of distconv's meshes.
 
     UnsupportedOperation where it cannot be taken apart into parts with rules.
     """
@@ -72,7 +72,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTen
 
 
 def install() -> None:
-    """From now on, operators without rule and strategy on our meshes come here where DTensor would search."""
+    """Makes operators without rule and strategy on distconv's meshes come here where DTensor would search."""
     dispatcher = DTensor._op_dispatcher
     search = dispatcher._propagate_op_sharding_dispatch_slow_path
     if getattr(search, "never_searches", False):

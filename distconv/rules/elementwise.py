@@ -181,7 +181,7 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
-    """How the result of tensors that broadcast to a shape lies."""
+    """The layout of the result of tensors that broadcast to a shape."""
     mesh, _ = common_layout(*tensors)
     every = tuple(range(len(shape)))
     operands = tuple(operand(tensor, mesh, every[len(shape) - tensor.dim() :]) for tensor in tensors)

@@ -81,7 +81,7 @@ def extremum_along(func: Any, x: DTensor, dim: int, keepdim: bool = False) -> tu
 
 @rule("aten::argmax", "aten::argmin")
 def place_of_extremum(func: Any, x: DTensor, dim: int | None = None, keepdim: bool = False) -> DTensor:
-    """Where the extreme value is, along dim or in the flat tensor."""
+    """The position of the extreme value, along dim or in the flat tensor."""
     return _located(func, x, dim, keepdim, func._schema.name.endswith("max"))[1]
 
 

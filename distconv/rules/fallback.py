@@ -80,7 +80,7 @@ STAYS_WITH_TORCH = (
     *("new_", "set", "record_stream", "is_", "resize", "lift", "detach", "zero_", "fill_", "_has_same", "_lazy"),
     *("_to_copy", "_foreach", "_fused", "_amp", "_assert", "_functional", "_make_", "_fw_", "_nested"),
 )
-"""How the names of operators begin that are about a tensor itself, or a list of them, and not about its elements."""
+"""Prefixes of operators that concern a tensor itself, or a list of tensors, and not its elements."""
 
 
 def register() -> None:

@@ -62,7 +62,7 @@ Where = tuple[DeviceMesh, tuple[Placement, ...]] | None
 
 
 def _layout(tensor: Tensor) -> Where:
-    """How a tensor lies. A partial sum is added up where it is, for an operator in place changes that very tensor."""
+    """The layout of a tensor. A partial sum is added up in place, as an in-place operator changes that tensor."""
     if not isinstance(tensor, DTensor):
         return None
     if has_partial(tensor.placements):

@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How the tensors of one linear layer lie, those of x and y as matrices of rows and features."""
+    """The layouts of the tensors of one linear layer, x and y as matrices of rows and features."""
 
     mesh: DeviceMesh
     x: tuple[Placement, ...]
@@ -50,7 +50,7 @@ class LinearPlan:
     spread: Exchange
     """From the part of y that this rank adds up to what it holds: more, along the axes that replicate y."""
     part: Interval
-    """Where that part begins and ends in what it holds."""
+    """The interval of that part in what the rank holds."""
 
     def block_of(self, weight: Tensor) -> Tensor:
         """This rank's block of the weight; nothing of it where it has no features or no filters."""

@@ -62,7 +62,7 @@ class Lookup:
         return range(end - index.dim(), end)
 
     def of_x(self, result: Placements) -> Placements:
-        """How x lies where the result is to lie so."""
+        """The layout of x for this layout of the result."""
         dims = (self.x_dim(p.dim) if isinstance(p, Shard) else None for p in result)
         return tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
 
@@ -87,7 +87,7 @@ def _sharded_dim(tensor: Any, axis: int, dims: range, shape: Sequence[int]) -> i
 
 
 def _part_of(dims: range, extents: Sequence[int], result: Placements, shape: Sequence[int]) -> Placements:
-    """How a tensor lies whose dims are these of the result, broadcast."""
+    """The layout of a tensor whose dims, broadcast, are these of the result."""
     wanted = []
     for p in result:
         cut = isinstance(p, Shard) and p.dim in dims and extents[dims.index(p.dim)] == shape[p.dim]

@@ -110,7 +110,7 @@ def logits_loss(
 
 
 def _target_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """How class numbers (N, spatial...) lie beside scores (N, C, spatial...)."""
+    """The layout of class numbers (N, spatial...) beside scores (N, C, spatial...)."""
     result: list[Placement] = []
     for placement in placements:
         dim = placement.dim if isinstance(placement, Shard) else 0

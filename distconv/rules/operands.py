@@ -32,7 +32,7 @@ class Operand:
     subscripts: tuple[int, ...]
 
     def sharded_by(self, subscript: int | None, extent: int) -> Placement:
-        """How it lies along an axis that shards a subscript of so many positions; None for one that shards nothing."""
+        """Its placement along an axis that shards a subscript of this extent; None for an axis that shards nothing."""
         if subscript is None or subscript not in self.subscripts:
             return Replicate()
         dim = self.subscripts.index(subscript)

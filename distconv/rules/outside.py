@@ -20,7 +20,7 @@ def may_run_whole(error: UnsupportedOperation) -> bool:
 
 
 def answered(handler: Callable[..., Any], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What a rule gives, or else the operator on whole tensors. UnsupportedOperation where neither may run."""
+    """The result of a rule, else of the operator on whole tensors. UnsupportedOperation if neither may run."""
     try:
         return handler(func, *args, **kwargs)
     except UnsupportedOperation as error:

@@ -62,12 +62,12 @@ class _Carried(torch.autograd.Function):
 
 
 def carried(local: Tensor, transfer: Transfer, back: bool = False) -> Tensor:
-    """What a transfer fetches, or its adjoint where ``back``. Differentiable."""
+    """The result of a transfer's fetch, or of its adjoint if ``back``. Differentiable."""
     return _Carried.apply(local, transfer, back)
 
 
 class Added(torch.autograd.Function):
-    """The sum of the ranks' plain tensors along some axes, which every rank goes on with alike."""
+    """The sum of the ranks' plain tensors along some axes; all ranks continue with the same result."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
@@ -83,7 +83,7 @@ class Added(torch.autograd.Function):
 
 
 class _Apart(torch.autograd.Function):
-    """What the ranks have alike along some axes, and with which each goes on by itself: the gradients are added."""
+    """A tensor that is equal on the ranks of some axes, and used separately on each: the gradients are added."""
 
     @staticmethod
     def forward(ctx: Any, alike: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:

@@ -31,7 +31,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class ProductPlan:
-    """How a (..., n, k) and b (..., k, m) lie before and during the product, and how the product lies."""
+    """The layouts of a (..., n, k) and b (..., k, m) before and during the product, and of the product."""
 
     first: tuple[Placements, Placements]
     """Of a: as shards, and with the axes gathered that the product needs whole."""
@@ -45,7 +45,7 @@ class ProductPlan:
 def make_product_plan(
     mesh: DeviceMesh, of_a: Placements, shape_a: tuple[int, ...], of_b: Placements, shape_b: tuple[int, ...]
 ) -> ProductPlan:
-    """What each axis shards during a product of matrices whose other dims are broadcast."""
+    """The plan of a product of matrices whose other dims broadcast: what each axis shards."""
     shape = (*torch.broadcast_shapes(shape_a[:-2], shape_b[:-2]), shape_a[-2], shape_b[-1])
     rows, columns, summed = (
         Shard(len(shape_a) - 2),
@@ -94,7 +94,7 @@ def make_product_plan(
 
 
 def _batch(dim: int, shape: Sequence[int], own: Sequence[int]) -> Placement:
-    """How an operand lies along an axis that shards a batch dim of the product."""
+    """The placement of an operand along an axis that shards a batch dim of the product."""
     at = dim - (len(shape) - len(own))
     return Shard(at) if at >= 0 and own[at] > 1 else Replicate()
 

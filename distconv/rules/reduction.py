@@ -77,7 +77,7 @@ def canonical(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 def reduced_layout(
     placements: Sequence[Placement], dims: Sequence[int], keepdim: bool, over: Placement
 ) -> tuple[Placement, ...]:
-    """How a reduction's result lies: ``over`` where an axis sharded a reduced dim."""
+    """The layout of a reduction's result: ``over`` where an axis sharded a reduced dim."""
     result: list[Placement] = []
     for placement in placements:
         if not isinstance(placement, Shard):
@@ -140,7 +140,7 @@ def precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def lowest(dtype: torch.dtype, largest: bool) -> float | int | bool:
-    """What loses against every other number in a maximum, or, not ``largest``, a minimum."""
+    """The smallest number of a type, or without ``largest`` the largest: it loses every comparison."""
     if dtype == torch.bool:
         return not largest
     if dtype.is_floating_point:
@@ -261,6 +261,6 @@ def truth(func: Any, x: DTensor, dims: Any = None, keepdim: bool = False) -> DTe
 
 @rule("aten::count_nonzero", "aten::count_nonzero.dim_IntList")
 def count_nonzero(func: Any, x: DTensor, dims: Any = None) -> DTensor:
-    """How many elements over dims are not zero."""
+    """The number of nonzero elements over dims."""
     work = Reduction(func, x, dims, False)
     return work.wrap(work.shaped(work.sum(work.local != 0)))

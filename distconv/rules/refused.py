@@ -45,5 +45,5 @@ for _name in REFUSED:
     *("aten::_to_sparse_bsr", "aten::_to_sparse_bsc"),
 )
 def sparse(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """How many elements a rank has of a sparse tensor depends on them."""
+    """Refused: the number of a rank's elements of a sparse tensor depends on their values."""
     raise refuse(func, "a sparse tensor of a sharded one; accepted: dense tensors, or distconv.gather first")

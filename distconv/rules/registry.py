@@ -169,7 +169,7 @@ def discover() -> None:
 
 
 def _taken_apart(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """What the operators that it is made of give, each by its own rule."""
+    """The result of the operators that it decomposes into, each by its own rule."""
     return func.decompose(*args, **kwargs)
 
 

@@ -38,7 +38,7 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """How the map x (N, C, space...), the grid (N, space..., dims) and the result (N, C, space...) lie."""
+    """The layouts of the map x (N, C, space...), the grid (N, space..., dims) and the result (N, C, space...)."""
 
     x: Placements
     grid: Placements
@@ -102,7 +102,7 @@ def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) ->
 
 @dataclass(frozen=True)
 class Points:
-    """Where points lie in the map, in elements: (N, points, dims), the dims in the order of the map's space."""
+    """Positions of points in the map, in elements: (N, points, dims), the dims in the order of the map's space."""
 
     at: Tensor
     slope: Tensor

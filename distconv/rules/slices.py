@@ -224,7 +224,7 @@ def concatenate(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
 
 
 def _joined_layout(tensors: Sequence[Tensor]) -> Layout:
-    """How a concatenation lies: a tensor that every rank has whole is cut for another's shards, and nothing moves."""
+    """The layout of a concatenation: a tensor that every rank has whole is cut to match shards; nothing moves."""
     mesh, placements = common_layout(*tensors)
     others = [tensor.placements for tensor in tensors if isinstance(tensor, DTensor) and tensor.device_mesh == mesh]
     return mesh, tuple(

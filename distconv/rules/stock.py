@@ -68,7 +68,7 @@ def leave_to_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 
 def _finished(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:
-    """What an operator returns that computed this: the tensors that it changed, where it changes some."""
+    """The return value of an operator with this result: the tensors that it has changed, if any."""
     if func is torch.ops.aten.equal.default:
         return _equal_on_all(result, args)
     if func._schema.name.endswith("_"):

@@ -77,7 +77,7 @@ NO_RULE = "it has no rule for shards; use distconv.gather first where that is me
 def whole_or_refused(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str | UnsupportedOperation = NO_RULE
 ) -> Any:
-    """What an operator gives for whole tensors where these may be gathered; else it is refused."""
+    """The result of an operator on whole tensors if these may be gathered; else it is refused."""
     permit(func, (args, kwargs), why)
     return _computed_whole(func, args, kwargs)
 

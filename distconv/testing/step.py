@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 TASK, LEFT = "task.pickle", "left.pt"
-"""Within the folder that a rank is given: the step to take, and what it has left."""
+"""File names in the folder of a rank: the step to take, and its results."""
 
 
 def leaves_of(model: nn.Module, inputs: Sequence[Any], backward: bool) -> dict[str, Tensor]:

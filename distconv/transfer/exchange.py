@@ -118,7 +118,7 @@ class Exchange:
         return own
 
     def _send(self, local: Tensor) -> AllToAll | None:
-        """What other ranks need of ``local``, on its way to them; None where nothing moves."""
+        """Sends the parts of ``local`` that other ranks need; None if nothing moves."""
         rest = _rest(local.shape, self.dim)
         if not rest or self.plan.silent:
             return None

@@ -15,7 +15,7 @@ from distconv.transfer.unread import BACKWARD, FORWARD
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What is traced within it stays in the graph, forward or backward, that is being traced."""
+    """A context whose collectives stay in the graph, forward or backward, that is being traced."""
     if not traceback.has_preserved_node_meta():  # there are no two graphs yet
         yield
         return
@@ -40,7 +40,7 @@ def started(name: str, x: Tensor, *args: Any) -> Tensor:
 
 
 def arrived(x: Tensor) -> Tensor:
-    """What a collective of a graph has made. The wait stays in the graph, too, where nothing reads it."""
+    """The result of a collective of a graph. The wait stays in the graph even if nothing reads it."""
     with kept():
         result: Tensor = torch.ops._c10d_functional.wait_tensor(x)
         return result

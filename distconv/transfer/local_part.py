@@ -89,7 +89,7 @@ def everywhere(x: DTensor, dims: Sequence[int]) -> DTensor:
 
 
 def _moves(current: Sequence[Placement], target: Sequence[Placement]) -> bool:
-    """Whether some axis no longer shards what it did."""
+    """Whether some axis no longer shards the same dim."""
     return any(before.is_shard() and before != after for before, after in zip(current, target, strict=True))
 
 

@@ -31,7 +31,7 @@ class Piece:
 
 
 Need = tuple[Piece, ...]
-"""What one rank needs along the dim, in order: an index map. ``()`` is nothing."""
+"""The need of one rank along the dim, in order: an index map. ``()`` is nothing."""
 
 
 def window(interval: Interval, extent: int) -> Need:
@@ -120,7 +120,7 @@ def _moves(owned: Interval, need: Need) -> Iterator[Interval]:
 
 @functools.lru_cache(maxsize=16384)
 def make_exchange_plan(owned: tuple[Interval, ...], needs: tuple[Need, ...], rank: int) -> ExchangePlan:
-    """What ``rank`` sends, receives and assembles. ValueError for a source in none of the disjoint ``owned``."""
+    """The plan of ``rank``: what it sends, receives and assembles. ValueError for a source that no rank owns."""
     start, stop = owned[rank]
     sends = tuple(
         (peer, (first - start, last - start))

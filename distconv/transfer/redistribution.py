@@ -49,7 +49,7 @@ class RedistributionPlan:
 
 
 def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member: int) -> RedistributionPlan:
-    """What ``member`` sends, receives and keeps; member i owns ``before[i]`` and needs ``after[i]``.
+    """The plan of ``member``: what it sends, receives and keeps. Member i owns ``before[i]`` and needs ``after[i]``.
 
     Where several members own the same box, they take turns to send it, so that none of them sends all of it.
     """
@@ -88,7 +88,7 @@ def volume(box: Box) -> int:
 
 
 def overlap(box: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None for nothing."""
+    """The intersection of two boxes; None if it is empty."""
     common = tuple(intersect(a, b) for a, b in zip(box, other, strict=True))
     return common if volume(common) else None
 

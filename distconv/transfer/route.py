@@ -17,7 +17,7 @@ from mucudnn.convolution.geometry import Interval
 
 @dataclass(frozen=True)
 class Route:
-    """How much this rank sends to, and receives from, each member of a group: the same plan on both sides."""
+    """The numbers of elements that this rank sends to, and receives from, each member of a group."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]

@@ -15,7 +15,7 @@ class Transfer(Protocol):
     """
 
     def fetch(self, local: Tensor) -> Tensor:
-        """What this rank needs, from what it owns."""
+        """The elements that this rank needs, from those that it owns."""
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """The gradient of what this rank owns, from that of what it needs: the transposed map."""

@@ -65,8 +65,7 @@ class Shares:
         self._changed_at: int | None = None
 
     def call(self, name: Hashable, menu: Menu) -> Kernel | None:
-        """Notes a call of the kernel `name`, and returns the division that it may use now; `None` if it has no
-        share."""
+        """Notes a call of the kernel `name`, and returns its share; `None` if there are too many kernels."""
         self._calls += 1
         if self._calls % STALE == 0:
             self._forget()

@@ -23,7 +23,8 @@ from mucudnn.convolution.geometry import Interval
 
 @dataclass(frozen=True)
 class Blockwise:
-    """What one rank does: how it scores its rows, the blocks of keys that come, and who has the same queries."""
+    """The work of one rank: how it scores its rows, the blocks of keys that come, and the ranks with the same
+    queries."""
 
     scale: float
     causal: bool

@@ -31,14 +31,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How each tensor lies during the attention, and the axes along which keys and values are not at hand."""
+    """The layout of each tensor during the attention, and the axes along which other ranks own keys and values."""
 
     query: Placements
     key: Placements
     """Of the keys and of the values."""
     mask: Placements | None
     result: Placements
-    """Of the result, once it has gone where the queries came from."""
+    """The layout of the result after its move to the queries' original layout."""
     travelled: tuple[int, ...]
     """The axes along which the ranks have different queries and different keys."""
     combined: tuple[int, ...]
@@ -127,6 +127,6 @@ def _towards(mask: Operand, placement: Placement, ndim: int) -> Placement:
 
 
 def _beside(mask: Operand, placement: Placement, ndim: int) -> Placement:
-    """How the mask lies along an axis where the queries lie as ``placement``: its columns are whole."""
+    """The placement of the mask along an axis on which the queries have ``placement``: its columns are whole."""
     dim = placement.dim - (ndim - len(mask.shape)) if isinstance(placement, Shard) else -1
     return Shard(dim) if dim >= 0 and mask.shape[dim] > 1 else Replicate()

@@ -26,7 +26,7 @@ TILE_ELEMENTS = 1 << 21
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of queries and keys: scaled, masked, and causal by the positions in the whole tensors."""
+    """The computation of scores from queries and keys: scaled, masked, and causal by positions in the whole tensors."""
 
     scale: float
     causal: bool

@@ -69,7 +69,7 @@ def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement])
 
 
 def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Sequence[int]) -> tuple[Placement, ...]:
-    """How the gradient of a parameter lies: sharded as the parameter is, a partial sum along the other shards of x."""
+    """The layout of a parameter's gradient: sharded as the parameter is, a partial sum along the other shards of x."""
     return tuple(
         of if axis in axes else Partial() if isinstance(p, Shard) else Replicate()
         for axis, (p, of) in enumerate(zip(placements, held, strict=True))

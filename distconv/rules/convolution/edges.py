@@ -62,7 +62,7 @@ def edges(
 
 
 def around(own: Interval, need: Interval) -> Need:
-    """What is owned, between what else is needed."""
+    """The owned elements, between the others that are needed."""
     before = intersect(need, (0, own[0]))
     after = intersect(need, (own[1], max(own[1], need[1])))
     return tuple(Piece(length(each), each[0]) for each in (before, own, after) if length(each))

@@ -81,7 +81,7 @@ _devices = {"cpu"}
 
 @contextlib.contextmanager
 def as_on_a_processor(threads: int) -> Iterator[None]:
-    """Within it calls on tensors without data are those that a rank with so many threads makes on a CPU."""
+    """A context in which calls on tensors without data count as those of a rank with these threads on a CPU."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     _devices.add("meta")
@@ -93,7 +93,7 @@ def as_on_a_processor(threads: int) -> Iterator[None]:
 
 
 def _may(x: Tensor, weight: Tensor) -> bool:
-    """Whether the tensors are such that oneDNN may be asked for; alike in a graph and when it runs."""
+    """Whether oneDNN serves these tensors; the answer is the same when a graph is traced and when it runs."""
     return (
         x.device.type == weight.device.type
         and x.device.type in _devices

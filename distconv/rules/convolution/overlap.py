@@ -53,7 +53,7 @@ def backward(
 
 
 def _in_turn(which: Exchange, own: Tensor) -> tuple[Tensor, Iterator[tuple[bool, Tensor]]]:
-    """What the rank owns, once the halos are on their way, and the halos, each with whether it lies at the end."""
+    """The rank's own part, while the halos travel, then each halo; each with whether it lies at the end."""
     pieces = which.fetch_in_turn(own)
     _, first = next(pieces)
     return first, ((start > 0, halo) for (start, _), halo in pieces)

@@ -25,7 +25,7 @@ from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import EMPTY, Transposed, Window, intersect, length
 
 LEAST_BYTES = 2**20
-"""Of a rank's inputs: with fewer, one call for all of them is sooner done than several while messages travel."""
+"""Bytes of a rank's inputs below which one call for all is faster than several while messages travel."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def make_convolution_plan(
 def overlap_pays(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype | None
 ) -> bool:
-    """Whether to compute edges by themselves, if they are narrow; alike on all ranks."""
+    """Whether to compute edges separately, if they are narrow; the same on all ranks."""
     # A CPU's kernels take up to eight times as long for a few planes by themselves as for as many of a volume.
     return not (mesh.device_type == "cpu" and len(shape) == 5) and is_large(mesh, placements, shape, dtype)
 
@@ -225,14 +225,14 @@ def overlap_pays(
 def is_large(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype | None
 ) -> bool:
-    """Whether some rank has inputs that are worth several calls; alike on all ranks."""
+    """Whether some rank has inputs large enough for several calls; the same on all ranks."""
     assert dtype is not None, "it is that of x"
     largest = box_at(mesh, placements, shape, [0] * mesh.ndim)
     return math.prod(map(length, largest)) * dtype.itemsize >= LEAST_BYTES
 
 
 def _span(call: Transposed, extent: int) -> Need:
-    """What a local transposed convolution reads: zeros where its inputs reach none of the rank's elements."""
+    """The span that a local transposed convolution reads; zeros where its inputs reach none of the rank's elements."""
     start, stop = call.span
     inside = intersect(call.need, (0, extent))
     if inside == EMPTY:

@@ -187,7 +187,7 @@ def batch_norm_backward(
 
 @rule("aten::cudnn_batch_norm", "aten::miopen_batch_norm")
 def library_batch_norm(func: Any, x: Tensor, *arguments: Any) -> tuple[DTensor, ...]:
-    """What batch norm is on a GPU with cuDNN or MIOpen: here the same as everywhere."""
+    """Batch norm on a GPU with cuDNN or MIOpen: here the same as everywhere."""
     y, mean, inverse = batch_norm(func, x, *arguments)
     mesh, _ = layout(y)
     reserve = torch.empty(0, dtype=torch.uint8, device=y._local_tensor.device)

@@ -32,7 +32,7 @@ class Share:
     here: int
     """This rank's place in the group."""
     counts: tuple[tuple[int, ...], ...]
-    """By rank of the group, then by column: one column where all are alike."""
+    """By rank of the group, then by column: one column if all are equal."""
     total: int
     """Elements of a column, the same for all."""
 

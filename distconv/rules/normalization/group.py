@@ -53,7 +53,7 @@ class Groups:
     """The groups that this rank keeps statistics of."""
 
     columns: int
-    """How many they are: its own, or, where some straddle ranks, all."""
+    """The number of groups: the rank's own, or all if some span several ranks."""
     index: tuple[int, ...]
     """The column of each of this rank's channels."""
     share: Share | None
@@ -61,7 +61,7 @@ class Groups:
     total: int
     """Elements of a group."""
     kept: tuple[Placement, ...]
-    """How a table (samples, groups) of the statistics lies."""
+    """The layout of a table (samples, groups) of the statistics."""
 
 
 @planned(4096)

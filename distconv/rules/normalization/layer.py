@@ -49,7 +49,7 @@ def _input(func: Any, x: Tensor, *others: Any) -> tuple[DeviceMesh, tuple[Placem
 
 
 def sample_placements(placements: Sequence[Placement], lead: int) -> tuple[Placement, ...]:
-    """Where the statistics of a tensor lie, that are over its dims from ``lead`` on."""
+    """The layout of a tensor's statistics over its dims from ``lead`` on."""
     return tuple(p if isinstance(p, Shard) and p.dim < lead else Replicate() for p in placements)
 
 

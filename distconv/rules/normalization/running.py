@@ -39,7 +39,7 @@ class _Move(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What a rank has found of its own elements, where the buffers follow those of all ranks."""
+    """A rank's statistics of its own elements, for buffers that follow those of all ranks."""
 
     buffers: tuple[Tensor, Tensor]
     """Of the mean and of the variance."""

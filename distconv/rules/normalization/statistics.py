@@ -32,7 +32,7 @@ def split_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence
 def boxes_along(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], axes: tuple[int, ...]
 ) -> list[tuple[tuple[int, int], ...]]:
-    """What each member of the axes' group owns, in the group's order."""
+    """The box of each member of the axes' group, in the group's order."""
     here = mesh.get_coordinate()
     assert here is not None
     places = list(itertools.product(*(range(mesh.size(axis)) for axis in axes)))
@@ -147,12 +147,12 @@ def check_vector(func: Any, tensor: Tensor | None, name: str, channels: int) -> 
 
 
 def vector_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """How one number per channel lies beside channels (dim 1) that lie as the placements say."""
+    """The layout of one number per channel beside channels (dim 1) with these placements."""
     return tuple(Shard(0) if placement == Shard(1) else Replicate() for placement in placements)
 
 
 def vector_gradient(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """How the gradient of one number per channel lies: a partial sum over samples and space."""
+    """The layout of the gradient of one number per channel: a partial sum over samples and space."""
     return tuple(Shard(0) if p == Shard(1) else Partial() if isinstance(p, Shard) else Replicate() for p in placements)
 
 
@@ -164,7 +164,7 @@ def gradients(
     dtype: torch.dtype,
     vectors: Sequence[Tensor | None],
 ) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
-    """What a norm's backward returns, of dL/dx and one number per channel."""
+    """The results of a norm's backward, from dL/dx and one number per channel."""
     of = vector_gradient(placements)
     dweight, dbias = (None if v is None else wrap(v.to(dtype), mesh, of, x.shape[1:2]) for v in vectors)
     return None if dx is None else wrap(dx, mesh, placements, x.shape), dweight, dbias

@@ -16,7 +16,7 @@ from distconv.transfer.tracing import constant, planned
 
 
 class _Gathered(NamedTuple):
-    """How vectors that lie in shards over some axes come to every rank at once."""
+    """The gathering of vectors, sharded over some axes, to every rank in one exchange."""
 
     group: dist.ProcessGroup | None
     ranks: int

@@ -41,7 +41,7 @@ class Bins:
     parts: tuple[Interval, ...]
     """For every output whose window meets them, what of the window it owns, counted from its first input."""
     counts: tuple[int, ...]
-    """How many elements the whole window of each such output has."""
+    """The number of elements in the whole window of each such output."""
     held: Interval
     """Outputs that this rank holds in the end."""
     partials: Exchange
@@ -52,7 +52,7 @@ class Bins:
     """Brings the gradients of the outputs whose windows this rank's inputs are in; None where all ranks have them."""
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """What of each window this rank owns."""
+        """This rank's part of each window."""
         return [x.narrow(self.dim, start, stop - start) for start, stop in self.parts]
 
     def fetch(self, partials: Sequence[Tensor], x: Tensor) -> Tensor:

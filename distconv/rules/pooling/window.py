@@ -46,7 +46,7 @@ class WindowPlan:
     kernel: list[int]
     stride: list[int]
     padding: list[int]
-    """What is left to the local call."""
+    """The padding that is left to the local call."""
     starts: tuple[int, ...]
     """Per spatial dim, where in the whole input the fetched one begins."""
     filled: bool
@@ -64,7 +64,7 @@ class WindowPlan:
         return 0 in self.out_local
 
     def fetch(self, local: Tensor, fill: float) -> Tensor:
-        """What this rank's outputs read, ``fill`` beyond the edge."""
+        """The inputs that this rank's outputs read, with ``fill`` beyond the edge."""
         for which in self.exchanges:
             local = which.fetch(local, fill)
         return local

@@ -94,7 +94,7 @@ def _whole(where: Layout, shape: tuple[int, ...], strides: tuple[int, ...]) -> W
 
 
 def _given(func: Any, x: DTensor, generator: torch.Generator | None) -> contextlib.AbstractContextManager[None]:
-    """Within it, numbers come from the generator that an operator is given."""
+    """A context in which numbers come from the generator that an operator is given."""
     if generator is not None and is_traced(x._local_tensor):
         raise refuse(func, "a generator= of its own in a compiled graph", whole_helps=False)
     return numbers_of(generator)

@@ -49,7 +49,7 @@ def can_be_drawn(whole: Whole, dtype: torch.dtype, name: str, arguments: Sequenc
 
 
 class _Draw(NamedTuple):
-    """How numbers are drawn, in which type, and what an operator makes of them."""
+    """The way in which numbers are drawn, their type, and how an operator computes its result from them."""
 
     dtype: torch.dtype
     draw: Callable[[Tensor], Any]

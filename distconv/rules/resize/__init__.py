@@ -147,7 +147,7 @@ class _Along:
     like: Tensor
 
     def taps(self, elements: int, results: int, scale: float | None, backward: bool) -> Taps:
-        """From so many elements to so many results: from inputs to outputs, or, backward, from outputs to inputs."""
+        """The taps from elements to results: from inputs to outputs or, in backward, from outputs to inputs."""
         inputs, outputs = (results, elements) if backward else (elements, results)
         if self.name in NEAREST:
             taps = nearest_taps(self.name, self.at, inputs, outputs, scale, self.like, backward)

@@ -99,7 +99,7 @@ def _far(x: NDArray[Any]) -> NDArray[Any]:
 
 
 _COLUMNS = 1024
-"""Of how many inputs the weights are read off at once."""
+"""The number of inputs whose weights are read at once."""
 
 
 def antialiased_taps(
