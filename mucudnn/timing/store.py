@@ -164,6 +164,9 @@ class Store:
         with self._lock:
             self._disconnect()
 
+    def __del__(self) -> None:
+        self._disconnect()
+
     def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result | None:
         """The query's answer from the file, `None` where there is no readable file."""
         if not self._readable:
