@@ -135,9 +135,9 @@ SETTINGS = {
         "DISTCONV_CHANNEL_ALGORITHM",
         lambda: "auto",
         ", ".join(ALGORITHMS),
-        "what stays where it is in layers split by the axes channel and filter: the input (x: best where a layer has "
-        "fewer filters than channels), the output (y), the weight (w, on both axes), or what moves least (auto, the "
-        "default)",
+        "the tensor that stays in place in layers split by the axes channel and filter: the input (x: best if a layer "
+        "has fewer filters than channels), the output (y), the weight (w, on both axes), or the choice that moves "
+        "least (auto, the default)",
         _parse_algorithm,
         "|".join(ALGORITHMS),
     ),
@@ -145,7 +145,7 @@ SETTINGS = {
         "DISTCONV_CHECK",
         lambda: "on",
         "on, off",
-        "whether the ranks compare checksums of what must be the same on all of them: inputs, targets, parameters "
+        "whether the ranks compare checksums of data that must be the same on all of them: inputs, targets, parameters "
         "(default: on)",
         _parse_check,
         "on|off",
@@ -155,7 +155,7 @@ SETTINGS = {
         lambda: None,
         "same, apart",
         "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
-        "its shard's (same: the default on processors), or numbers of each shard's own (apart: the default on GPUs)",
+        "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
         _parse_random,
         "same|apart",
     ),
@@ -163,8 +163,8 @@ SETTINGS = {
         "DISTCONV_LOST_AFTER",
         lambda: "8",
         "seconds, never",
-        "of a job on several machines: how long a machine may be silent, in seconds, before the job ends; never: "
-        "without end (default: 8)",
+        "in a job on several machines: the seconds that a machine may be silent before the job ends; never: without "
+        "end (default: 8)",
         _seconds("lost_after"),
         "SECONDS|never",
     ),
@@ -172,8 +172,8 @@ SETTINGS = {
         "DISTCONV_SLOW_AFTER",
         lambda: "30",
         "seconds, never",
-        "how long a rank may wait in a collective, in seconds, before one line tells which collective waits for which "
-        "ranks, and where these are; the job goes on (default: 30)",
+        "the seconds that a rank may wait in a collective before one line names the collective, the ranks that it "
+        "waits for, and where these are; the job continues (default: 30)",
         _seconds("slow_after"),
         "SECONDS|never",
     ),
@@ -181,9 +181,9 @@ SETTINGS = {
         "DISTCONV_STORE",
         lambda: None,
         "memory, memory=GIB, memory+disk, memory=GIB+disk",
-        "with --shard-data: each rank keeps in memory what it has read of files, at most GIB (default: its part of "
-        "half of what the machine has free), and later epochs get it from there and from other ranks; what does not "
-        "fit is refused, or read from files (+disk)",
+        "with --shard-data: each rank keeps the data that it has read in memory, at most GIB (default: its part of "
+        "half of the machine's free memory), and later epochs get them from there and from other ranks; data that "
+        "do not fit are refused, or read from files (+disk)",
         _parse_store,
         "memory[=GIB][+disk]",
     ),

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from distconv.check.findings import Findings
 
 DESCRIPTION = f"""\
-Follows one step of a model, or of a script, on the first of many ranks, in one process and without the others: every
-operator that would be refused, what each layer sends, and the memory of a rank beside that of one process.
+Follows one step of a model, or of a script, on the first of many ranks, in one process and without the others. Shows
+every operator that would be refused, what each layer sends, and the memory of a rank beside that of one process.
 
 A model is followed by shapes alone: nothing is computed, and no memory is taken, however large it is. A script runs up
 to the end of its first optimizer step; it computes its rank's part, and its side effects happen.
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     """Add the command to those of the command line."""
     check = commands.add_parser(
         "check",
-        help="tell what would be refused, sent and kept, without ranks",
+        help="show in one process what a job would refuse, send and keep",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
         "--dtype",
         choices=["float32", "float64", "bfloat16", "float16"],
         default="float32",
-        help="of the model's numbers",
+        help="the dtype of the model",
     )
     check.add_argument(
         "--all-layers", action="store_true", help=f"show all layers, not the {MOST_LAYERS} that send most"
@@ -91,8 +91,8 @@ def add(commands: Any) -> None:
     check.add_argument(
         "target",
         metavar="TARGET",
-        help="with --input a model: package.module:Model or file.py:Model, a torch.nn.Module or what makes one without "
-        "arguments, or the name of a network that ships with mucudnn; else a script",
+        help="with --input a model: package.module:Model or file.py:Model, a torch.nn.Module or a callable that makes "
+        "one without arguments, or the name of a network that ships with mucudnn; else a script",
     )
     check.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
     check.set_defaults(command=command, reread=check.parse_args)

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
     """Add the command to those of the command line."""
     parser = commands.add_parser(
         "dump",
-        help="let a running job tell where its ranks are",
+        help="show where the ranks of a running job are",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -65,7 +65,7 @@ def add(commands: Any) -> None:
         "--optimizer",
         choices=OPTIMIZERS,
         default="momentum",
-        help="what is kept for each parameter (default: momentum)",
+        help="the optimizer, for the size of its state (default: momentum)",
     )
     parser.add_argument(
         "--axes", metavar="NAME,...", help=f"divide along these axes only, of {', '.join(AXES)} (default: all)"
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="measure how mucudnn divides every convolution, and choose its workspace limit too (--machine here)",
     )
-    parser.add_argument("--candidates", type=int, metavar="N", help="partitions to look at (default: the best 40)")
+    parser.add_argument("--candidates", type=int, metavar="N", help="partitions to consider (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
     parser.add_argument("--json", action="store_true", help="print JSON for machines")

@@ -99,7 +99,7 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--strategy",
         metavar="FILE",
-        help="a TOML file that says which layers run under another partition; see below",
+        help="a TOML file that names layers with another partition; see below",
     )
     run.add_argument(
         "--parts",
@@ -110,8 +110,8 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--memory",
         metavar="BYTES",
-        help="with --parts: how much the parts' tensors may take on the device, such as 8GiB; what was not read for "
-        "longest is kept in a file, or of a GPU in the host's memory (default: all stays)",
+        help="with --parts: the memory that the parts' tensors may take on the device, such as 8GiB; the least "
+        "recently read ones are kept in a file or, for a GPU, in the host's memory (default: all stay)",
     )
     run.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: the partition's)")
     run.add_argument(
@@ -130,8 +130,8 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--report",
         metavar="FILE",
-        help="write what mucudnn chose for rank 0's local convolutions to FILE at the end, as JSON "
-        "(python -m mucudnn report FILE shows it)",
+        help="write mucudnn's choices for rank 0's local convolutions to FILE at the end, as JSON "
+        "(python -m mucudnn report FILE shows them)",
     )
     run.add_argument(
         "--trace",
@@ -141,14 +141,13 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
-        help="tell at the end, on stderr, what the ranks held, sent and waited for, in two to four lines (default: on "
+        help="print at the end, on stderr, what the ranks held, sent and waited for, in two to four lines (default: on "
         "a terminal)",
     )
     run.add_argument(
         "--show-ranks",
         action="store_true",
-        help="let the script see RANK, WORLD_SIZE and torch.distributed as they are (default: it is told of one "
-        "process)",
+        help="let the script see RANK, WORLD_SIZE and torch.distributed as they are (default: it sees one process)",
     )
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script")

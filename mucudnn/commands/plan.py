@@ -50,7 +50,7 @@ def add_recorded(parser: Parser) -> None:
         metavar="TEXT",
         help="take the times whose environment contains TEXT (default: those of this machine, else the most complete)",
     )
-    parser.add_argument("--measure", action="store_true", help="measure first, on this machine, what is not on record")
+    parser.add_argument("--measure", action="store_true", help="first measure missing times, on this machine")
 
 
 def _plan(arguments: Any) -> int:

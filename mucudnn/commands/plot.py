@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     add_network(plotting, nargs="?")
     add_settings(plotting)
     add_recorded(plotting)
-    plotting.add_argument("--report", metavar="FILE", help="what `run --report` wrote, for the memory of a step")
+    plotting.add_argument("--report", metavar="FILE", help="the file of `run --report`, for the memory of a step")
     plotting.add_argument("--output", metavar="FOLDER", default=".", help="where the pictures go (default: here)")
 
 

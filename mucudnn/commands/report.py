@@ -22,13 +22,13 @@ def add(commands: Commands) -> None:
     reporting = commands.add(
         "report",
         _report,
-        "show what was chosen in a run, or the times that are known",
+        "show what a run has chosen, or the times in the database",
         "Shows the records that `run --report FILE` wrote, or, without FILE, the times that the database holds.",
         "plans.json",
         "plans.json --html report.html",
         "--database times.sqlite --json",
     )
-    reporting.add_argument("file", nargs="?", metavar="FILE", help="what `run --report` wrote")
+    reporting.add_argument("file", nargs="?", metavar="FILE", help="the file of `run --report`")
     add_settings(reporting, "database")
     add_json(reporting)
     add_wide(reporting)

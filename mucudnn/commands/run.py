@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     running.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
-        help="tell at the end, on stderr, what the run gained, in two or three lines (default: on a terminal)",
+        help="print at the end, on stderr, what the run has saved, in two or three lines (default: on a terminal)",
     )
 
 
