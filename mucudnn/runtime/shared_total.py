@@ -19,13 +19,13 @@ from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 
 MOST_SHARES = 256
-"""Of so many shares of one convolution the plans are kept."""
+"""The most shares of one convolution whose plans are kept."""
 
 _UNKNOWN: Any = object()
 
 
 class Workspace:
-    """The total of a session: who may hold how much of it, and what is held now."""
+    """The total of a session: the shares of kernels, and the bytes that are in use now."""
 
     def __init__(self, total: float) -> None:
         self.shares = Shares(total)
@@ -86,7 +86,7 @@ class SharedTotal:
         return replace(self._plan(division, share).record, calls=0 if within is None else within.calls)
 
     def _plan(self, division: Division, share: int) -> Plan:
-        """What runs within a share, or would by the times of its launches."""
+        """The plan within a share, or the one expected by the times of its launches."""
         within = self._within.get(share)
         if within is not None and within.plan is not None:
             return within.plan
@@ -107,7 +107,7 @@ class SharedTotal:
             return within
 
     def _disappoint(self, share: int, best: Plan) -> None:
-        """Takes off the menu what was expected to be faster within a share than the best division found there."""
+        """Removes the divisions within a share that were expected to be faster than the best one found there."""
         with self._workspace.lock:
             self._found[best.division] = best
             others = [d for d in self._menu.divisions if d.workspace > share or d.seconds >= best.seconds]

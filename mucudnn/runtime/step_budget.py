@@ -25,11 +25,11 @@ from mucudnn.settings import Settings
 from mucudnn.sizes import PEAK
 
 MOST_BUDGETS = 256
-"""Of so many budgets of one convolution the plans are kept."""
+"""The most budgets of one convolution whose plans are kept."""
 
 
 class Allowance:
-    """What the memory of the program's steps allows, per device."""
+    """The workspace that the memory of the program's steps allows, per device."""
 
     def __init__(self, settings: Settings) -> None:
         self.limit = math.inf if settings.memory_limit is None else settings.memory_limit
@@ -39,7 +39,7 @@ class Allowance:
         self._gradient: tuple[int, int] | None = None
 
     def bytes(self, decision: StepBudget, call: Call) -> int | None:
-        """What the call may use; `None` while that is not known."""
+        """Bytes that the call may use; `None` while they are not known."""
         with self._lock:
             device = call.input.device
             if device not in self._steps:
@@ -104,7 +104,7 @@ class StepBudget:
         return chosen.run(call)
 
     def _chosen(self, call: Call) -> FixedLimit | Live | None:
-        """What computes the call now; `None` where torch's own kernel does."""
+        """The decision that computes the call now; `None` if torch's own kernel does."""
         budget = self._allowance.bytes(self, call)
         if not budget:
             return None

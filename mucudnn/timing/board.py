@@ -15,7 +15,7 @@ _log = logging.getLogger("mucudnn")
 
 
 class Board(ABC):
-    """A piece of work is claimed by the first to come, who measures and posts it; the others read.
+    """Shares measurements: the first process to claim a piece of work measures and posts it; the others read it.
 
     Whoever claims a piece posts it before claiming or reading another, so nobody waits in a circle. Which processes
     there are, and when they come to a piece, does not matter.
@@ -27,18 +27,18 @@ class Board(ABC):
 
     @abstractmethod
     def post(self, name: str, text: str) -> None:
-        """Lets all read the text under the name."""
+        """Posts a text under the name, for all to read."""
 
     @abstractmethod
     def read(self, name: str) -> str | None:
-        """The text under a claimed name, waited for; None where it does not come."""
+        """Waits for the text under a claimed name; None if it does not come."""
 
     @abstractmethod
     def look(self, name: str) -> str | None:
         """The text under a name, if it is there; never waits."""
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
-        """What one of the processes measures, plain values; its own where that one fails."""
+        """The measurement of one of the processes, plain values; this process's own if that one fails."""
         return self.take(key, measure) if self.claim(name_of(key)) else self.given(key, measure)
 
     def take(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
@@ -52,7 +52,7 @@ class Board(ABC):
         return value
 
     def given(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
-        """What another process posts."""
+        """The measurement that another process posts."""
         text = self.read(name_of(key))
         if not text:
             _log.warning("another process did not post its measurement of %s; it is measured here", key.get("work"))
@@ -62,7 +62,7 @@ class Board(ABC):
 
 
 class Alone(Board):
-    """The board of a process that has no others."""
+    """The board of a single process."""
 
     def claim(self, name: str) -> bool:
         return True

@@ -14,11 +14,11 @@ from mucudnn.timing.store import Store
 from mucudnn.warning import warn
 
 WRONG = {"wrong": True}
-"""The terms under which a database keeps the algorithms whose results were wrong, with what was wrong."""
+"""The terms under which a database keeps the algorithms whose results were wrong, with the faults."""
 
 
 class Logbook:
-    """Where the times of one environment are looked up, kept, and shared.
+    """Looks up, keeps and shares the times of one environment.
 
     Attributes:
         environment: under which the times were, or are, measured.
@@ -45,7 +45,7 @@ class Logbook:
         return {**problem.launch_key(), **self.environment.launch_key()}
 
     def launches(self, problem: ConvProblem) -> Launches:
-        """What is known of a problem, for any number of samples, by algorithm and extent."""
+        """The known launches of a problem, for any number of samples, by algorithm and extent."""
         if problem not in self._known:
             self._known[problem] = self._store.launches(self.key(problem))
         return self._known[problem]
@@ -96,7 +96,7 @@ class Logbook:
         return faults or {}
 
     def keep_faults(self, problem: ConvProblem, name: str, faults: Mapping[str, str]) -> None:
-        """Keeps what is wrong with the results of work, and tells of it."""
+        """Keeps the faults of the results of work, and reports them."""
         self.settle(problem, {"checked": name}, dict(faults))
         known = self.wrong(problem)
         for algorithm, fault in faults.items():
@@ -110,9 +110,9 @@ class Logbook:
         return self._store.settlement(self.key(problem), WRONG) or {}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
-        """What live planning found for a problem under terms, plain values; `None` for nothing."""
+        """The result of live planning for a problem under these terms, in plain values; `None` if there is none."""
         return self._store.settlement(self.key(problem), {"extent": problem.extent, **terms})
 
     def settle(self, problem: ConvProblem, terms: Mapping[str, Any], plan: Any) -> None:
-        """Keeps what live planning found."""
+        """Keeps the result of live planning."""
         self._store.settle(self.key(problem), {"extent": problem.extent, **terms}, plan)

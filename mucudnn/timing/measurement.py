@@ -147,7 +147,7 @@ class Measurement:
         return Option(size, algorithm, seconds, workspace)
 
     def _launching(self, candidate: Candidate, dim: Dim, size: int, workspace: int) -> Work:
-        """What a launch of a size is timed by: one on the next part at every call."""
+        """The work that times a launch of a size: each call uses the next part."""
         provider, algorithm = candidate
         schedules: dict[ConvProblem, Schedule] = {}
         walk = self._walk(dim, size)

@@ -58,7 +58,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A division made ready: its parts one after the other, each by its algorithm, into one result.
+    """A division that is ready to run: its parts one after the other, each by its algorithm, into one result.
 
     Attributes:
         problem: the convolution.
@@ -85,7 +85,7 @@ class Schedule:
 
     @property
     def name(self) -> str:
-        """Under which the time of the whole is kept: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
+        """The key of the whole's time: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
         parts = "+".join(f"{option.extent}:{option.algorithm}" for option in self.division.options)
         return f"division {parts}" if self.dim is Dim.BATCH else f"division {self.dim} {parts}"
 

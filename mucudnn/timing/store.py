@@ -121,7 +121,7 @@ class Store:
         return self._needs[text]
 
     def settlement(self, key: Mapping[str, Any], terms: Mapping[str, Any]) -> Any:
-        """What was kept for the key under these terms, plain values; `None` for nothing."""
+        """The values that were kept for the key under these terms; `None` if there are none."""
         with self._lock:
             text = self._settled().get((_canonical(key), _canonical(terms)))
         return None if text is None else json.loads(text)
@@ -180,7 +180,7 @@ class Store:
             return None
 
     def _write(self, action: Callable[[sqlite3.Connection], None]) -> bool:
-        """Whether what the action writes is on the file."""
+        """Runs an action; returns whether the file has its data."""
         try:
             self._attempt(action)
         except (sqlite3.Error, OSError, Damaged) as error:
