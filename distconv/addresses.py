@@ -25,7 +25,7 @@ INTERFACE_VARIABLES = (
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """What keeps the messages of a job that is on one machine on its loopback interface.
+    """Variables that keep the messages of a job on one machine on its loopback interface.
 
     A variable that the user has set stays as it is. Empty where the system's loopback interface is not known.
     """

@@ -66,7 +66,7 @@ def _parse_algorithm(given: object) -> str:
 
 @dataclass(frozen=True)
 class StoreOption:
-    """How much a rank may keep of what it has read, and whether the rest may be read from files again.
+    """The amount of read data that a rank may keep, and whether the rest may be read from files again.
 
     Attributes:
         gib: the most GiB of a rank; None for a share of the memory that is free.

@@ -30,7 +30,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank noted of one site: the checksum of the tensor there, and which shard of it the rank holds.
+    """A rank's note about one site: the checksum of the tensor there, and the number of the rank's shard.
 
     Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded.
     """

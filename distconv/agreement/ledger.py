@@ -225,7 +225,7 @@ _shown = functools.lru_cache(maxsize=1024)(os.path.relpath)
 
 
 def script_line(frame: FrameType | None = None) -> str:
-    """Where the program is now, such as "train.py:41": the innermost line that is neither torch's nor ours.
+    """The current line of the program, such as "train.py:41": the innermost one outside torch and this package.
 
     Args:
         frame: of another thread, whose line is wanted.

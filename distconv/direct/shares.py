@@ -104,7 +104,7 @@ def as_sharded(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 def again(
     function: Any, operands: Sequence[tuple[Tensor | None, Where, bool]], arguments: Sequence[Any], vector: Where
 ) -> list[Any]:
-    """What a backward operator gives for this rank's tensors, recorded by autograd: for gradients of gradients.
+    """The result of a backward operator on this rank's tensors, recorded by autograd for gradients of gradients.
 
     ``operands``: the tensors, of which the second is the input and the third the weight; where they lie; and whether
     they are parameters. ``vector``: where the bias lies. Gradients of parameters are shares.

@@ -43,7 +43,7 @@ def model_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def script_code() -> Iterator[None]:
-    """Within it, operators belong to the script, whatever model is being called."""
+    """A context in which operators belong to the script, whatever model is being called."""
     depth, _thread.depth = _thread.depth, 0
     try:
         yield

@@ -88,7 +88,7 @@ class Collectives:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Collectives]:
-    """Within it, the collectives of torch.distributed that Python calls are noted; not those of a compiled graph."""
+    """A context in which Python's calls of torch.distributed's collectives are noted; not those of compiled graphs."""
     collectives = Collectives()
     before: list[tuple[Any, str, Any]] = []
     for name in _NAMES:

@@ -31,7 +31,7 @@ _STATE_BYTES = 32768  # the states of all generators, as text, take about 17,000
 
 @contextlib.contextmanager
 def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None = None) -> Iterator[Samples | None]:
-    """Within it, every rank of `mesh` draws the same batches from any DataLoader, as one process would.
+    """A context in which every rank of `mesh` draws the same batches from any DataLoader, as one process would.
 
     Before a batch that draws random numbers all ranks take the random state of the mesh's first rank, so that shuffling
     and augmentation stay alike even where a script has drawn something else on one rank. A loader with workers draws

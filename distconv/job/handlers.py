@@ -34,7 +34,7 @@ Handler = Callable[[int, FrameType | None], Any]
 
 @contextlib.contextmanager
 def common_handlers(store: Store, rank: int, size: int) -> Iterator[None]:
-    """Within it, what the main thread gives to signal.signal runs on all `size` ranks after the same optimizer step.
+    """A context in which the main thread's signal handlers run on all `size` ranks after the same optimizer step.
 
     That holds for SIGINT (KeyboardInterrupt, too), SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2. A rank that takes no
     step runs the handler after NO_STEP_SECONDS. Where `size` is 1 nothing changes.

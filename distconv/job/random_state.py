@@ -112,7 +112,7 @@ class Entropy:
 
 @contextlib.contextmanager
 def common_entropy(key: bytes) -> Iterator[None]:
-    """Within it generators made or seeded without a seed take it from a stream that all ranks with `key` share.
+    """A context in which generators without a seed take one from a stream that all ranks with `key` share.
 
     These are numpy.random.default_rng(), RandomState() and seed(), random.Random(), random.seed() and SystemRandom,
     secrets, uuid.uuid4, os.urandom and torch.seed().

@@ -26,10 +26,10 @@ from distconv.job.unwritten_memory import zeros_for_unwritten
 
 @contextlib.contextmanager
 def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
-    """Within it a script runs on every rank with the first rank's random state, is told of one process, and leaves
+    """A context in which a script runs on every rank with the first rank's random state, sees one process, and leaves
     the files that one process leaves.
 
-    Every rank of the job must call it, once. With `show_ranks` the script is told of all ranks.
+    Every rank of the job must call it, once. With `show_ranks` the script sees all ranks.
     """
     generators, entropy, folder = _first_ranks(store, os.environ.pop(FOLDER_VARIABLE, None))
     set_generators(generators, every_device=True)

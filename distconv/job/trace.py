@@ -26,7 +26,7 @@ _LEVEL = "KINETO_LOG_LEVEL"
 
 @contextlib.contextmanager
 def traced(path: str | None) -> Iterator[None]:
-    """Within it a script runs and is recorded; at its end, unless it fails, the first rank writes what all recorded.
+    """A context that records a script; at its end, unless it fails, the first rank writes the records of all ranks.
 
     Args:
         path: of the file; None records nothing.

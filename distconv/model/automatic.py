@@ -113,7 +113,7 @@ def write(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> N
 
 
 def read(path: str) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
-    """What was written: the model without data, and the shapes of its inputs.
+    """Reads a written question: the model without data, and the shapes of its inputs.
 
     Raises:
         NothingChosen: for a model whose modules cannot be imported again.

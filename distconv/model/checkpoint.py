@@ -39,7 +39,7 @@ def whole_state(state: T) -> T:
 
 @contextlib.contextmanager
 def saving_whole() -> Iterator[None]:
-    """Within it, safetensors writes the whole of what is sharded, as pickles do (see `distconv.rules.pickles`).
+    """A context in which safetensors writes sharded tensors whole, as pickles do (see `distconv.rules.pickles`).
 
     Every rank must call it, as ranks that run one script do.
     """

@@ -237,7 +237,7 @@ class _Script:
 def distributed_script(
     mesh: DeviceMesh | MeshToChoose, strategy: Strategy | None = None, *, batch_norm: str = "global"
 ) -> Iterator[None]:
-    """Within it, modules with parameters run distributed at their outermost call, and plain tensors mix with DTensors.
+    """A context in which outermost calls of modules with parameters run distributed; plain tensors mix with DTensors.
 
     This is what `distconv run` puts around a script. Where the mesh splits channels, a model's parameters are sharded
     at its first call, and optimizers that were made earlier follow.

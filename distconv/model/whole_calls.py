@@ -119,7 +119,7 @@ def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]
 
 @contextlib.contextmanager
 def _whole_state(model: nn.Module) -> Iterator[None]:
-    """Within it, each of a model's sharded parameters and buffers is the whole. Collective where there are such."""
+    """A context in which a model's sharded parameters and buffers are whole. Collective if there are any."""
     found: dict[Tensor, Tensor] = {}
     sharded: list[tuple[dict[str, Any], str, DTensor]] = []
     for module in model.modules():

@@ -77,7 +77,7 @@ class Choice:
 
 
 def machine_here(ranks: int, kept: Kept) -> Machine:
-    """What `distconv calibrate` has measured, with kernels measured as they are asked for.
+    """The machine that `distconv calibrate` has measured; kernels are measured when they are first needed.
 
     Args:
         ranks: of the job, which share this machine's cores.

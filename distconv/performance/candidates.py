@@ -19,7 +19,7 @@ MOST = 40
 
 
 def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list[Partition]:
-    """Every partition of so many ranks along the axes of data of ``ndim`` dims, (N, C, spatial...).
+    """All partitions of a number of ranks along the axes of data of ``ndim`` dims, (N, C, spatial...).
 
     Channels and filters are one dim of activations. Which dim of a weight is divided is the channel algorithm's
     choice, for each layer one of its own: with the axis ``channel`` alone x or y, with ``filter`` beside it w as well.

@@ -142,7 +142,7 @@ def _box(shape: Sequence[int], mesh: DeviceMesh) -> list[tuple[int, int]]:
 
 
 def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh], itemsize: int = 4) -> tuple[Numbers, Numbers]:
-    """What this rank receives when an activation goes from one mesh to another, for all pairs of them.
+    """Bytes that this rank receives if an activation goes from one mesh to another, for all pairs of meshes.
 
     It receives what it needs of the new layout and does not own under the old one, as the redistribution's plan has it.
 

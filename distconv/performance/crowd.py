@@ -38,7 +38,7 @@ class Crowd:
 
     @contextlib.contextmanager
     def beside(self, call: Call) -> Iterator[None]:
-        """Within it all the others run a kernel over and over.
+        """A context in which all other processes run a kernel over and over.
 
         Raises:
             Unmeasurable: where one of them has ended.

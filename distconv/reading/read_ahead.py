@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def no_read_ahead(descriptor: int) -> Iterator[None]:
-    """Within it a file is read from the disk as far as it is asked for, and no further.
+    """A context in which the disk delivers only the requested parts of a file.
 
     Ranks that read a slab of every sample would otherwise bring their neighbours' slabs as well.
     """

@@ -17,7 +17,7 @@ TASK, LEFT = "task.pickle", "left.pt"
 
 
 def leaves_of(model: nn.Module, inputs: Sequence[Any], backward: bool) -> dict[str, Tensor]:
-    """What a step of `model` leaves, by name: outputs, gradients of parameters and inputs, and buffers.
+    """The results of a step of `model` by name: outputs, gradients of parameters and inputs, and buffers.
 
     The loss weighs each element of an output differently, so that elements that change places are noticed. Random
     numbers begin with seed 0; without `backward` the step is the model's call alone, without gradients.

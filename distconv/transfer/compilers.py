@@ -106,7 +106,7 @@ def _unread_too() -> None:
 
 @functools.cache
 def _saved_behind_changed() -> None:
-    """What forward saves is looked for behind the inputs that it changes and therefore returns.
+    """Makes torch find what forward saves after the inputs that it changes and therefore returns.
 
     torch counts those inputs twice: by the tensors of the model, and by their parts. A part takes no gradient by
     itself, so its change could stay within the graph and is not counted, although the graph returns it as the tensor's.

@@ -53,7 +53,7 @@ class Exchange:
         self.is_identity = plan.silent and (plan.segments == (whole,) or (not plan.segments and not plan.own))
 
     def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
-        """What this rank needs, from ``local``, the interval it owns; ``fill`` where the need says so.
+        """This rank's need, from ``local``, the interval that it owns; ``fill`` where the need says so.
 
         Collective over the axis, unless the plan is silent. Returns ``local`` itself where it is what is needed.
         """

@@ -71,7 +71,7 @@ class Steps:
         self._passed = 0
 
     def call(self, name: Hashable, forward: bool, size: int) -> int | None:
-        """Notes a call, and gives the bytes that it may use; `None` while that is not known.
+        """Notes a call, and returns the bytes of workspace that it may use; `None` while they are not known.
 
         Args:
             name: of the convolution; equal for calls of the same shapes and direction.

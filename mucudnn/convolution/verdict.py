@@ -62,7 +62,7 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """How far from the exact value an element may be.
+    """The tolerance of an element: how far it may be from its exact value.
 
     Attributes:
         dtype: of the result.
@@ -149,7 +149,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _suspects(result: torch.Tensor, other: torch.Tensor, allowed: float) -> list[Shape]:
-    """Places where two results differ by more than half of what one may be off by: the worst, and some of the others.
+    """Places where two results differ by more than half of the tolerance: the worst, and some of the others.
 
     Where sums are small, less is allowed than where they are large, so what differs little may be wrong, too.
     """

@@ -62,7 +62,7 @@ def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
 
 
 def again_seconds(work: Work, most: float, clock: Clock = HOST_CLOCK, before: float = 0.0) -> float:
-    """Median seconds of calls after a first one, which end as soon as one takes more than `most`.
+    """Median seconds of calls after a first one. The calls end as soon as one takes more than `most` seconds.
 
     Args:
         before: seconds of the first call, if calls count only from the one on that is not much faster than that before.

@@ -67,7 +67,7 @@ def translator(files: Files) -> Translate:
 
 @contextlib.contextmanager
 def translated(translate: Translate) -> Iterator[None]:
-    """Within it the functions of LIBRARIES open this rank's paths, in modules imported before and from now on."""
+    """A context in which the functions of LIBRARIES open this rank's paths, in all modules imported before or later."""
     with contextlib.ExitStack() as undo:
 
         def take(module: ModuleType) -> None:

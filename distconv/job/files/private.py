@@ -64,7 +64,7 @@ def job_folder() -> Iterator[str]:
 
 @contextlib.contextmanager
 def files_of_rank(folder: str, rank: int) -> Iterator[None]:
-    """Within it the first rank's script writes for real, and that of every other rank into a layer of its own.
+    """A context in which the first rank's script writes real files, and every other rank's into a layer of its own.
 
     `folder` is the job's; ranks on a machine that cannot see it have one to themselves, and then they see what their
     own disks hold. A rank's layer is removed at the end, the job's folder by the last rank that leaves it.

@@ -207,7 +207,7 @@ def _from_arriving_inputs(
 def _arriving(
     which: Exchange, own: Tensor, plan: ConvolutionPlan, halos: Sequence[Exchange]
 ) -> Iterator[tuple[Interval, Tensor]]:
-    """What ``which`` brings the block, halos included, with its intervals: piece by piece if the plan says so.
+    """The inputs that ``which`` fetches for the block, with halos and intervals; in pieces if the plan says so.
 
     With halos it comes at once: each piece would need messages of its own.
     """

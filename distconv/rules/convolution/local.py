@@ -131,7 +131,7 @@ class LocalConvolution:
         return dx, dw
 
     def _channels_at_once(self, x: Tensor, run: Run) -> int:
-        """How many channels of x are padded at one time for dL/dweight.
+        """The number of channels of x that are padded at a time for dL/dweight.
 
         All of them, unless there are more than filters: then the copies need not be larger than dL/dy. oneDNN takes no
         longer for the parts, if they are of whole blocks of its own.

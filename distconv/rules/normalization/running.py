@@ -131,7 +131,7 @@ def combine_later(
 
 @contextlib.contextmanager
 def waiting(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it, the buffers of the modules are written together, at its end. Collective there.
+    """A context at whose end the buffers of the modules are written together. Collective there.
 
     After an error, perhaps of this rank alone, nothing is sent: what would have to be gathered is left out.
     """
@@ -246,7 +246,7 @@ def _settle(gather: bool = True) -> None:
 
 
 def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:
-    """How buffers move, from what each rank has found of its elements. Collective.
+    """The moves of buffers, from each rank's statistics of its elements. Collective.
 
     Every norm is in the list twice, for its mean and for its variance.
     """
