@@ -6,7 +6,8 @@ BIN := .venv/bin
 # What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
 QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
-	$(addprefix tests/distconv/test_,channels.py partition.py edges.py exchange.py redistribution.py settings.py)
+	$(addprefix tests/distconv/,$(addsuffix .py,test_channels test_partition test_settings rules/test_edges \
+	transfer/test_exchange transfer/test_redistribution))
 
 .PHONY: test quick test-torch newest test-newest test-null test-frameworks test-scripts lint demo gpu docs dist clean
 
@@ -32,7 +33,7 @@ newest: .venv-torch-$(NEWEST)/ready
 test-newest: newest
 	.venv-torch-$(NEWEST)/bin/python -m pytest -k 'not gloo and not mpi' $(QUICK)
 	$(MAKE) test-torch TORCH=$(NEWEST) TESTS="tests/test_private_names.py tests/mucudnn/test_shim.py \
-		tests/mucudnn/test_tiles.py tests/distconv/test_training.py"
+		tests/mucudnn/test_tiles.py tests/distconv/model/test_training.py"
 
 .venv-torch-%/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)

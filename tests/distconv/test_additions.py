@@ -11,11 +11,11 @@ import pytest
 import torch.distributed as dist
 from ranks import Ranks
 from reference import errors
-from test_operators import SHAPES, compare
 from torch import nn
 
 import distconv
 from distconv.partition import AXES, Axis, Kind, Partition
+from tests.distconv.rules.test_operators import SHAPES, compare
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import ROOT, SUPPORT, TRAIN
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -21,9 +22,6 @@ from distconv.agreement.ledger import finish
 from distconv.check.findings import Findings, Layer, Refusal
 from distconv.check.report import summary
 from distconv.transfer.gathering import _NAME
-
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
 
 
 def net() -> nn.Module:
@@ -65,11 +63,12 @@ def huge() -> nn.Module:
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "distconv", "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def found(maker: str, shape: str, partition: str, code: int) -> Any:
-    ended = check(f"{HERE / 'test_check.py'}:{maker}", "--input", shape, "--partition", partition, "--json")
+    ended = check(f"{__file__}:{maker}", "--input", shape, "--partition", partition, "--json")
     assert ended.returncode == code, ended.stderr
     return json.loads(ended.stdout)
 
@@ -161,7 +160,7 @@ def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
 
 
 def test_a_script_is_followed_to_its_first_step() -> None:
-    ended = check("--partition", "height=4", "--json", str(HERE / "scripts" / "train.py"), "--task", "pixels")
+    ended = check("--partition", "height=4", "--json", TRAIN, "--task", "pixels")
     assert ended.returncode == 0, ended.stderr
     findings = json.loads(ended.stdout)
     assert findings["accepted"] and findings["peak"] > 0

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import TRAIN, launch
 from ranks import Ranks
-from test_launch import TRAIN, launch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_private_files import Rank, fill, ranks
 
 from distconv.job.files import first_rank, functions, layer, names, own_layer, view
+from tests.distconv.job.files.test_private_files import Rank, fill, ranks
 
 MODULES = first_rank, functions, layer, names, own_layer, view
 

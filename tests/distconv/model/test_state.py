@@ -12,12 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from ranks import Ranks
 from safetensors import SafetensorError
-from test_parameters import MIXED, Net, adam, steps_with
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import distconv
+from tests.distconv.model.test_parameters import MIXED, Net, adam, steps_with
 
 
 def made(partition: str | None, strategy: Any) -> tuple[nn.Module, torch.optim.Optimizer]:

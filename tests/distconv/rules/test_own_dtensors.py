@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
+from jobs import SCRIPTS
 
-SCRIPT = Path(__file__).with_name("scripts") / "own_dtensors.py"
+SCRIPT = SCRIPTS / "own_dtensors.py"
 
 
 @cache

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from ranks import Ranks
-from test_mpi import same, values
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tests.distconv.mpi.test_mpi import same, values
 
 over_mpi = pytest.mark.parametrize("ranks", ["mpi"], indirect=True)
 

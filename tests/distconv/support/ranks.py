@@ -158,7 +158,7 @@ class Ranks:
 
 def _path() -> str:
     """The repository before what the caller's own PYTHONPATH names, which may be where torch is found."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     return os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jobs import SUPPORT
 from keeping_network import Keeps
 from ranks import Ranks
 from reference import random
@@ -168,8 +169,7 @@ def test_files_hold_plain_tensors_at_any_depth(
     expected = torch.utils._pytree.tree_leaves(
         [list(model.parameters()), model.kept, optimizer.state_dict(), y.detach()]
     )
-    folder = str(Path(__file__).parent)
-    code = f"import sys; sys.path.insert(0, {folder!r})\n{READS}"
+    code = f"import sys; sys.path.insert(0, {SUPPORT!r})\n{READS}"
     for rank in (0, 3):
         copied = tmp_path / "copied"
         subprocess.run([sys.executable, "-c", code, tmp_path / f"{rank}.pt", copied], check=True)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from collectives import Collectives
 from ranks import Ranks
 from reference import wrong
-from test_normalization import CASES, shifted
 
 import distconv
 from distconv.rules.normalization import combining
 from distconv.rules.normalization.combining import Share
+from tests.distconv.rules.test_normalization import CASES, shifted
 
 
 def wrong_by_sums(tables: Any, tolerance: float) -> Any:

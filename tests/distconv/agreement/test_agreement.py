@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import SCRIPTS, launch
 from ranks import Ranks
-from test_launch import SCRIPTS, launch
 from torch import Tensor, nn
 
 import distconv

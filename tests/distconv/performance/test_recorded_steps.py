@@ -6,22 +6,21 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import small_network
-from jobs import ENVIRONMENT, ROOT
+from jobs import ENVIRONMENT, ROOT, SCRIPTS, SUPPORT
 from ranks import Ranks
 
 pytestmark = pytest.mark.gloo
 
-SCRIPT = Path(__file__).with_name("scripts") / "imagined.py"
+SCRIPT = SCRIPTS / "imagined.py"
 
 
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Any]:
-    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
+    environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import TRAIN, launch
 from ranks import Ranks
 from small_training import Result, batches, net
 from tagged import classes_of_a_subclass, subclasses
-from test_launch import TRAIN, launch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from jobs import ENVIRONMENT, SCRIPTS, WAYS, launch, needs_mpi
+from jobs import ENVIRONMENT, SCRIPTS, TRAIN, WAYS, launch, needs_mpi
 
 from distconv import __main__ as command_line
 from distconv import settings
@@ -17,7 +17,7 @@ from distconv.place import Place, find_place
 from mucudnn import spelling
 from mucudnn.reporting.run_file import Outcome
 
-HELLO, TRAIN, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "train.py", "shares.py"))
+HELLO, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "shares.py"))
 
 
 # How a script runs.

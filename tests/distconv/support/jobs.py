@@ -21,8 +21,10 @@ START_SECONDS = 180  # until the script runs on every rank
 GRACE_SECONDS = 10  # within which a job ends after one of its ranks has
 SLOW = 6  # how much longer that may take on a machine that is busy with other things
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = Path(__file__).with_name("scripts")
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPTS = ROOT / "tests" / "distconv" / "scripts"
+TRAIN = str(SCRIPTS / "train.py")
+SUPPORT = str(Path(__file__).parent)
 ENVIRONMENT = {
     **{
         name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "DISTCONV", "MUCUDNN"))
