@@ -30,7 +30,8 @@ def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) 
     assert info.output_sharding is not None
     spec: Any = info.output_sharding.output_spec
     if func._schema.name.endswith("_") and isinstance(spec, DTensorSpec) and spec.placements != args[0].placements:
-        raise refuse(func, f"its result would be laid out as {spec.placements}, its tensor as {args[0].placements}")
+        here, there = args[0].placements, spec.placements
+        raise refuse(func, f"its result would be laid out as {there}, but it changes a tensor laid out as {here}")
     with kept():  # DTensor redistributes arguments by collectives of its own
         results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
     return dispatcher.wrap(results, spec)

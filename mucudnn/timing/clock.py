@@ -23,8 +23,8 @@ LONG = 0.05
 """In a comparison, a first call that takes more seconds counts, since its warm-up is a small part of it."""
 
 FALLING = 0.8
-"""If a call of torch's own kernel takes less than this share of the one before, the earlier one is not counted: a
-program's first calls also allocate its memory."""
+"""A first call of torch's own kernel that takes less than this share of the call before is not counted, as calls are
+still getting faster: a program's first calls also allocate its memory."""
 
 PAIRS = 7
 """The most timed pairs of calls in a comparison of two kinds of work."""
