@@ -74,8 +74,9 @@ def _is_whole(whole: Whole, part: Tensor, name: str, arguments: tuple[Any, ...])
 @functools.lru_cache(maxsize=1024)
 def _tell_once(name: str, line: str) -> None:
     warn(
-        f"{name} {line} draws each shard separately: on this processor it cannot draw in pieces, and the whole takes"
-        f" more than {MOST_BYTES >> 20} MiB. Results are not those of one process, number by number",
+        f"{name} {line} draws separate numbers for each shard, as with random=apart: on this processor it cannot draw"
+        f" in pieces, and the whole takes more than {MOST_BYTES >> 20} MiB. Results are not those of one process,"
+        f" number by number",
         "distconv",
     )
 
