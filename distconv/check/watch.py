@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from distconv.check.collectives import bytes_sent
 from distconv.check.findings import Layer, Refusal
-from distconv.check.memory import Memory
 from distconv.check.stand_in import first_of_ours, stand_in
+from distconv.memory_of_tensors import Memory
 from distconv.refusal import UnsupportedOperation
 
 GRADIENTS = "gradients of parameters"

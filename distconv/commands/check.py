@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distconv import settings
 from distconv.channels import check_algorithm
+from distconv.commands.check_parts import in_turn
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read
 from distconv.partition import AXES, Partition
@@ -38,6 +39,7 @@ examples:
   python -m distconv check nets.py:UNet --input 1,1,256,256,256 --partition depth=8 --inference
   python -m distconv check unet3d --input 2,1,64,64,64 --partition sample=2,depth=2 --json
   python -m distconv check --partition height=4 train.py --lr 0.1
+  python -m distconv check nets.py:Decoder --input 1,4,256,256 --parts height=8 --memory 4GiB --inference
 
 what it shows:
   refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
@@ -66,6 +68,12 @@ def add(commands: Any) -> None:
     for name in ("partition", "channel_algorithm"):
         option = settings.SETTINGS[name]
         check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
+    check.add_argument(
+        "--parts",
+        metavar="AXIS=PARTS,...",
+        help="instead of a partition: follow a model whose parts are computed in turn in one process",
+    )
+    check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
     check.add_argument(
         "--input",
@@ -102,6 +110,10 @@ def command(options: argparse.Namespace) -> int:
     """Show the findings; 1 where something is refused or fails, else 0."""
     if options.arguments and not _is_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target])
+    if options.parts is not None:
+        return in_turn(options, _found, _inputs)
+    if options.memory is not None:
+        raise BadInput("--memory is about parts in turn; accepted: with --parts")
     given = {name: getattr(options, name) for name in ("partition", "channel_algorithm")}
     with settings.options(given):
         partition, strategy = _partitions(options)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,25 @@ T = TypeVar("T")
 
 def is_traced(x: Tensor) -> bool:
     """Whether a tensor stands for one of a graph that is being made, and so has no values."""
+    return not _following and has_no_numbers(x)
+
+
+def has_no_numbers(x: Tensor) -> bool:
+    """Whether a tensor is traced, or only its shape is followed."""
     return type(x) is not Tensor and isinstance(x, FakeTensor | FunctionalTensor)
+
+
+_following: list[None] = []
+
+
+@contextlib.contextmanager
+def shapes_followed() -> Iterator[None]:
+    """Within it tensors without numbers are of no graph: what runs is followed, and takes the paths of real tensors."""
+    _following.append(None)
+    try:
+        yield
+    finally:
+        _following.pop()
 
 
 def constant(x: Tensor, like: Tensor) -> Tensor:

@@ -133,3 +133,12 @@ def scatter(members: Sequence[Given]) -> None:
 
 def barrier(members: Sequence[Given]) -> None:
     """Nothing moves."""
+
+
+def received(at: int, given: Given) -> int:
+    """The bytes that a member gets in a collective, without the rows that it sends to itself in an all-to-all."""
+    total = sum(x.nbytes for x in given.outputs or given.inputs)
+    if isinstance(given.numbers, tuple) and isinstance(given.numbers[1], list):
+        (output,), (_, rows) = given.outputs, given.numbers
+        total -= total // max(output.shape[0], 1) * rows[at]
+    return total

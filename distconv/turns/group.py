@@ -32,6 +32,8 @@ class Meetings:
 
     def __init__(self) -> None:
         self.baton: Baton | None = None
+        self.moved = 0
+        """Bytes that members got in collectives, beside what was their own."""
         self._rounds: dict[tuple[object, int], _Round] = {}
 
     def bring(self, group: object, number: int, collective: Collective, at: int, size: int, given: Given) -> _Round:
@@ -47,6 +49,7 @@ class Meetings:
             del self._rounds[group, number]
             with torch.inference_mode():
                 collective(found.given)  # type: ignore[arg-type]
+            self.moved += sum(map(collectives.received, range(size), found.given))  # type: ignore[arg-type]
             found.given, found.done = [], True
         return found
 

@@ -7,6 +7,7 @@ they are. It is filled again before the next operator that is given it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import tempfile
@@ -113,9 +114,14 @@ class Pager:
         limit: the most bytes that are to be on the device; more where one operator needs more.
         resident, most: bytes that are there, and the most that were.
         written, read: bytes that have left, and come back.
+        away: bytes that have left, of storages that somebody still holds.
     """
 
+    has_numbers = True
+    """Whether the tensors have numbers; else only their sizes are followed."""
+
     def __init__(self, device_type: str) -> None:
+        self.away = 0
         self.limit, self.resident, self.most, self.written, self.read = 0, 0, 0, 0, 0
         self._pages: OrderedDict[int, _Page] = OrderedDict()
         self._place: Place = Pinned() if device_type == "cuda" else File()
@@ -148,9 +154,7 @@ class Pager:
         for x in results:
             storage = x.untyped_storage()
             key = storage._cdata
-            if storage.device.type != self._device_type:
-                continue
-            if key in given or key in self._pages or storage.nbytes() < LEAST or not storage.resizable():
+            if key in given or key in self._pages or storage.nbytes() < LEAST or not self._may_leave(storage):
                 continue
             page = self._pages[key] = used[key] = _Page(storage)
             self._of_call.add(key)
@@ -181,10 +185,9 @@ class Pager:
         storage = page.storage()
         assert storage is not None
         self._fit(used, page.size)
-        with torch.inference_mode(False), torch.no_grad():
-            storage.resize_(page.size)
-            self._place.read(page.key, storage)
+        self._fill(page, storage)
         page.away = False
+        self.away -= page.size
         self.read += page.size
         self._count(page.size)
 
@@ -198,15 +201,27 @@ class Pager:
             storage = page.storage()
             if storage is None:
                 continue
-            with torch.inference_mode(False), torch.no_grad():
-                if page.key is None:
-                    page.key = self._place.write(storage)
-                    self.written += page.size
-                storage.resize_(0)
+            if page.key is None:
+                page.key = self._place.write(storage)
+                self.written += page.size
+            self._empty(storage)
             page.away = True
             self.resident -= page.size
+            self.away += page.size
             if self.resident + more <= self.limit:
                 return
+
+    def _may_leave(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == self._device_type and storage.resizable()
+
+    def _fill(self, page: _Page, storage: torch.UntypedStorage) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            storage.resize_(page.size)
+            self._place.read(page.key, storage)
+
+    def _empty(self, storage: torch.UntypedStorage) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            storage.resize_(0)
 
     def _count(self, size: int) -> None:
         self.resident += size
@@ -215,7 +230,9 @@ class Pager:
     def _freed(self, key: int, page: _Page) -> None:
         if self._pages.get(key) is page:
             del self._pages[key]
-            if not page.away:
+            if page.away:
+                self.away -= page.size
+            else:
                 self.resident -= page.size
             if page.key is not None:
                 self._place.drop(page.key, page.size)
@@ -233,7 +250,7 @@ class Paging(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what is beneath comes by itself
-        if any(issubclass(kind, FakeTensor) for kind in types):
+        if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
             return func(*args, **kwargs)
         given = list(_tensors((*args, *kwargs.values())))
         used = self.pager.begin(given, func._schema.is_mutable)
@@ -260,3 +277,15 @@ def pager_of(device_type: str, limit: int) -> Pager:
         _pagers[device_type] = Pager(device_type)
     _pagers[device_type].limit = limit
     return _pagers[device_type]
+
+
+@contextlib.contextmanager
+def instead(pager: Pager) -> Iterator[None]:
+    """Within it that is the pager of processors."""
+    kept = dict(_pagers)
+    _pagers["cpu"] = pager
+    try:
+        yield
+    finally:
+        _pagers.clear()
+        _pagers.update(kept)

@@ -81,6 +81,11 @@ class Parts:
             finally:
                 self._work, self._states, self._results = self._enter, (), []
 
+    @property
+    def moved(self) -> int:
+        """The bytes that parts have got from each other so far."""
+        return self._meetings.moved
+
     def _serve(self, number: int) -> None:
         """What a thread does: a part's work, whenever the baton comes for the first time in a run."""
         while True:

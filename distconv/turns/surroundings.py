@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Surroundings:
     """On which tensors are made that say none."""
     stream: Any
     """The CUDA stream; None without one."""
+    modes: tuple[Any, ...]
+    """What sees operators, such as a count of them, from the outermost on."""
 
     @classmethod
     def now(cls, device_type: str) -> Surroundings:
@@ -34,6 +37,7 @@ class Surroundings:
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached) for kind in kinds),
             torch.get_default_device(),
             torch.cuda.current_stream() if device_type == "cuda" else None,
+            tuple(_get_current_dispatch_mode_stack()),
         )
 
     @contextlib.contextmanager
@@ -50,4 +54,6 @@ class Surroundings:
             if self.stream is not None:
                 around.enter_context(torch.cuda.device(self.stream.device))
                 around.enter_context(torch.cuda.stream(self.stream))
+            for mode in self.modes:
+                around.enter_context(mode)
             yield

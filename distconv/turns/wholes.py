@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -44,7 +46,8 @@ class Wholes:
             local, mesh, placements = x.detach()._local_tensor, x.device_mesh, x.placements
             if key not in self.made:
                 form = memory_format(local)
-                with _disable_current_modes():  # it is the caller's, not the parts'
+                fake = local.fake_mode if isinstance(local, FakeTensor) else contextlib.nullcontext()
+                with _disable_current_modes(), fake:  # it is the caller's, not the parts'
                     made = torch.empty(tuple(x.shape), dtype=local.dtype, device=local.device, memory_format=form)
                     self.made[key] = made.zero_() if self._zero else made
             whole = self.made[key]

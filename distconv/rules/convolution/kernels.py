@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from distconv.transfer.tracing import is_traced
+from distconv.transfer.tracing import has_no_numbers
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.providers.onednn import OneDnn, onednn_result
@@ -131,7 +131,7 @@ def _of_shapes(direction: Direction, x: tuple[int, ...], w: tuple[int, ...], arg
 def _onednn(x: Tensor | None, w: Tensor | None, y: Tensor | None, bias: Tensor | None, problem: ConvProblem) -> Tensor:
     """Of x, weight and y of a convolution the one that is None, from the other two."""
     present = [tensor for tensor in (x, w, y) if tensor is not None]
-    if is_traced(present[0]) or is_traced(present[1]) or present[0].is_meta:
+    if has_no_numbers(present[0]) or has_no_numbers(present[1]) or present[0].is_meta:
         _, padding, *_, groups = problem.arguments
         shape = list(problem.target_shape)
         graph_op: Any = torch.ops.distconv.onednn_convolution

@@ -1,0 +1,82 @@
+"""`python -m distconv check --parts`: what a model in turn would take, move and repeat."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from distconv import private_names
+from distconv.job.launcher import BadInput
+from mucudnn import program
+from mucudnn.commands.output import print_json
+from mucudnn.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from distconv.turns.following import Followed
+
+
+def in_turn(
+    options: argparse.Namespace,
+    found: Callable[[argparse.Namespace], tuple[Callable[[], Any], int]],
+    inputs: Callable[[Callable[[], Any], argparse.Namespace, int], Sequence[tuple[int, ...]]],
+) -> int:
+    """Shows what was found; 1 where the parts refuse the model, else 0.
+
+    ``found`` and ``inputs``: how the command finds the model that its options name, and the shapes of its inputs.
+
+    Raises:
+        BadInput: one line, for options that do not go together, and a model that fails in one process.
+    """
+    if options.partition or options.channel_algorithm or options.strategy:
+        raise BadInput("--parts with --partition, --channel-algorithm or --strategy; accepted: --parts without them")
+    if options.input is None:
+        raise BadInput("--parts with a script; accepted: a model, with --input C,H,W for each of its inputs")
+    private_names.check()
+    import torch
+
+    from distconv.interface import UnsupportedOperation
+    from distconv.turns.following import follow
+    from distconv.turns.parts import read
+    from distconv.turns.turning import read_memory
+
+    before = torch.get_default_dtype()
+    try:
+        partition, memory = read(options.parts), read_memory(options.memory)
+        build, usual = found(options)
+        torch.set_default_dtype(getattr(torch, options.dtype))
+        model = build().train(not options.inference)
+        given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
+        with torch.set_grad_enabled(not options.inference):
+            alone = follow(model, given, {}, None, backward=not options.inference)
+            try:
+                parts = follow(model, given, {}, partition, memory, backward=not options.inference)
+            except UnsupportedOperation as error:
+                print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
+                return 1
+    except (ValueError, program.NotFound, RuntimeError) as error:
+        raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
+    finally:
+        torch.set_default_dtype(before)
+    if options.json:
+        print_json({"parts": str(partition), "memory": memory, **asdict(parts), "alone": asdict(alone)})
+    else:
+        print(told(str(partition), alone, parts))
+    return 0
+
+
+def told(partition: str, alone: Followed, parts: Followed) -> str:
+    """What was found, in a few sentences."""
+    share = parts.peak / alone.peak
+    lines = [
+        f"{partition}, in turn: the tensors take at most {format_bytes(parts.peak)}, {share:.2f} of the"
+        f" {format_bytes(alone.peak)} of one process; {format_bytes(parts.whole)} are parameters, buffers and inputs.",
+        f"{format_bytes(parts.spilled)} leave the device, {format_bytes(parts.fetched)} come back, and the parts get"
+        f" {format_bytes(parts.exchanged)} from each other.",
+    ]
+    if alone.operations:
+        times = parts.operations / alone.operations
+        lines.append(f"They do {times:.3f} times the multiplications of one process.")
+    return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""What a call of a model in turn would take and move: it is followed by the shapes of tensors, and nothing is computed.
+
+The parts and what leaves the device are those of the call itself, of which only the numbers are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from distconv.memory_of_tensors import Memory
+from distconv.partition import Partition
+from distconv.transfer.tracing import shapes_followed
+from distconv.turns.call import call_in_turn
+from distconv.turns.pager import Pager, instead
+from distconv.turns.parts import parts_of
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What one call takes, with the backward of the sum of its results where that was asked for; in bytes.
+
+    Attributes:
+        peak: the most of all tensors on the device, parameters, inputs and results included.
+        whole: of parameters, buffers and inputs, which no limit of the parts counts.
+        spilled, fetched: what leaves the device, and comes back.
+        exchanged: what parts get from each other.
+        operations: of convolutions and products of matrices, a multiplication and an addition being two.
+    """
+
+    peak: int
+    whole: int
+    spilled: int = 0
+    fetched: int = 0
+    exchanged: int = 0
+    operations: int = 0
+
+
+def follow(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    partition: Partition | None,
+    memory: int | None = None,
+    backward: bool = False,
+) -> Followed:
+    """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
+
+    Tensors on the device meta stand for such on a processor.
+
+    ``memory``: the limit of the parts' tensors. Raises what the call raises.
+    """
+    pager = _Shapes()
+    watch = _Watch(pager)
+    shapes = FakeTensorMode(allow_non_fake_inputs=True)
+    known: dict[int, Any] = {}
+    for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))):
+        if isinstance(x, Tensor) and id(x) not in known:
+            known[id(x)] = shapes.from_tensor(x) if not x.is_meta else _on_processor(x, shapes)
+    copied = copy.deepcopy(module, dict(known))
+    args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
+    watch.count(list(known.values()))
+    whole = watch.memory.now
+    parts = None if partition is None or partition.ranks == 1 else parts_of(partition, "cpu")
+    before = parts.moved if parts else 0
+    with _shapes_uncounted(watch), instead(pager), shapes_followed(), shapes, watch:
+        y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
+        if backward:
+            results = [x for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
+            if results:
+                sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
+    moved = parts.moved - before if parts else 0
+    return Followed(watch.peak, whole, pager.written, pager.read, moved, watch.operations)
+
+
+def _on_processor(x: Tensor, shapes: FakeTensorMode) -> Tensor:
+    with shapes:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+class _Nowhere:
+    """Where storages go that have no numbers."""
+
+    def write(self, storage: torch.UntypedStorage) -> int:
+        return 0
+
+    def read(self, key: Any, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def drop(self, key: Any, size: int) -> None:
+        pass
+
+
+class _Shapes(Pager):
+    """Chooses what leaves, as the pager does, and moves nothing."""
+
+    has_numbers = False
+
+    def __init__(self) -> None:
+        super().__init__("meta")
+        self._place = _Nowhere()
+
+    def _may_leave(self, storage: torch.UntypedStorage) -> bool:
+        return storage.device.type == "meta"
+
+    def _fill(self, page: Any, storage: torch.UntypedStorage) -> None:
+        pass
+
+    def _empty(self, storage: torch.UntypedStorage) -> None:
+        pass
+
+
+class _Watch(TorchDispatchMode):
+    """Sees the operators of all parts, and of the caller."""
+
+    def __init__(self, pager: Pager) -> None:
+        super().__init__()
+        self.memory, self.peak, self.operations = Memory(), 0, 0
+        self.of_thread = threading.local()
+        self._pager = pager
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what is beneath comes by itself
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not getattr(self.of_thread, "propagates", False):
+            self.count(result)
+            if func.overloadpacket in flop_registry:
+                self.operations += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        return result
+
+    def count(self, result: Any) -> None:
+        """Takes what an operator has made into account."""
+        self.memory.count([x for x in tree_leaves(result) if isinstance(x, FakeTensor)])
+        self.peak = max(self.peak, self.memory.now - self._pager.away)
+
+
+@contextlib.contextmanager
+def _shapes_uncounted(watch: _Watch) -> Iterator[None]:
+    """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted."""
+    propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def uncounted(propagator: Any, schema: Any) -> Any:
+        watch.of_thread.propagates = True
+        try:
+            return propagate(propagator, schema)
+        finally:
+            watch.of_thread.propagates = False
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

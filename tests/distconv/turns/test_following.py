@@ -1,0 +1,105 @@
+"""What is told before parts run in turn is what they then take and move."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import distconv
+from distconv.__main__ import main
+from distconv.memory_of_tensors import Memory
+from distconv.partition import Partition
+from distconv.turns import pager
+from distconv.turns.following import follow
+from distconv.turns.parts import parts_of
+from mucudnn.networks.models import NETWORKS
+
+LIMIT = 1 << 21
+
+
+def decoder() -> nn.Module:
+    up = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU())
+    return nn.Sequential(nn.Conv2d(4, 16, 3, padding=1), nn.SiLU(), up, nn.Conv2d(16, 3, 3, padding=1))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str, bool]] = {
+    "a decoder": (decoder, (1, 4, 192, 192), "height=8", False),
+    "a volume's training step": (lambda: NETWORKS["unet3d"].small().build(), (1, 1, 32, 32, 32), "depth=4", True),
+    "a residual network's training step": (
+        lambda: NETWORKS["resnet18"].small().build(),
+        (2, 3, 128, 128),
+        "height=4",
+        True,
+    ),
+}
+
+
+class Counted(TorchDispatchMode):
+    """The most bytes of tensors alive, of those that have not left."""
+
+    def __init__(self, model: nn.Module, *given: Tensor) -> None:
+        super().__init__()
+        self.memory, self.peak = Memory(), 0
+        self.memory.count([*model.parameters(), *model.buffers(), *given])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not Tensor and kind is not nn.Parameter for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        self.memory.count(tree_leaves(result))
+        self.peak = max(self.peak, self.memory.now - pager.pager_of("cpu", LIMIT).away)
+        return result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_followed_is_what_runs(name: str) -> None:
+    build, shape, text, backward = CASES[name]
+    torch.manual_seed(0)
+    model, x, partition = build().float(), torch.randn(shape), Partition.parse(text)
+    turned = distconv.in_turn(copy.deepcopy(model), text, memory=LIMIT)
+    with torch.set_grad_enabled(backward):
+        told = follow(model, (x,), {}, partition, LIMIT, backward)
+        right = model(x)
+        ran, before = pager.pager_of("cpu", LIMIT), parts_of(partition, "cpu").moved
+        ran.written = ran.read = 0
+        with Counted(turned, x) as counted:
+            y = turned(x)
+            if backward:
+                y.sum().backward()
+    torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-4)  # nothing without numbers is left
+    assert told.exchanged == parts_of(partition, "cpu").moved - before
+    assert told.spilled == pytest.approx(ran.written, rel=0.02)
+    assert told.fetched == pytest.approx(ran.read, rel=0.02)
+    assert told.peak == pytest.approx(counted.peak, rel=0.02)
+
+
+def main_of(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("sys.argv", ["distconv", "check", *arguments])
+    return main()
+
+
+def test_the_command_tells_of_a_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    network = ["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", "--inference"]
+    assert main_of(network, monkeypatch) == 0
+    assert "depth=4, in turn: the tensors take at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--partition", "depth=4"], "--parts with --partition"),
+        (["--memory", "much"], "accepted: bytes"),
+    ],
+)
+def test_what_is_not_accepted(
+    more: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main_of(["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", *more], monkeypatch) == 2
+    assert said in capsys.readouterr().err
