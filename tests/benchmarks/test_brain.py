@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("nilearn", reason="nilearn, which carries the MNI152 template, is not installed")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "demo"
 TINY = {
     "brain_slices.py": ["--steps", "2", "--size", "16", "--batch", "2", "--width", "4", "--kernel", "5"],
     "brain_volume.py": ["--steps", "2", "--size", "8x12x8", "--width", "4", "--levels", "2"],

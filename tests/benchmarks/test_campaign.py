@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import campaign_plans
-from benchmarks.campaign import kept, next_of
-from benchmarks.campaign_judge import PLAIN, Judge, lines, shrunk, together
-from benchmarks.campaign_networks import draw, network
-from benchmarks.campaign_numbers import differences, fingerprints
-from benchmarks.campaign_tables import counts, tables
-from benchmarks.campaign_trial import Rank, plainest, train
+from benchmarks.campaign import plans as campaign_plans
+from benchmarks.campaign.campaign import kept, next_of
+from benchmarks.campaign.judge import PLAIN, Judge, lines, shrunk, together
+from benchmarks.campaign.networks import draw, network
+from benchmarks.campaign.rounding import differences, fingerprints
+from benchmarks.campaign.tables import counts, tables
+from benchmarks.campaign.trial import Rank, plainest, train
 from benchmarks.rank_pool import Hang, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +92,7 @@ def test_a_crash_is_torchs_only_if_one_process_has_the_same(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("benchmarks.campaign_judge.RankPool", lambda *_: Pool())
+    monkeypatch.setattr("benchmarks.campaign.judge.RankPool", lambda *_: Pool())
     assert Judge()._on_ranks({"ranks": 1, "compiled": "aot_eager"})["outcome"] == outcome
 
 
@@ -201,7 +201,7 @@ def of_convolutions(found: Callable[[int], dict[str, Any]]) -> list[dict[str, An
 
 @pytest.mark.filterwarnings("ignore")
 def test_random_convolutions_are_right_and_within_their_limits() -> None:
-    from benchmarks import convolutions
+    from benchmarks.layers import convolutions
 
     records = of_convolutions(convolutions.judged)
     assert not [record for record in records if record["faults"]]
@@ -209,7 +209,7 @@ def test_random_convolutions_are_right_and_within_their_limits() -> None:
 
 
 def test_convolutions_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import convolutions
+    from benchmarks.layers import convolutions
 
     asked: list[int] = []
 
@@ -229,7 +229,7 @@ def test_convolutions_go_on_where_they_stopped(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrong_convolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import convolutions
+    from benchmarks.layers import convolutions
 
     computed = convolutions.computed
     monkeypatch.setattr(convolutions, "computed", lambda plan, given: computed(plan, given) + 0.1)

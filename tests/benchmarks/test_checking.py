@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import checking
+from benchmarks.layers import checking
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
-"""The measured curves of `benchmarks/clusters.py`: which epochs of which jobs count."""
+"""The measured curves of `benchmarks/prediction/clusters.py`: which epochs of which jobs count."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.clusters import FASTER, LARGE, Epoch, epochs, faster_epochs, measurements
+from benchmarks.prediction.clusters import FASTER, LARGE, Epoch, epochs, faster_epochs, measurements
 
 
 def test_the_faster_half_of_a_job_counts_and_what_ran_beside_it_is_told() -> None:

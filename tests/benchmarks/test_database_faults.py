@@ -1,4 +1,4 @@
-"""`benchmarks/database_faults.py` in short, and that it notices what is lost and what is wrong."""
+"""`benchmarks/faults/database_faults.py` in short, and that it notices what is lost and what is wrong."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.database_rows import compared, key, options
+from benchmarks.faults.database_rows import compared, key, options
 from mucudnn.timing.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_nothing_is_lost_when_writers_are_killed() -> None:
-    command = [sys.executable, ROOT / "benchmarks/database_faults.py", "--kills", "8"]
+    command = [sys.executable, ROOT / "benchmarks/faults/database_faults.py", "--kills", "8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ from mucudnn.providers.onednn import ONEDNN, OneDnn
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import parse_bytes
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "demo"
 
 
 @pytest.fixture(scope="module")

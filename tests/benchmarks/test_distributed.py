@@ -1,4 +1,4 @@
-"""The cheapest parts of benchmarks/distributed.py on two real ranks."""
+"""The cheapest parts of benchmarks/distributed/distributed.py on two real ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.distributed import over
-from benchmarks.distributed_report import tables
+from benchmarks.distributed.distributed import over
+from benchmarks.distributed.report import tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/distributed.py", *options]
+    command = [sys.executable, "benchmarks/distributed/distributed.py", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/first_contact.py, tests/gpu/run.py and benchmarks/gpu_all.py without a GPU."""
+"""benchmarks/gpu/first_contact.py, tests/gpu/run.py and benchmarks/gpu/everything.py without a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 from simulated_card import SimulatedCard
 
-from benchmarks import contact_cudnn, first_contact
-from benchmarks.first_contact import ORDER, Answers, ask
+from benchmarks.gpu import contact_cudnn, first_contact
+from benchmarks.gpu.first_contact import ORDER, Answers, ask
 from benchmarks.process import Failed
 from mucudnn.planning.planner import Planner
 from mucudnn.providers.cudnn.device import H200, Device
@@ -125,7 +125,7 @@ def test_older_functions_against_engines(simulated: torch.device, monkeypatch: p
 
 
 def test_on_the_host_it_answers_what_a_host_can(tmp_path: Path) -> None:
-    command = [sys.executable, "benchmarks/first_contact.py", "--device", "cpu", "--results", str(tmp_path)]
+    command = [sys.executable, "benchmarks/gpu/first_contact.py", "--device", "cpu", "--results", str(tmp_path)]
     command += ["--ask", "sums", "--ask", "graph"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
@@ -135,7 +135,7 @@ def test_on_the_host_it_answers_what_a_host_can(tmp_path: Path) -> None:
 
 
 def test_the_stages_run_in_order_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarks import gpu_all
+    from benchmarks.gpu import everything
 
     codes = {"first_contact.py": 0, "run.py": 1, "gpu.py": 3}
     ran: list[str] = []
@@ -145,18 +145,18 @@ def test_the_stages_run_in_order_and_go_on(tmp_path: Path, monkeypatch: pytest.M
         assert command[2:] == ["--seconds", command[3], "--device", "cpu", "--results", str(tmp_path)]
         return subprocess.CompletedProcess(command, codes[ran[-1]])
 
-    monkeypatch.setattr(gpu_all.subprocess, "run", stage)
-    monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--device", "cpu", "--results", str(tmp_path)])
-    assert gpu_all.main() == gpu_all.LEFT
+    monkeypatch.setattr(everything.subprocess, "run", stage)
+    monkeypatch.setattr(sys, "argv", ["everything.py", "--device", "cpu", "--results", str(tmp_path)])
+    assert everything.main() == everything.LEFT
     assert ran == list(codes)
     codes["gpu.py"] = 0
-    assert gpu_all.main() == 1  # a test failed
+    assert everything.main() == 1  # a test failed
     codes["first_contact.py"] = 2
     ran.clear()
-    assert gpu_all.main() == gpu_all.NO_DEVICE and ran == ["first_contact.py"]
-    monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--seconds", "30", "--results", str(tmp_path)])
+    assert everything.main() == everything.NO_DEVICE and ran == ["first_contact.py"]
+    monkeypatch.setattr(sys, "argv", ["everything.py", "--seconds", "30", "--results", str(tmp_path)])
     ran.clear()
-    assert gpu_all.main() == gpu_all.LEFT and ran == []
+    assert everything.main() == everything.LEFT and ran == []
 
 
 def test_gpu_tests_run_by_file_and_go_on(tmp_path: Path) -> None:
@@ -171,7 +171,12 @@ def test_gpu_tests_run_by_file_and_go_on(tmp_path: Path) -> None:
 
 
 def test_the_scripts_need_no_more_than_torch_and_numpy() -> None:
-    names = ("benchmarks.first_contact", "benchmarks.contact_cudnn", "benchmarks.contact_program", "benchmarks.gpu")
+    names = (
+        "benchmarks.gpu.first_contact",
+        "benchmarks.gpu.contact_cudnn",
+        "benchmarks.gpu.contact_program",
+        "benchmarks.gpu.gpu",
+    )
     program = f"""
 import importlib, importlib.abc, sys
 
@@ -181,7 +186,7 @@ class Absent(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-for name in {(*names, "benchmarks.gpu_worker", "benchmarks.gpu_all")}:
+for name in {(*names, "benchmarks.gpu.worker", "benchmarks.gpu.everything")}:
     importlib.import_module(name)
 from benchmarks.table import Table, show
 show([Table("title", ("a", "b"), [("1", "2")])])

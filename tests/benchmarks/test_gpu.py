@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py without a GPU: its units, its way of going on, its errors, and one layer on the host."""
+"""benchmarks/gpu/gpu.py without a GPU: its units, its way of going on, its errors, and one layer on the host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import arguments, main, mebibytes, units
-from benchmarks.gpu_bench import DeviceLost, run
-from benchmarks.gpu_cases import DEEPBENCH, MIB, REQUIRED, LayersError, LayerUnit, alexnet, read_layers
-from benchmarks.gpu_plans import Plans, described
-from benchmarks.gpu_results import Results, ResultsError
+from benchmarks.gpu.bench import DeviceLost, run
+from benchmarks.gpu.cases import DEEPBENCH, MIB, REQUIRED, LayersError, LayerUnit, alexnet, read_layers
+from benchmarks.gpu.gpu import arguments, main, mebibytes, units
+from benchmarks.gpu.plans import Plans, described
+from benchmarks.gpu.results import Results, ResultsError
 from mucudnn.optimizer import Division, Option
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,7 +246,7 @@ def test_a_layer_on_the_host(
     options = ["--device", "cpu", "--part", "layers", "--layers", str(table), "--precision", "float32"]
     options += ["--direction", "backward_filter", "--results", str(folder), "--policy", "powerOfTwo", "--limits", "1"]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *options],
+        [sys.executable, "benchmarks/gpu/gpu.py", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

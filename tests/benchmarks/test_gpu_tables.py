@@ -1,13 +1,13 @@
-"""The tables of benchmarks/gpu.py: of known rows."""
+"""The tables of benchmarks/gpu/gpu.py: of known rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_cases import MIB
-from benchmarks.gpu_report import details, markdown, summaries
-from benchmarks.gpu_results import Results
+from benchmarks.gpu.cases import MIB
+from benchmarks.gpu.report import details, markdown, summaries
+from benchmarks.gpu.results import Results
 
 
 def layer_row(layer: str, over: float, patched: float, limit: int = 8 * MIB) -> dict[str, Any]:

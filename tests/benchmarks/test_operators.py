@@ -1,4 +1,4 @@
-"""`benchmarks/operators.py` tells right results from wrong ones, refusals, crashes and hangs: of samples made here."""
+"""The benchmark of operators tells right results from wrong ones, refusals, crashes and hangs: of samples made here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.operators import counts, kept, tables
+from benchmarks.operators.operators import counts, kept, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,9 +18,10 @@ RUN = """
 import json, sys, torch, distconv
 from torch.distributed.tensor import DTensor
 import torch.distributed as dist
-from benchmarks import operator_pool, rank_pool
-from benchmarks.operator_pool import Pool
-from benchmarks.operator_samples import Sample
+from benchmarks import rank_pool
+from benchmarks.operators import pool as operator_pool
+from benchmarks.operators.pool import Pool
+from benchmarks.operators.samples import Sample
 
 operator_pool.ANSWER_SECONDS, rank_pool.GRACE_SECONDS = 20.0, 1.0
 
@@ -109,7 +110,7 @@ def test_runs_go_on_and_are_counted(tmp_path: Path) -> None:
 
 def test_torch_has_samples() -> None:
     pytest.importorskip("expecttest")
-    from benchmarks.operator_samples import entries
+    from benchmarks.operators.samples import entries
 
     listed = {entry.name: entry for entry in entries()}
     assert len(listed) > 500

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.out_of_memory import ARMS, FAULTS, OUTCOMES, built, outcomes, table
-from benchmarks.out_of_memory_trial import ALLOCATORS_OWN, SETTINGS, judged
+from benchmarks.faults.out_of_memory import ARMS, FAULTS, OUTCOMES, built, outcomes, table
+from benchmarks.faults.out_of_memory_trial import ALLOCATORS_OWN, SETTINGS, judged
 
 
 def test_what_is_called_a_fault() -> None:

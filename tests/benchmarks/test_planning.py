@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import mucudnn
-from benchmarks import planning, planning_found
-from benchmarks.planning import Program
+from benchmarks.planning import found as planning_found
+from benchmarks.planning import planning
+from benchmarks.planning.planning import Program
 
 
 def few() -> tuple[nn.Module, Iterator[Tensor]]:

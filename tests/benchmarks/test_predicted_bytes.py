@@ -1,4 +1,4 @@
-"""What the performance model says a step sends is what `benchmarks/distributed.py` has counted on real ranks."""
+"""What the performance model says a step sends is what the distributed benchmark has counted on real ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from torch import nn
 
 import distconv
-from benchmarks.distributed_cases import CASES
-from benchmarks.distributed_channels import BATCH, KERNEL
-from benchmarks.distributed_wide import SHAPE
+from benchmarks.distributed.cases import CASES
+from benchmarks.distributed.channels import BATCH, KERNEL
+from benchmarks.distributed.wide import SHAPE
 from benchmarks.table import RESULTS
 from distconv.partition import Partition
 from distconv.performance.events import Start, Step

@@ -1,4 +1,4 @@
-"""`benchmarks/rank_faults.py`, `slow_ranks.py` and `long_run.py` in short, and what they call a fault."""
+"""`benchmarks/faults/rank_faults.py`, `slow_ranks.py` and `long_run.py` in short, and what they call a fault."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import long_run
-from benchmarks.rank_faults import Trial, difference, table
+from benchmarks.faults import long_run
+from benchmarks.faults.rank_faults import Trial, difference, table
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = Trial("run, Gloo", 3, 0, 2, 7, 1.5, 137, [], ["rank 1 of 2 was killed (signal 9)"], 4, 0, 0, 1e-15)
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     script, *options = arguments
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults" / script), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cosmoflow
+from benchmarks.distributed import cosmoflow
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -33,8 +33,8 @@ def test_cosmoflow_with_a_checkpoint_and_a_store(tmp_path):
     alone = cosmoflow.train(cosmoflow.arguments(train))
     written, checkpoint = tmp_path / "ranks.json", tmp_path / "checkpoint.pt"
     told = run(
-        "cosmoflow.py", *train, "--json", str(written), "--checkpoint", str(checkpoint), partition="depth=2",
-        options=("--store", "memory=1"),
+        "distributed/cosmoflow.py", *train, "--json", str(written), "--checkpoint", str(checkpoint),
+        partition="depth=2", options=("--store", "memory=1"),
     )  # fmt: skip
     ranks = json.loads(written.read_text())
     assert "needs the whole" not in told
@@ -49,9 +49,9 @@ def test_the_brain_read_from_zarr(tmp_path):
     pytest.importorskip("nilearn", reason="nilearn, which carries the MNI152 template, is not installed")
     tiny = ["--size", "8x12x8", "--width", "4", "--levels", "2", "--dtype", "float64"]
     data = str(tmp_path / "volumes.zarr")
-    run("brain_volume.py", *tiny, "--write", data)
+    run("demo/brain_volume.py", *tiny, "--write", data)
     train = [*tiny, "--steps", "3", "--data", data]
-    run("brain_volume.py", *train, "--json", str(tmp_path / "alone.json"))
-    run("brain_volume.py", *train, "--json", str(tmp_path / "ranks.json"), partition="depth=2")
+    run("demo/brain_volume.py", *train, "--json", str(tmp_path / "alone.json"))
+    run("demo/brain_volume.py", *train, "--json", str(tmp_path / "ranks.json"), partition="depth=2")
     one, ranks = (json.loads((tmp_path / name).read_text()) for name in ("alone.json", "ranks.json"))
     assert ranks["losses"] == pytest.approx(one["losses"], rel=1e-5)

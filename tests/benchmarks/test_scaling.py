@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import scaling
-from benchmarks.scaling_tables import tables
+from benchmarks.distributed import scaling
+from benchmarks.distributed.scaling_tables import tables
 from mucudnn.networks.models import MeshTangling
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from benchmarks import sharing
+from benchmarks.planning import sharing
 from mucudnn import is_patched
 from mucudnn.networks import layers
 from mucudnn.optimizer import Option

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a GPU: one tiny layer, and what mucudnn costs."""
+"""benchmarks/gpu/gpu.py on a GPU: one tiny layer, and what mucudnn costs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_layer_and_the_costs(cuda: torch.device, tmp_path: Path) -> None:
         str(tmp_path / "results"),
     ]
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py", *options],
+        [sys.executable, "benchmarks/gpu/gpu.py", *options],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 from ranks import Ranks
 
-from benchmarks.campaign_judge import together
-from benchmarks.campaign_networks import Case, draw
-from benchmarks.campaign_trial import Rank
+from benchmarks.campaign.judge import together
+from benchmarks.campaign.networks import Case, draw
+from benchmarks.campaign.trial import Rank
 
 FOUND = sorted(Path(__file__).parent.glob("*.json"))
 

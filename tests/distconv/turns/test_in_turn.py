@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import distconv
-from benchmarks.campaign_in_turn import case_of, tried
-from benchmarks.campaign_trial import Rank
+from benchmarks.campaign.in_turn import case_of, tried
+from benchmarks.campaign.trial import Rank
 from distconv.turns import pager
 from mucudnn.networks.models import NETWORKS
 

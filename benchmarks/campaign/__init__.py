@@ -1,0 +1,1 @@
+"""Random networks on ranks and in turn, against one process."""

@@ -1,0 +1,1 @@
+"""The demo: two brain-segmentation scripts, plain and through the library."""

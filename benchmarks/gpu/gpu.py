@@ -1,0 +1,171 @@
+"""What mucudnn gains on a GPU: layers within workspace limits, whole training steps, and what it costs.
+
+    python benchmarks/gpu/gpu.py                                      # some minutes of it; run it again for the rest
+    python benchmarks/gpu/gpu.py --part layers --group alexnet --precision float32 --limits 8,64
+    python benchmarks/gpu/gpu.py --part layers --layers table.csv     # the layers of a table as deepbench_n256.csv
+    python benchmarks/gpu/gpu.py --part iterations --network resnet50
+    python benchmarks/gpu/gpu.py --tables                             # what is there so far; needs no GPU
+
+Every layer is measured in three directions and four precisions: the best undivided plan and the best division within
+each limit, beside torch with `benchmark=True`, without a cap and capped by cuDNN's own CUDNN_CONV_WSCAP_DBG. Training
+steps run under mucudnn, torch, and torch capped.
+
+The work is cut into units. A run ends before the unit that would take it beyond --seconds; what is measured is in
+gpu.json (figures), gpu.md (tables) and gpu-times.sqlite (times of launches, from which plans can be made anywhere, with
+MUCUDNN_DATABASE) in the folder of results. The same command goes on from there until nothing is left.
+
+With --device cpu the script tries itself: the host's algorithms, and small networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.bench import Bench, DeviceLost, NoDevice, about, run
+from benchmarks.gpu.cases import (
+    DEEPBENCH,
+    ITERATIONS,
+    LIMITS,
+    MIB,
+    PRECISIONS,
+    CostUnit,
+    IterationUnit,
+    LayersError,
+    Unit,
+    alexnet,
+    layer_units,
+    read_layers,
+    turn,
+)
+from benchmarks.gpu.layers import quiet_environment
+from benchmarks.gpu.report import markdown, summaries
+from benchmarks.gpu.results import Results, ResultsError
+from benchmarks.table import show
+from mucudnn.convolution.problem import Direction
+
+RESULTS = Path("benchmarks/results")
+PARTS = ("layers", "iterations", "costs")
+GROUPS = ("alexnet", "deepbench")
+POLICIES = ("powerOfTwo", "all")
+
+
+def mebibytes(text: str) -> list[int]:
+    """ "0,8,64" in MiB, as bytes."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are whole numbers of MiB with commas, as 0,8,64")
+    return sorted({int(word) * MIB for word in words})
+
+
+def device_of(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are cuda, cuda:0, cuda:1 and so on, and cpu")
+    return torch.device("cuda", 0) if text == "cuda" else device
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def some(flag: str, choices: tuple[str, ...], meaning: str) -> None:
+        parser.add_argument(
+            flag, action="append", choices=choices, help=f"{meaning}; may be given again (default: every one)"
+        )
+
+    some("--part", PARTS, "what is measured")
+    some("--group", GROUPS, "layers: whose")
+    parser.add_argument("--layers", metavar="FILE", type=Path, help="layers: those of a CSV table, instead of --group")
+    some("--precision", tuple(PRECISIONS), "layers and iterations: how they compute")
+    some("--direction", tuple(Direction), "layers: which pass")
+    some("--policy", POLICIES, "layers: micro-batch sizes beside the undivided mini-batch")
+    parser.add_argument("--limits", type=mebibytes, default=list(LIMITS), help="layers: in MiB (0,8,64,128,256,512)")
+    some("--network", ITERATIONS, "iterations: of which")
+    parser.add_argument("--iteration-limits", type=mebibytes, default=[64 * MIB], help="iterations: in MiB (64)")
+    parser.add_argument("--device", type=device_of, default="cuda:0", help="(default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=420.0, help="of this run (default %(default)g)")
+    parser.add_argument("--results", metavar="FOLDER", type=Path, default=RESULTS, help="(default %(default)s)")
+    parser.add_argument("--retry", action="store_true", help="measure again what failed")
+    parser.add_argument("--list", action="store_true", help="say what is measured and what is left, and stop")
+    parser.add_argument("--tables", action="store_true", help="print the tables of what is measured, and stop")
+    return parser.parse_args()
+
+
+def units(options: argparse.Namespace) -> list[Unit]:
+    """Everything that is asked for, in the order of measuring.
+
+    Raises:
+        LayersError: for a table of layers that is not accepted.
+    """
+    parts = options.part or PARTS
+    precisions = options.precision or list(PRECISIONS)
+    found: list[Unit] = [CostUnit()] if "costs" in parts else []
+    if "iterations" in parts:
+        found += [
+            IterationUnit(network, precision, limit)
+            for precision in precisions
+            for limit in options.iteration_limits
+            for network in options.network or ITERATIONS
+        ]
+    if "layers" in parts:
+        if options.layers is not None:
+            tables = {options.layers.stem: read_layers(options.layers)}
+        else:
+            made = {"alexnet": alexnet, "deepbench": lambda: read_layers(DEEPBENCH)}
+            tables = {group: made[group]() for group in options.group or GROUPS}
+        found += layer_units(
+            tables, precisions, options.direction or list(map(str, Direction)), options.policy or list(POLICIES)
+        )
+    return sorted(found, key=turn)
+
+
+def main() -> int:
+    options = arguments()
+    try:
+        wanted = units(options)
+        results = Results.load(options.results)
+        if options.tables:
+            show(summaries(results))
+            return 0
+        pending = [unit for unit in wanted if not results.is_done(unit.key, options.limits, options.retry)]
+        done = len(wanted) - len(pending)
+        if options.list:
+            left = {unit.key for unit in pending}
+            for unit in wanted:
+                print(f"{'left' if unit.key in left else 'done'}  {unit.key}")
+            return 0
+        results.continue_on(about(options.device))
+    except (LayersError, ResultsError, NoDevice) as error:
+        print(f"gpu.py: {error}", file=sys.stderr)
+        return 2
+    quiet_environment()
+    if options.device.type == "cuda":
+        torch.cuda.set_device(options.device)
+    bench = Bench(options.device, results, options.limits)
+    try:
+        done += run(pending, done, results, options.seconds, bench.measure)
+    except DeviceLost as error:
+        print(f"gpu.py: the device cannot be used any more: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        done = sum(results.is_done(unit.key, options.limits, False) for unit in wanted)
+    finally:
+        bench.close()
+        if results.rows:
+            results.write("gpu.md", markdown(results))
+    show(summaries(results))
+    rest = "" if done == len(wanted) else "; the same command goes on from here"
+    print(f"gpu.py: {done} of {len(wanted)} units are measured, in {results.folder}{rest}", file=sys.stderr)
+    return 0 if done == len(wanted) else 3
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Single convolutions: time, memory, exactness, and what the detour through Python costs."""

@@ -1,0 +1,260 @@
+"""How much faster single convolutions are, divided within a workspace limit: forward and both backward passes.
+
+    python benchmarks/layers/layers.py                      # everything, about an hour on two cores
+    python benchmarks/layers/layers.py --only large         # the layers with large kernels
+    python benchmarks/layers/layers.py --only volume        # one volume with a large kernel, cut along depth
+    python benchmarks/layers/layers.py --only resnet18
+
+Three arms run in turn in one process: torch as it is ("stock"), the best algorithms on the undivided mini-batch
+within the limit ("undivided"), and the division that mucudnn chooses within the limit ("divided"). What is shown are
+medians of milliseconds, and how many times as fast as stock the other two are (median over rounds). The allocator is
+told to keep freed memory, so that page faults do not fall on one arm by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.allocator import keep_freed_memory
+from benchmarks.table import RESULTS, Table, conditions, save, show
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks.models import NETWORKS, Layer, convolutions
+from mucudnn.providers import STOCK
+from mucudnn.providers.fft import FFT, Fft
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
+from mucudnn.settings import Settings
+from mucudnn.sizes import format_bytes
+from mucudnn.timing import clock
+
+MIB = 2**20
+RESULT = "layers-cpu"
+BATCHES = {"alexnet": 32, "vgg16": 4, "resnet18": 16, "resnet50": 8, "unet3d": 2, "cosmoflow": 2}
+"""Mini-batch sizes of the networks here: what two cores do in about a second per layer."""
+
+ROUND_SECONDS = 5.0
+"""A layer's rounds, of one call per arm each, end after this time."""
+
+LEAST_ROUNDS, MOST_ROUNDS = 7, 40
+
+WARM_SECONDS = 0.15
+"""Seconds. A call that takes longer is timed alone; a shorter one is called twice, the first time to warm up."""
+
+SLOW_SECONDS, SLOW_ROUNDS = 5.0, 3
+"""Where a call of torch's kernel takes longer than so many seconds, so many rounds are enough."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution to be timed under a limit in bytes."""
+
+    group: str
+    layer: Layer
+    limit: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a case: median seconds, and the median over rounds of stock's time over the arm's."""
+
+    group: str
+    name: str
+    limit: float
+    count: int
+    stock: float
+    undivided: float
+    divided: float
+    undivided_speedup: float
+    divided_speedup: float
+    division: str
+
+
+def large_kernels() -> Iterator[Case]:
+    """Kernels of 31x31 and of 1023 in 1-D: the Fourier transform is fastest, and its workspace grows with the batch."""
+    for name, shape, weight, padding in (
+        ("31x31, 8x16x64x64", (8, 16, 64, 64), (16, 16, 31, 31), (15, 15)),
+        ("1023, 16x16x8192", (16, 16, 8192), (16, 16, 1023), (511,)),
+    ):
+        ones, zeros = (1,) * len(padding), (0,) * len(padding)
+        layer = Layer(name, shape, weight, ones, padding, ones, groups=1, transposed=False, output_padding=zeros)
+        yield Case("large", layer, 64 * MIB)
+        wide = replace(layer, name=name.partition(",")[0] + ", batch 64", input=(64, *shape[1:]))
+        needed = max(
+            Fft().workspace(
+                ConvProblem.of_convolution(
+                    direction, wide.input, weight, stride=ones, padding=padding, dilation=ones, dtype="float32"
+                ),
+                FFT,
+            )
+            for direction in Direction
+        )
+        yield Case("large", wide, math.inf)
+        yield Case("large", wide, needed // 4)
+
+
+def one_volume() -> Iterator[Case]:
+    """A single volume with a 15x15x15 kernel, within a quarter of what an undivided Fourier transform needs."""
+    ones, padding = (1,) * 3, (7,) * 3
+    shape, weight = (1, 2, 64, 64, 64), (2, 2, 15, 15, 15)
+    layer = Layer("15x15x15, 1x2x64x64x64", shape, weight, ones, padding, ones, 1, False, (0,) * 3)
+    needed = min(
+        Fft().workspace(
+            ConvProblem.of_convolution(direction, shape, weight, stride=ones, padding=padding, dilation=ones), FFT
+        )
+        for direction in Direction
+    )
+    yield Case("volume", layer, needed // 4)
+
+
+def network_layers(name: str, limit: float) -> Iterator[Case]:
+    """The distinct convolutions of a network."""
+    for layer in convolutions(NETWORKS[name], BATCHES[name]):
+        yield Case(name, layer, limit)
+
+
+SPECIAL = {"large": large_kernels, "volume": one_volume}
+
+
+def training_pass(layer: Layer) -> Callable[[], object]:
+    """The convolution's forward and both backward passes."""
+    torch.manual_seed(0)
+    x = torch.randn(layer.input).requires_grad_()
+    w = (torch.randn(layer.weight) / math.prod(layer.weight[1:]) ** 0.5).requires_grad_()
+    geometry = (layer.stride, layer.padding, layer.dilation, layer.transposed, layer.output_padding, layer.groups)
+    gradient = torch.randn_like(torch.ops.aten.convolution(x, w, None, *geometry))
+    return lambda: torch.autograd.grad(torch.ops.aten.convolution(x, w, None, *geometry), (x, w), gradient)
+
+
+def measure(case: Case, database: str) -> Row:
+    """Runs the three arms in turn."""
+
+    def session(policy: str) -> Session:
+        given = {"workspace_limit": case.limit, "policy": policy, "database": database, "planning": "ahead"}
+        return Session(Settings.from_environment({}, **given))
+
+    arms: dict[str, Session | None] = {
+        "stock": None,
+        "undivided": session("undivided"),
+        "divided": session("powerOfTwo"),
+    }
+    work = training_pass(case.layer)
+
+    def call(name: str) -> float:
+        """Seconds of the second of two calls: the first finds in the caches what the arm before it left there."""
+        shim.install(arms[name])
+        seconds = clock.first_seconds(work)
+        if seconds < WARM_SECONDS:
+            seconds = clock.first_seconds(work)
+        shim.install(None)
+        return seconds
+
+    *_, stock = [call(name) for name in reversed(arms)]  # measures, plans and warms up
+    least = LEAST_ROUNDS if stock < SLOW_SECONDS else SLOW_ROUNDS
+    rounds: list[dict[str, float]] = []
+    order = list(arms)
+    began = time.perf_counter()
+    while len(rounds) < least or (len(rounds) < MOST_ROUNDS and time.perf_counter() - began < ROUND_SECONDS):
+        order = [*order[1:], order[0]]
+        rounds.append({name: call(name) for name in order})
+
+    def median(value: Callable[[dict[str, float]], float]) -> float:
+        return statistics.median(map(value, rounds))
+
+    divided = arms["divided"]
+    assert divided is not None
+    records = divided.records()
+    chosen = [record.division for record in records]
+    return Row(
+        case.group,
+        case.layer.name,
+        case.limit,
+        case.layer.count,
+        median(lambda r: r["stock"]),
+        median(lambda r: r["undivided"]),
+        median(lambda r: r["divided"]),
+        median(lambda r: r["stock"] / r["undivided"]),
+        median(lambda r: r["stock"] / r["divided"]),
+        STOCK if all([name for _, name in record.parts] == [STOCK] for record in records) else "; ".join(chosen),
+    )
+
+
+def details(rows: list[Row]) -> Table:
+    """The rows for people."""
+    arms = "stock ms", "undivided ms", "divided ms", "undivided x", "divided x"
+    cells = []
+    for row in rows:
+        milliseconds = (f"{1e3 * seconds:.2f}" for seconds in (row.stock, row.undivided, row.divided))
+        speedups = (f"{row.undivided_speedup:.2f}", f"{row.divided_speedup:.2f}")
+        limit = format_bytes(row.limit)
+        cells.append((f"{row.group} {row.name}", limit, *milliseconds, *speedups, row.division))
+    title = f"forward + backward, {torch.get_num_threads()} threads"
+    return Table(title, ("layer", "limit", *arms, "forward; backward data; backward filter"), cells)
+
+
+def summary(rows: list[Row]) -> Table:
+    """Per group: the geometric mean and the least of the divided arm's speed-ups, and the whole's time.
+
+    Where every direction is left to torch's own kernel, both arms run the same code: what differs is noise.
+    """
+    cells = []
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        left = [row.divided_speedup for row in members if row.division == STOCK]
+        taken = [row.divided_speedup for row in members if row.division != STOCK]
+        whole = sum(row.stock * row.count for row in members) / sum(row.divided * row.count for row in members)
+        numbers = statistics.geometric_mean([*left, *taken]), min(taken, default=None), min(left, default=None), whole
+        texts = ("-" if number is None else f"{number:.3f}" for number in numbers)
+        cells.append((group, str(len(members)), str(len(left)), *texts))
+    headings = "layers", "left to stock", "geometric mean", "least", "least left to stock (noise)", "all layers' time"
+    return Table("speed-up of the divided arm over stock", ("network", *headings), cells)
+
+
+def keep(rows: list[Row], before: str) -> None:
+    """Adds the rows to what is kept, in place of earlier ones of the same groups."""
+    path = RESULTS / f"{RESULT}.json"
+    known = [Row(**row) for row in json.loads(path.read_text())] if path.exists() else []
+    groups = {row.group for row in rows}
+    rows = [*(row for row in known if row.group not in groups), *rows]
+    about = f"`python benchmarks/layers/layers.py --save`, a group or several at a time; the last run: {before}"
+    tables = summary(rows), details(rows)
+    save(RESULT, "Single convolutions within a workspace limit, on a CPU", about, [asdict(row) for row in rows], tables)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    groups = [*SPECIAL, *BATCHES]
+    parser.add_argument("--only", action="append", choices=groups, help="a group of layers; may be repeated")
+    parser.add_argument(
+        "--limit", default="64MiB", help="workspace limit of the networks' layers (default %(default)s)"
+    )
+    parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
+    options = parser.parse_args()
+    limit = Settings.from_environment({}, workspace_limit=options.limit).workspace_limit
+    before = conditions()
+    keep_freed_memory()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for group in options.only or groups:
+            for case in SPECIAL[group]() if group in SPECIAL else network_layers(group, limit):
+                rows.append(measure(case, str(Path(folder) / "times.sqlite")))
+                print(f"{rows[-1].group} {rows[-1].name}: {rows[-1].divided_speedup:.2f}x", file=sys.stderr)
+    show([summary(rows), details(rows)])
+    if options.save:
+        keep(rows, before)
+
+
+if __name__ == "__main__":
+    main()

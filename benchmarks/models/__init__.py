@@ -1,0 +1,1 @@
+"""Models that people use, on ranks against one process."""

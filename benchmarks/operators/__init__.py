@@ -1,0 +1,1 @@
+"""torch's own samples of its operators, on shards against one process."""

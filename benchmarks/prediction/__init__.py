@@ -1,0 +1,1 @@
+"""What the performance model predicts, beside what was measured."""

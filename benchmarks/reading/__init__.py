@@ -1,0 +1,1 @@
+"""Volumes that each rank reads its part of: time and bytes."""
