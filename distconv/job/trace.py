@@ -35,7 +35,8 @@ def traced(path: str | None) -> Iterator[None]:
         yield
         return
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    recording = _Recording(torch.profiler.profile(activities=activities))
+    # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
+    recording = _Recording(torch.profiler.profile(activities=activities, acc_events=True))
     hook = register_optimizer_step_post_hook(recording.stepped)
     try:
         with ending_well() as ended:

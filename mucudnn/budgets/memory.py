@@ -67,7 +67,9 @@ class HostRecorder:
             return False  # the program's own
         # Asked for before the profiler starts, whose own memory would be counted otherwise.
         self._steps, self._held = [], self._device.held()
-        profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
         before = {name: os.environ.get(name) for name in _QUIET}
         os.environ.update(_QUIET)
         try:
