@@ -44,20 +44,20 @@ def in_turn(
 
     before = torch.get_default_dtype()
     try:
-        partition, memory = read(options.parts), read_memory(options.memory)
-        build, usual = found(options)
-        torch.set_default_dtype(getattr(torch, options.dtype))
-        model = build().train(not options.inference)
-        given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
         with torch.set_grad_enabled(not options.inference):
-            alone = follow(model, given, {}, None, backward=not options.inference)
             try:
-                parts = follow(model, given, {}, partition, memory, backward=not options.inference)
-            except UnsupportedOperation as error:
-                print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
-                return 1
-    except (ValueError, program.NotFound, RuntimeError) as error:
-        raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
+                partition, memory = read(options.parts), read_memory(options.memory)
+                build, usual = found(options)
+                torch.set_default_dtype(getattr(torch, options.dtype))
+                model = build().train(not options.inference)
+                given = [torch.empty(shape, device="meta") for shape in inputs(build, options, usual)]
+                alone = follow(model, given, {}, None, backward=not options.inference)
+            except (ValueError, program.NotFound, RuntimeError) as error:
+                raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
+            parts = follow(model, given, {}, partition, memory, backward=not options.inference)
+    except UnsupportedOperation as error:
+        print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     finally:
         torch.set_default_dtype(before)
     if options.json:
