@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import distconv.interface  # noqa: F401  (registers the rules)
 from distconv.turns.parts import read
 from distconv.turns.turning import script_in_turn
 
@@ -81,6 +82,14 @@ def test_parts_in_turn_give_what_one_process_gives() -> None:
     with script_in_turn(read("height=4"), 1 << 20):
         numbers = decode(list(SMALL["vae_decode"]))
     assert numbers == pytest.approx(decode(list(SMALL["vae_decode"])), rel=1e-4)
+
+
+def test_a_script_in_turn_has_the_rules() -> None:
+    command = [sys.executable, str(EXAMPLES / "vae_decode.py"), *SMALL["vae_decode"]]
+    alone = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command[1:1] = ["-m", "distconv", "run", "--parts", "height=4"]
+    in_turn = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert in_turn.splitlines()[0] == alone.splitlines()[0]
 
 
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
