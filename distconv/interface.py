@@ -25,10 +25,8 @@ from distconv.model.shard_gather import gather
 from distconv.partition import Partition
 from distconv.reading.opening import open
 from distconv.refusal import UnsupportedOperation
-from distconv.rules import decompositions
-from distconv.rules.registry import discover, install_guard
+from distconv.rules.installation import install_rules
 from distconv.rules.texts import described
-from distconv.transfer import compilers
 from distconv.transfer.redistribution import redistribute
 from distconv.turns.turning import in_turn
 
@@ -47,10 +45,7 @@ __all__ = [
     "whole_state",
 ]
 
-discover()
-install_guard()
-decompositions.install()
-compilers.watch()
+install_rules()
 
 
 def init(

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import distconv.interface  # noqa: F401  (registers the rules)
 from distconv.turns.parts import read
 from distconv.turns.turning import script_in_turn
 

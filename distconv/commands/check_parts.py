@@ -37,7 +37,7 @@ def in_turn(
     private_names.check()
     import torch
 
-    from distconv.interface import UnsupportedOperation
+    from distconv.refusal import UnsupportedOperation
     from distconv.turns.following import follow
     from distconv.turns.parts import read
     from distconv.turns.turning import read_memory

@@ -33,7 +33,6 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     if options.batch_norm != "global":
         raise BadInput("--parts with --batch-norm local; accepted: global, statistics over the whole batch")
     private_names.check()
-    import distconv.interface  # noqa: F401  (registers the rules)
     from distconv.turns.parts import read
     from distconv.turns.turning import read_memory, script_in_turn
     from mucudnn import program

@@ -39,6 +39,7 @@ from distconv.model.whole_calls import graphs_of_whole_models
 from distconv.plain_tensors import plain
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
+from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
 
 M = TypeVar("M", bound=nn.Module)
@@ -116,6 +117,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     batch_norm_statistics[mesh] = batch_norm or batch_norm_statistics.get(mesh, "global")
     nn.Module.__call__ = call  # type: ignore[method-assign]
     _check_steps()
+    install_rules()
     watch_plain_tensors()
     discover()
     open_functions()

@@ -69,8 +69,8 @@ class TrialRunner:
         return result, watch
 
     def _check(self, schedule: Schedule, operands: Operands, seconds: float) -> None:
-        """Compares a result with that of another algorithm the first time that an algorithm computes along a dim; later
-        a sample of it with float64.
+        """Compares a result with a second one where an algorithm computes along a dim for the first time, else a sample
+        of it with float64.
 
         Args:
             seconds: that the result took.
@@ -98,17 +98,23 @@ class TrialRunner:
             self.checking += time.perf_counter() - start
 
     def _second_result(self, operands: Operands) -> tuple[torch.Tensor, str]:
-        """What another algorithm makes of the operands, and its name: one that was right before and is faster than
-        torch's own kernel, which may take a hundred times as long.
+        """A second result of the operands, and the algorithm that computed it.
+
+        The fastest schedule that was right before computes it, since torch's own kernel may take a hundred times as
+        long. Until there is a faster one, it is torch's own.
         """
-        problem, start = self._prospects.problem, time.perf_counter()
-        if self._peer is None:
-            result = stock_result(problem, operands)
-            self._least_seconds = time.perf_counter() - start
-            return result, STOCK
-        result = torch.empty_like(operands.target(problem))
-        self._peer.run(replace(operands, **{str(problem.target): result}))
-        return result, self._peer.division.options[0].algorithm
+        problem = self._prospects.problem
+        if self._peer is not None:
+            result = torch.empty_like(operands.target(problem))
+            try:
+                self._peer.run(replace(operands, **{str(problem.target): result}))
+                return result, self._peer.division.options[0].algorithm
+            except LaunchError:  # no fault of the trial; where the peer itself is tried or used, it is told
+                self._peer = None
+        start = time.perf_counter()
+        result = stock_result(problem, operands)
+        self._least_seconds = time.perf_counter() - start
+        return result, STOCK
 
     def _offer_peer(self, schedule: Schedule, seconds: float) -> None:
         """Takes a schedule that was right as the peer of others, if one algorithm computes it, and the fastest yet."""

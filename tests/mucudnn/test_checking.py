@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from mucudnn.providers.gemm import Gemm
 from mucudnn.reporting.tables import summary
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.settings import SettingError
-from mucudnn.timing.schedule import Schedule
+from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
 
 __all__ = ["eager"]
@@ -209,27 +210,32 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_live(
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("is_wrong", (False, True), ids=("right", "wrong"))
+@pytest.mark.parametrize("later", ("right", "wrong", "failing"))
 def test_a_fast_algorithm_that_was_right_computes_the_second_results(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
+    later: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    second, peers = TrialRunner._second_result, []
+    second, peers, failures = TrialRunner._second_result, [], []
 
     def told(runner: TrialRunner, given: Operands) -> tuple[torch.Tensor, str]:
+        peer = runner._peer
+        if later == "failing" and peer is not None:
+            runner._peer = Mock(run=Mock(side_effect=LaunchError("fft", 1, MemoryError())), division=peer.division)
+            failures.append(peer.division.options[0].algorithm)
         result, by = second(runner, given)
         peers.append(by)
-        return (result + 1 if is_wrong and by != STOCK else result), by
+        return (result + 1 if later == "wrong" and by != STOCK else result), by
 
     monkeypatch.setattr(TrialRunner, "_second_result", told)
     x, w = torch.randn(4, 4, 48, 48), torch.randn(4, 4, 31, 31)
     right = functional.conv2d(x, w, padding=15)
-    expected = pytest.warns(RuntimeWarning, match="fft computed") if is_wrong else warnings.catch_warnings()
+    expected = pytest.warns(RuntimeWarning, match="fft computed") if later == "wrong" else warnings.catch_warnings()
     with mucudnn.patched(database=":memory:", planning="live"), expected:
         for _ in range(40):
             torch.testing.assert_close(functional.conv2d(x, w, padding=15), right, rtol=1e-3, atol=1e-2)
         (record,) = mucudnn.report()
-    assert peers[0] == STOCK and "fft" in peers
-    assert [algorithm for algorithm, _ in record.wrong] == (["fft"] if is_wrong else [])
+    assert peers[0] == STOCK and "fft" in (failures if later == "failing" else peers)
+    assert later != "failing" or set(peers) == {STOCK}
+    assert [algorithm for algorithm, _ in record.wrong] == (["fft"] if later == "wrong" else [])
 
 
 @pytest.mark.usefixtures("eager")
