@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.models.zoo import Entry, Lambda, make
+from benchmarks.models.entry import Entry, Lambda, make
 
 NETS = "monai.networks.nets"
 VOLUME = ((2, 1, 32, 32, 32),)

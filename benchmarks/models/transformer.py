@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.zoo import Entry, Lambda, make
+from benchmarks.models.entry import Entry, Lambda, make
 
 
 def entries() -> dict[str, Entry]:

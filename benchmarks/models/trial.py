@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import distconv
-from benchmarks.models.zoo import Entry
+from benchmarks.models.entry import Entry
 from distconv.rules import whole as small
 from distconv.user_lines import line_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from benchmarks.models.zoo import Entry, Lambda, make
+from benchmarks.models.entry import Entry, Lambda, make
 
 TORCHVISION = """alexnet convnext_tiny densenet121 efficientnet_b0 efficientnet_v2_s mnasnet0_5 mnasnet1_0 mobilenet_v2
 mobilenet_v3_large mobilenet_v3_small regnet_x_400mf regnet_y_400mf resnet18 resnet50 resnext50_32x4d shufflenet_v2_x0_5

@@ -3,70 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
-import importlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
 
-import torch
-from torch import Tensor, nn
-
-PLANES = ("height=2,width=2", "channel=4")
-VOLUMES = ("depth=2,height=2", "sample=2,channel=2")
-"""The partitions of models of images, and of models of volumes and videos: one of space, one of channels."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A model of the zoo: how it is built, and the shapes of its inputs (N, C, spatial...)."""
-
-    build: Callable[[], nn.Module]
-    shapes: tuple[tuple[int, ...], ...] = ((4, 3, 64, 64),)
-
-    @property
-    def partitions(self) -> tuple[str, ...]:
-        return PLANES if len(self.shapes[0]) == 4 else VOLUMES
-
-    def model(self) -> nn.Module:
-        """With the weights of seed 0, in training mode, without dropout."""
-        torch.manual_seed(0)
-        return without_dropout(self.build().train())
-
-    def inputs(self) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        return [torch.randn(shape, generator=generator) for shape in self.shapes]
-
-
-RATES = ("p", "drop_prob", "dropout", "dropout_rate", "attention_dropout", "drop_rate", "proj_drop", "drop_path_rate")
-
-
-def without_dropout(model: nn.Module) -> nn.Module:
-    """The same model with every rate of dropout set to 0, so that results can be compared."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-            continue
-        for name in RATES:
-            if isinstance(vars(module).get(name), float):
-                setattr(module, name, 0.0)
-    return model
-
-
-class Lambda(nn.Module):
-    """A model called in another way than with its inputs alone."""
-
-    def __init__(self, model: nn.Module, way: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model, self.way = model, way
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.way(self.model, *inputs)
+from benchmarks.models import medical, transformer, vision
+from benchmarks.models.entry import Entry
 
 
 def zoo() -> dict[str, Entry]:
     """Every model by its name, LIBRARY.MODEL."""
-    from benchmarks.models import medical, transformer, vision
-
     found: dict[str, Entry] = {}
     for module in (vision, medical, transformer):
         found |= module.entries()
@@ -77,8 +21,3 @@ def chosen(names: Iterable[str], patterns: Iterable[str]) -> Iterator[str]:
     """The names that match one of some patterns, as of the shell; all where there is none."""
     wanted = list(patterns) or ["*"]
     return (name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in wanted))
-
-
-def make(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
-    """What builds a model by the name of its class or function; the module is imported only then."""
-    return lambda: getattr(importlib.import_module(module), name)(*args, **kwargs)
