@@ -56,6 +56,13 @@ def without_samples(x: Tensor) -> list[Tensor]:
     return [F.interpolate(y, (3, 4), mode="bilinear"), y.repeat(1, 4, 1, 1), y.max(2)[0], *y.split(2, 0)]
 
 
+def least_and_greatest(x: Tensor) -> list[Tensor]:
+    """Of all, and of a row; torch 2.11 has no derivative of them."""
+    derivative = torch.ones(1, requires_grad=True).aminmax()[0].grad_fn.name()
+    x = x.detach() if "NotImplemented" in derivative else x
+    return [*torch.aminmax(x), *torch.aminmax(x[:, :, :1])]
+
+
 DIMS: dict[str, Operator] = {
     "squeezed": lambda x: [x[:, :, :1].squeeze(), x[:, :, :1].squeeze(2), x[:, :1].squeeze((1, -1)), x.squeeze(0)],
     "squeezed copies": lambda x: [torch.squeeze_copy(x[:, :, :1]), torch.squeeze_copy(x)],
@@ -64,7 +71,7 @@ DIMS: dict[str, Operator] = {
     "flattened": lambda x: [x[:, :, :1, :1].flatten(1), x[:, :1].flatten(1), x[:, :1, :1].reshape(x.shape[0], -1)],
     "viewed": lambda x: x[:, :, :1, :1].reshape(x.shape[:2]) @ random(x.shape[1], 3),
     "one piece": lambda x: [*x.chunk(1, 2), *x.split(x.shape[2], 2), *x.split([x.shape[3], 0], 3), *x.chunk(1, 1)],
-    "least and greatest": lambda x: [*torch.aminmax(x), *torch.aminmax(x[:, :, :1])],
+    "least and greatest": least_and_greatest,
     "repeated": lambda x: [x.repeat(2, 1, 3, 2), x[:, :1].repeat(1, 4, 1, 1), x[:, :, :1].tile((2, 1, 5, 1))],
     "nothing": lambda x: [x[:, :, :0] * x[:, :, :1], x[:, :, :0].flatten(1) + 1, x.tile((0,))],
     "no samples": without_samples,

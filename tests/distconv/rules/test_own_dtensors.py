@@ -16,8 +16,10 @@ SCRIPT = SCRIPTS / "own_dtensors.py"
 def lines(how: str) -> list[str]:
     done = subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    # torch's dispatch of DTensors in C++ and that in Python find the same errors, and write them a little differently.
-    return [line.replace("::", ".").rstrip(".") for line in done.stdout.splitlines()]
+    # torch's dispatch of DTensors in C++ and that in Python find the same errors, and write them a little differently;
+    # torch 2.11 takes a batch norm apart further in Python than in C++, before it refuses what is left.
+    parts = done.stdout.replace("aten._native_batch_norm_legit.no_stats", "aten.native_batch_norm.default")
+    return [line.replace("::", ".").rstrip(".") for line in parts.splitlines()]
 
 
 @pytest.mark.parametrize("how", ["imported", "used", "script"])
