@@ -23,7 +23,8 @@ def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> DTensor:
     distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     mesh = distributed[0].device_mesh
     if all(tensor.device_mesh == mesh for tensor in distributed):
-        return stock(func, (tensors, dim))
+        # torch 2.11 counts a negative dim from the end of an operand: its result then claims to lie along a wrong dim.
+        return stock(func, (tensors, dim + tensors[0].dim() + 1 if dim < 0 else dim))
     if any(tensor.dim() for tensor in tensors):
         raise refuse(func, f"tensors on two meshes: {dict.fromkeys(t.device_mesh for t in distributed)}")
     numbers = [added(tensor)._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
