@@ -151,13 +151,17 @@ class Watch:
         if self._parent is not None and os.getppid() != self._parent:
             self._stop_at = now
         notices = self._find_notices()
-        if notices is None or self._signal is not None or notices.is_signalled():
+        if notices is None or self._signal is not None:
+            return
+        endings = notices.endings()
+        if notices.is_signalled():  # asked after the endings: a signal is noted before the ranks that it ends
             return
         if self.lost is not None:
             if notices.claim():
                 self._tell(self.lost[1])
             notices.record(self.lost[0], -signal.SIGKILL)  # what other machines are told
-        for rank, code in notices.endings().items():
+            endings = {**endings, self.lost[0]: -signal.SIGKILL}
+        for rank, code in endings.items():
             if code and rank not in self._processes:
                 self.failed = rank, code
                 self._stop_at = now + (ALIKE_SECONDS if code > 0 else 0.0)

@@ -68,6 +68,22 @@ def test_a_death_ends_the_others(capsys, deaf):
     assert (signal.SIGKILL in other.received) == deaf
 
 
+class SignalledMeanwhile(Notices):
+    """Another watcher is signalled, and its rank dies of that, while this one looks around."""
+
+    def is_signalled(self) -> bool:
+        before = super().is_signalled()
+        self.signalled()
+        self.record(1, -signal.SIGTERM)
+        return before
+
+
+def test_a_rank_that_a_signal_has_ended_is_no_news(capsys):
+    notices = SignalledMeanwhile(dist.HashStore(), 2)
+    assert Watch({0: Rank(ends(0, at=9))}, 2, lambda: notices, {}, bound=False).run() == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_of_two_deaths_the_first_is_told(capsys):
     assert watched(Rank(ends(-6, at=4)), Rank(ends(-9))) == 137
     assert capsys.readouterr().err == "distconv: rank 1 of 2 was killed (signal 9)\n"
