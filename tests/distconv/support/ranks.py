@@ -1,15 +1,16 @@
 """A pool of real processes, started once, in which a test runs a function on every rank.
 
-Run as a program, this file is one rank of such a pool:
+Ranks over Gloo are forked from a process that has imported torch and distconv; over MPI, mpiexec starts this file:
 
-    python ranks.py SOCKET gloo RANK SIZE STORE
     mpiexec -n SIZE python ranks.py SOCKET mpi
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -20,8 +21,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,44 @@ class RankDied(RuntimeError):
     """A rank of the pool ended, or did not answer in time; the pool was killed."""
 
 
+class Forked:
+    """A rank over Gloo, asked as a process of `subprocess` is."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = _forking().Process(target=_serve_apart, args=arguments)
+        self._process.start()
+        self.pid: int = self._process.pid  # type: ignore[assignment]
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._process.join(seconds)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("a rank", seconds or 0.0)
+
+
+@functools.cache
+def _forking() -> ForkServerContext:
+    """What forks processes from one that has imported what ranks need, with the environment of this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.tensor", "distconv.interface"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = _path()
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
 class Ranks:
     """`size` processes with torch.distributed initialised over `backend` ("gloo" or "mpi"), one thread each.
 
@@ -51,7 +92,7 @@ class Ranks:
 
     def __init__(self, size: int, backend: str, timeout: float = 120.0) -> None:
         self.size, self.backend, self.timeout = size, backend, timeout
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
@@ -116,28 +157,28 @@ class Ranks:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         address = os.path.join(self._directory.name, "socket")
-        program = [sys.executable, __file__, address, self.backend]
-        if self.backend == "mpi":
-            from distconv.job.launcher import mpiexec
-
-            commands = [[*mpiexec(self.size), *program]]
-        else:
-            store = os.path.join(self._directory.name, "store")
-            commands = [[*program, str(rank), str(self.size), store] for rank in range(self.size)]
-        environment = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=_path())
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(self.size)
             listener.settimeout(0.5)
-            self._processes = [
-                subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-                for command in commands
-            ]
             try:
+                self._processes = list(self._started(address))
                 self._connections = self._accept(listener)
             except BaseException:
                 self.close()
                 raise
+
+    def _started(self, address: str) -> Iterator[subprocess.Popen[bytes] | Forked]:
+        if self.backend == "mpi":
+            from distconv.job.launcher import mpiexec
+
+            command = [*mpiexec(self.size), sys.executable, __file__, address, self.backend]
+            environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=_path())
+            yield subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+            return
+        store = os.path.join(os.path.dirname(address), "store")
+        for rank in range(self.size):
+            yield Forked(address, self.backend, str(rank), str(self.size), store)
 
     def _accept(self, listener: socket.socket) -> list[Connection]:
         by_rank: dict[int, Connection] = {}
@@ -186,6 +227,13 @@ def _answer(task: bytes) -> bytes:
         except Exception:
             return pickle.dumps((False, RuntimeError(f"{type(error).__name__} {text}")))
         return answer
+
+
+def _serve_apart(*arguments: str) -> None:
+    """What a forked rank does, in a session of its own."""
+    os.setsid()
+    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    _serve(*arguments)
 
 
 def _serve(address: str, backend: str, *arguments: str) -> None:
