@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tensor_memory import no_garbage
 
 import mucudnn
 
@@ -29,3 +30,10 @@ def own_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions are measured before their first call, where a test does not say otherwise."""
     monkeypatch.setenv("MUCUDNN_PLANNING", "ahead")
+
+
+@pytest.fixture
+def collected_once() -> Iterator[None]:
+    """Garbage is collected before a test that measures memory, and not once more before each of its examples."""
+    with no_garbage():
+        yield

@@ -52,6 +52,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, ...]]
     del sys.modules[spec.name]
 
 
+@pytest.mark.usefixtures("collected_once")
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_its_results_are_right_within_its_workspace(table: tuple[Any, ...], data: st.DataObject) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import problems
 from references import TOLERANCE, operands, rounding_error
@@ -22,8 +22,9 @@ from mucudnn.timing.schedule import Schedule
 from mucudnn.timing.store import Store
 
 
+@pytest.mark.usefixtures("collected_once")
 @pytest.mark.parametrize("algorithm", ["fft", "gemm"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_parts_in_strips_equal_the_reference_and_keep_what_they_declare(algorithm: str, data: st.DataObject) -> None:
     problem = data.draw(problems(("float64", "float32"), max_extent=3))

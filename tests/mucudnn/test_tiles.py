@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from forced import divided, forced
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layer_cases import LAYERS, assert_same, results
 from problems import problems
@@ -82,8 +82,9 @@ def test_algorithm_on_tiles_equals_float64_reference(algorithm: str, data: st.Da
         assert rounding_error(problem, whole) < tolerance
 
 
+@pytest.mark.usefixtures("collected_once")
 @pytest.mark.parametrize("algorithm", (STOCK, *PROVIDERS))
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_peak_of_a_tile_stays_within_what_is_declared(algorithm: str, data: st.DataObject) -> None:
     types = dtypes(algorithm, "float32", "float64", "bfloat16")

@@ -32,8 +32,9 @@ def widened(problem: ConvProblem, given: Operands) -> Operands:
     return replace(given, w=given.w.float()) if problem.is_half and problem.target is Role.W else given
 
 
+@pytest.mark.usefixtures("collected_once")
 @pytest.mark.parametrize("algorithm", PROVIDERS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_peak_stays_within_what_is_declared(algorithm: str, data: st.DataObject) -> None:
     if algorithm == ONEDNN:
