@@ -70,8 +70,9 @@ def add(commands: Any) -> None:
         check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
     check.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,...",
-        help="instead of a partition: follow a model whose parts are computed in turn in one process",
+        metavar="AXIS=PARTS,... | auto",
+        help="instead of a partition: follow a model whose parts are computed in turn in one process; "
+        "auto chooses them within --memory",
     )
     check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distconv import private_names
 from distconv.job.launcher import BadInput
+from distconv.partition import Partition
 from mucudnn import program
 from mucudnn.commands.output import print_json
 from mucudnn.sizes import format_bytes
@@ -38,15 +39,15 @@ def in_turn(
     import torch
 
     from distconv.refusal import UnsupportedOperation
+    from distconv.turns.automatic import choice_of, extents_of
     from distconv.turns.following import follow
-    from distconv.turns.parts import read
-    from distconv.turns.turning import read_memory
+    from distconv.turns.turning import read_way
 
     before = torch.get_default_dtype()
     try:
         with torch.set_grad_enabled(not options.inference):
             try:
-                partition, memory = read(options.parts), read_memory(options.memory)
+                partition, memory = read_way(options.parts, options.memory)
                 build, usual = found(options)
                 torch.set_default_dtype(getattr(torch, options.dtype))
                 model = build().train(not options.inference)
@@ -54,7 +55,12 @@ def in_turn(
                 alone = follow(model, given, {}, None, backward=not options.inference)
             except (ValueError, program.NotFound, RuntimeError) as error:
                 raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
-            parts = follow(model, given, {}, partition, memory, backward=not options.inference)
+            if partition is None:
+                assert memory is not None
+                choice = choice_of(model, given, {}, extents_of(given), memory, not options.inference)
+                partition, parts = choice.partition or Partition(()), choice.taken
+            else:
+                parts = follow(model, given, {}, partition, memory, backward=not options.inference)
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -63,7 +69,7 @@ def in_turn(
     if options.json:
         print_json({"parts": str(partition), "memory": memory, **asdict(parts), "alone": asdict(alone)})
     else:
-        print(told(str(partition), alone, parts))
+        print(told(f"{partition}, in turn" if partition.ranks > 1 else "One process", alone, parts))
     return 0
 
 
@@ -71,7 +77,7 @@ def told(partition: str, alone: Followed, parts: Followed) -> str:
     """What was found, in a few sentences."""
     share = parts.peak / alone.peak
     lines = [
-        f"{partition}, in turn: the tensors take at most {format_bytes(parts.peak)}, {share:.2f} of the"
+        f"{partition}: the tensors take at most {format_bytes(parts.peak)}, {share:.2f} of the"
         f" {format_bytes(alone.peak)} of one process; {format_bytes(parts.whole)} are parameters, buffers and inputs.",
         f"{format_bytes(parts.spilled)} leave the device, {format_bytes(parts.fetched)} come back, and the parts get"
         f" {format_bytes(parts.exchanged)} from each other.",

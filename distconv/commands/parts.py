@@ -33,12 +33,11 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     if options.batch_norm != "global":
         raise BadInput("--parts with --batch-norm local; accepted: global, statistics over the whole batch")
     private_names.check()
-    from distconv.turns.parts import read
-    from distconv.turns.turning import read_memory, script_in_turn
+    from distconv.turns.turning import read_way, script_in_turn
     from mucudnn import program
 
     try:
-        partition, memory = read(options.parts), read_memory(options.memory)
+        way = read_way(options.parts, options.memory)
         found = program.module(options.script) if options.module else program.script(options.script)
     except (ValueError, program.NotFound) as error:
         raise BadInput(f"--parts: {error}" if isinstance(error, ValueError) else str(error)) from None
@@ -48,6 +47,6 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             import mucudnn
 
             around.enter_context(mucudnn.patched())
-        around.enter_context(script_in_turn(partition, memory))
+        around.enter_context(script_in_turn(way))
         found.run(options.arguments)
     return 0

@@ -103,9 +103,9 @@ def add(commands: Any) -> None:
     )
     run.add_argument(
         "--parts",
-        metavar="AXIS=PARTS,...",
+        metavar="AXIS=PARTS,... | auto",
         help="one process computes so many parts of its models' inputs one after another, on one device, and needs the "
-        "memory of one part at a time: for samples that are too large",
+        "memory of one part at a time: for samples that are too large; auto chooses the parts within --memory",
     )
     run.add_argument(
         "--memory",

@@ -36,6 +36,7 @@ class Followed:
     Attributes:
         peak: the most of all tensors on the device, parameters, inputs and results included.
         whole: of parameters, buffers and inputs, which no limit of the parts counts.
+        results: of what the call gives, which it does not count either.
         spilled, fetched: what leaves the device, and comes back.
         exchanged: what parts get from each other.
         operations: of convolutions and products of matrices, a multiplication and an addition being two.
@@ -43,6 +44,7 @@ class Followed:
 
     peak: int
     whole: int
+    results: int = 0
     spilled: int = 0
     fetched: int = 0
     exchanged: int = 0
@@ -59,7 +61,7 @@ def follow(
 ) -> Followed:
     """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
 
-    Tensors on the device meta stand for such on a processor.
+    Tensors on another device, or on none (meta), are followed as such on a processor.
 
     ``memory``: the limit of the parts' tensors. Raises what the call raises.
     """
@@ -69,7 +71,7 @@ def follow(
     known: dict[int, Any] = {}
     for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))):
         if isinstance(x, Tensor) and id(x) not in known:
-            known[id(x)] = shapes.from_tensor(x) if not x.is_meta else _on_processor(x, shapes)
+            known[id(x)] = _alike(x, shapes)
     copied = copy.deepcopy(module, dict(known))
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
     watch.count(list(known.values()))
@@ -79,16 +81,24 @@ def follow(
     with _shapes_uncounted(watch), instead(pager), shapes_followed(), shapes, watch:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
-            results = [x for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
-            if results:
-                sum(x.sum() for x in results).backward()  # type: ignore[union-attr]
+            losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
+            if losses:
+                sum(losses).backward()  # type: ignore[union-attr]
     moved = parts.moved - before if parts else 0
-    return Followed(watch.peak, whole, pager.written, pager.read, moved, watch.operations)
+    storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
+    results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return Followed(watch.peak, whole, results, pager.written, pager.read, moved, watch.operations)
 
 
-def _on_processor(x: Tensor, shapes: FakeTensorMode) -> Tensor:
+def _alike(x: Tensor, shapes: FakeTensorMode) -> Tensor:
+    """Without numbers, on a processor; a leaf for autograd, as a call in turn takes it."""
+    if x.device.type == "cpu":
+        return shapes.from_tensor(x) if x.is_leaf else shapes.from_tensor(x.detach()).requires_grad_()
     with shapes:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        alike = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(alike, x.requires_grad)
+    return alike.requires_grad_(x.requires_grad)
 
 
 class _Nowhere:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -17,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 from distconv.direct.paths import is_open
 from distconv.model.calls import elsewhere
 from distconv.model.compiled import original
-from distconv.model.whole_calls import is_for_whole
+from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.partition import Partition
+from distconv.turns.automatic import AUTO, chosen
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.parts import parts_of, read
 from distconv.turns.world import is_part
@@ -26,8 +28,13 @@ from mucudnn.sizes import parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
-Way = tuple[Partition, int | None]
-"""The parts, and the most bytes of theirs on the device, if that is limited."""
+Way = tuple[Partition | None, int | None]
+"""The parts, None where each call's are chosen, and the most bytes of theirs on the device, if that is limited."""
+
+_NOT_IN_TURN: Way = Partition(()), None
+
+_ANY = Partition((("sample", 2),))
+"""Parts that are made where none are named yet: from then on calls of modules are looked at."""
 
 _turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary()
 """The modules that run in turn where they are called outermost."""
@@ -44,7 +51,8 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
 
     Args:
         model: is changed in place; its parameters stay as they are.
-        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width.
+        parts: axes and the parts along each, such as `"height=8"`. Accepted axes: sample, depth, height, width. With
+            `"auto"` they are chosen at the first call with inputs of such shapes (see `distconv.turns.choosing`).
         memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters, what
             the model is given and gives, and what one operator needs. What was not read for longest is kept in a file
             of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device.
@@ -56,13 +64,25 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
         ValueError: one line, for parts that are not accepted, here, and where an input lacks a dim that is to be cut.
         RuntimeError: one line, in a job of several ranks.
     """
-    way = read(parts), read_memory(memory)
+    way = read_way(parts, memory)
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
     for module in original(model).modules():
         _turning[module] = way
     _take(way[0])
     return model
+
+
+def read_way(parts: str, memory: str | float | None) -> Way:
+    """The parts and the limit of their memory, in bytes. ValueError, one line, for what is not accepted."""
+    limit = read_memory(memory)
+    if parts != AUTO:
+        return read(parts), limit
+    if limit is None:
+        raise ValueError(
+            "parts 'auto' without a limit of memory; accepted: with memory, such as 8GiB, or axis=parts,..."
+        )
+    return None, limit
 
 
 def read_memory(memory: str | float | None) -> int | None:
@@ -77,18 +97,19 @@ def read_memory(memory: str | float | None) -> int | None:
 
 
 @contextmanager
-def script_in_turn(partition: Partition, memory: int | None) -> Iterator[None]:
+def script_in_turn(way: Way) -> Iterator[None]:
     """Within it every model runs in turn whose inputs can be cut."""
-    _take(partition)
-    _script.append((partition, memory))
+    _take(way[0])
+    _script.append(way)
     try:
         yield
     finally:
         _script.pop()
 
 
-def _take(partition: Partition) -> None:
+def _take(partition: Partition | None) -> None:
     """From now on calls of modules are looked at."""
+    partition = partition or _ANY
     if partition.ranks > 1:
         parts_of(partition, "cpu")
     if _called not in elsewhere:
@@ -100,15 +121,23 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     own = _turning.get(module)
     way = own or (_script[-1] if _script else None)
-    if way is None or way[0].ranks == 1:
+    if way is None or (way[0] is not None and way[0].ranks == 1):
         return NotImplemented
-    partition, memory = way
     first = next(module.parameters())
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not is_open() or any(isinstance(x, DTensor) or x.is_meta for x in (first, *leaves)):
         return NotImplemented
     if is_for_whole(module, leaves):
         return NotImplemented
+    partition, memory = way
+    if partition is None:
+        assert memory is not None
+        # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
+        if torch._C._current_graph_task_id() == -1:
+            with script_in_turn(_NOT_IN_TURN):
+                partition = chosen(module, args, kwargs, leaves, memory)
+        if partition is None:
+            return run_whole(nn.Module.__call__, module, args, kwargs)
     parts = parts_of(partition, first.device.type)
     try:
         if not is_cut(parts, leaves):

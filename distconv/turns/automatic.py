@@ -1,0 +1,78 @@
+"""The parts of a call where nobody named them: chosen and told at the first call with inputs of such shapes."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distconv.partition import AXES, Kind, Partition
+from distconv.refusal import UnsupportedOperation
+from distconv.turns.choosing import Choice, choose
+from distconv.turns.following import follow
+from mucudnn.sizes import format_bytes
+
+AUTO = "auto"
+"""What asks for parts that are chosen."""
+
+_chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Partition | None]] = weakref.WeakKeyDictionary()
+
+
+def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
+    """By axis, the extents that can be cut of the input of the most dims, of these the largest."""
+    x = max(inputs, key=lambda each: (each.dim(), each.numel()), default=torch.empty(()))
+    dims = {axis.name: axis.dim_of(x.dim()) for axis in AXES.values() if axis.kind is not Kind.CHANNELS}
+    return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
+
+
+def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> Partition | None:
+    """The parts of a call within a limit of memory; None: one process does it.
+
+    Raises:
+        ValueError: one line, where the call cannot be followed by the shapes of its tensors.
+    """
+    of_module = _chosen.setdefault(module, {})
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
+    key = memory, trained, module.training, *((x.shape, x.dtype) for x in inputs)
+    if key not in of_module:
+        choice = choice_of(module, args, kwargs, extents_of(inputs), memory, trained)
+        print(f"distconv: --parts auto: {told(type(module).__name__, choice, memory)}", file=sys.stderr, flush=True)
+        of_module[key] = choice.partition
+    return of_module[key]
+
+
+def choice_of(
+    module: nn.Module, args: Any, kwargs: Any, extents: dict[str, int], memory: int, backward: bool
+) -> Choice:
+    """Follows the call under one partition after another. ValueError, one line, where it cannot be followed."""
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(backward):
+            return choose(lambda parts: follow(module, args, kwargs, parts, memory, backward), extents, memory)
+    except UnsupportedOperation:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(
+            f"parts 'auto': a call of {type(module).__name__} cannot be followed without numbers ({reason[:300]});"
+            " accepted: axis=parts,..."
+        ) from None
+
+
+def told(name: str, choice: Choice, memory: int) -> str:
+    """What was chosen, in one line."""
+    taken, alone = choice.taken, choice.alone
+    if choice.partition is None and choice.fits:
+        return f"{name} runs whole, and takes at most {format_bytes(alone.peak)}"
+    parts = "whole" if choice.partition is None else f"as {choice.partition}"
+    line = (
+        f"{name} runs {parts}, and takes at most {format_bytes(taken.peak)} ({format_bytes(alone.peak)} in one process)"
+        f"; {format_bytes(taken.spilled)} leave the device, {format_bytes(taken.fetched)} come back"
+    )
+    if not choice.fits:
+        besides = format_bytes(taken.whole + taken.results)
+        line += f"; no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"
+    return line

@@ -1,0 +1,118 @@
+"""Chooses the parts of a call in turn that keep within a limit of memory and move the least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from distconv.partition import Partition
+from distconv.turns.following import Followed
+
+MOST_PARTS = 32
+"""Along one dim; each one more costs a thread, and all operators once more."""
+
+GAIN = 0.95
+"""More parts are tried while they take at most this share of what fewer take: memory, or within the limit moves."""
+
+SLACK = 1.05
+"""A limit does not count small tensors, which stay on the device."""
+
+Follow = Callable[[Partition | None], Followed]
+"""What a call takes under a partition, or in one process where it is given None."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The parts of a call.
+
+    Attributes:
+        partition: None, where one process keeps within the limit.
+        taken: what the call takes in these parts.
+        alone: what it takes in one process.
+        fits: whether ``taken`` keeps within the limit; else it is what takes the least memory.
+    """
+
+    partition: Partition | None
+    taken: Followed
+    alone: Followed
+    fits: bool
+
+
+def choose(follow: Follow, extents: Mapping[str, int], memory: int) -> Choice:
+    """The parts that keep a call within a limit, by what it takes under each of a few partitions.
+
+    One process is best, where it fits. Otherwise samples are cut, or else the longest dim of space that brings the
+    call within the limit. Of the numbers of parts that fit, the best one moves the fewest bytes off the device and
+    back, then the fewest between parts, and is the smallest. Where nothing fits, what exceeds the limit least is taken.
+
+    Args:
+        follow: is asked for one partition at a time.
+        extents: those of the dims that can be cut, by the axis that cuts them.
+        memory: the most bytes of tensors on the device, besides parameters, buffers, inputs and results.
+    """
+    alone = follow(None)
+    found: list[tuple[Partition | None, Followed]] = [(None, alone)]
+    if not _fits(alone, memory):
+        for ladder in _ladders(extents):
+            climbed = _climb(follow, ladder, memory)
+            found += climbed
+            if any(_fits(taken, memory) for _, taken in climbed):
+                break
+    partition, taken = min(found, key=lambda each: _cost(each[0], each[1], memory))
+    return Choice(partition, taken, alone, _fits(taken, memory))
+
+
+def _ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
+    """Lists of partitions of 2, 4, 8... parts: of samples, which exchange the least; of the longest dim; of both."""
+    samples = _counts(extents.get("sample", 1))
+    yield [Partition((("sample", parts),)) for parts in samples]
+    space = [name for name in extents if name != "sample"]
+    if space:
+        name = max(space, key=extents.__getitem__)
+        yield [Partition(((name, parts),)) for parts in _counts(extents[name])]
+        if samples:
+            yield [Partition((("sample", samples[-1]), (name, parts))) for parts in _counts(extents[name])]
+
+
+def _counts(extent: int) -> list[int]:
+    doubled = [1 << k for k in range(1, 6) if 1 << k <= min(extent, MOST_PARTS)]
+    return sorted({*doubled, extent}) if 1 < extent <= MOST_PARTS else doubled
+
+
+def _climb(follow: Follow, ladder: list[Partition], memory: int) -> list[tuple[Partition, Followed]]:
+    """What the partitions of a list take, up to the first one that is as good as those behind it may be."""
+    found: list[tuple[Partition, Followed]] = []
+    for partition in ladder:
+        taken = follow(partition)
+        before = found[-1][1] if found else None
+        found.append((partition, taken))
+        if _fits(taken, memory) and not _moved(taken):
+            break
+        if before is None or _fits(taken, memory) > _fits(before, memory):
+            continue
+        measure = _moved if _fits(taken, memory) else _held
+        if measure(taken) > GAIN * measure(before):
+            break
+    return found
+
+
+def _fits(taken: Followed, memory: int) -> bool:
+    return _over(taken, memory) == 0
+
+
+def _over(taken: Followed, memory: int) -> int:
+    """Bytes beyond the limit."""
+    return max(0, _held(taken) - int(SLACK * memory))
+
+
+def _held(taken: Followed) -> int:
+    """The bytes that a limit counts."""
+    return taken.peak - taken.whole - taken.results
+
+
+def _moved(taken: Followed) -> int:
+    return taken.spilled + taken.fetched
+
+
+def _cost(partition: Partition | None, taken: Followed, memory: int) -> tuple[int, int, int, int]:
+    return _over(taken, memory), _moved(taken), taken.exchanged, 1 if partition is None else partition.ranks

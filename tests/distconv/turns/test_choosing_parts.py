@@ -1,0 +1,143 @@
+"""The parts that are chosen where nobody named them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import distconv
+from distconv.__main__ import main
+from distconv.partition import Partition
+from distconv.turns.choosing import choose
+from distconv.turns.following import Followed
+
+MIB = 1 << 20
+
+
+def call(held: float, moved: Callable[[int], float] = lambda parts: 0.0, least: float = 0.0):
+    """What a call takes whose memory is divided by the parts, down to what one operator needs."""
+    asked: list[str] = []
+
+    def follow(parts: Partition | None) -> Followed:
+        count = 1 if parts is None else parts.ranks
+        asked.append(str(parts))
+        taken = int(max(held / count, least) * MIB)
+        return Followed(taken + 5 * MIB, 3 * MIB, 2 * MIB, int(moved(count) * MIB), 0, count)
+
+    return follow, asked
+
+
+def test_one_process_does_what_fits() -> None:
+    follow, asked = call(100)
+    choice = choose(follow, {"height": 64, "width": 64}, 100 * MIB)
+    assert (choice.partition, choice.fits, asked) == (None, True, ["None"])
+
+
+def test_the_fewest_parts_of_the_longest_dim_that_fit_without_moves() -> None:
+    follow, asked = call(100)
+    choice = choose(follow, {"height": 64, "width": 96}, 30 * MIB)
+    assert (str(choice.partition), choice.fits, asked) == ("width=4", True, ["None", "width=2", "width=4"])
+
+
+def test_samples_are_cut_first_and_space_where_they_do_not_suffice() -> None:
+    assert str(choose(call(100)[0], {"sample": 4, "height": 64}, 30 * MIB).partition) == "sample=4"
+    assert str(choose(call(100)[0], {"sample": 3, "height": 64}, 20 * MIB).partition) == "height=8"
+    assert str(choose(call(100)[0], {"sample": 3, "height": 5}, 7 * MIB).partition) == "sample=3,height=5"
+
+
+def test_more_parts_while_they_move_less() -> None:
+    follow, asked = call(100, moved=lambda parts: 50 if parts < 4 else 20 if parts < 8 else 19.5)
+    assert str(choose(follow, {"height": 64}, 60 * MIB).partition) == "height=8"
+    assert asked[-1] == "height=8"
+
+
+def test_what_exceeds_the_limit_least_where_nothing_fits() -> None:
+    follow, asked = call(100, least=20)
+    choice = choose(follow, {"height": 64}, 10 * MIB)
+    assert (str(choice.partition), choice.fits) == ("height=8", False)
+    assert asked[-1] == "height=16"  # as much as eight parts
+
+
+@pytest.mark.parametrize(
+    "memory, told", [("1GiB", "One process: the tensors take"), ("40MiB", "depth=4, in turn: the tensors take")]
+)
+def test_check_tells_what_is_chosen(
+    memory: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["unet3d", "--input", "1,1,32,32,32", "--parts", "auto", "--memory", memory, "--inference"]
+    monkeypatch.setattr(sys, "argv", ["distconv", "check", *asked])
+    assert (main(), capsys.readouterr().out[: len(told)]) == (0, told)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Dropout(0.3), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1)
+    ).double()
+
+
+@pytest.mark.parametrize("memory, told", [("1GiB", "Sequential runs whole"), ("1500KiB", "Sequential runs as height=")])
+def test_a_step_in_chosen_parts_is_that_of_one_process(
+    memory: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = net()
+    model = distconv.in_turn(copy.deepcopy(plain), "auto", memory=memory)
+    x = torch.randn(1, 3, 96, 64, dtype=torch.float64)
+    for _ in range(2):
+        found = []
+        for each in (model, plain):
+            torch.manual_seed(3)
+            loss = each(x).square().mean()
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in each.parameters()), *(b.double() for b in each.buffers())])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"distconv: --parts auto: {told}")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net().eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("memory", ["1GiB", "1500KiB"])
+def test_what_a_checkpoint_computes_again_runs_as_it_did(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = Checkpointed()
+    model = distconv.in_turn(copy.deepcopy(plain), "auto", memory=memory)
+    x = torch.randn(1, 3, 96, 64, dtype=torch.float64)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-13)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_an_input_that_another_model_has_made_is_followed_with_its_gradient() -> None:
+    first, second = net(), distconv.in_turn(net(), "auto", memory="1500KiB")
+    x = torch.randn(1, 3, 96, 64, dtype=torch.float64)
+    second.eval()(first.eval()(x)).sum().backward()
+    assert first[0].weight.grad is not None
+
+
+def test_what_is_refused_is_one_line() -> None:
+    with pytest.raises(ValueError, match=r"^parts 'auto' without a limit of memory; accepted: .*8GiB.*$"):
+        distconv.in_turn(net(), "auto")
+
+    class Asks(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if x.sum().item() > 0 else x
+
+    model = distconv.in_turn(Asks(3, 3, 3), "auto", memory="1MiB")
+    with pytest.raises(ValueError, match=r"^parts 'auto': a call of Asks cannot be followed without numbers \(.*$"):
+        model(torch.randn(1, 3, 8, 8))
