@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from distconv.partition import AXES, Kind, Partition
 from distconv.refusal import UnsupportedOperation
 from distconv.turns.choosing import Choice, choose
-from distconv.turns.following import follow
+from distconv.turns.following import Followed, follow
 from mucudnn.sizes import format_bytes
+from mucudnn.timing.progress import bar
 
 AUTO = "auto"
 """What asks for parts that are chosen."""
@@ -50,8 +51,18 @@ def choice_of(
 ) -> Choice:
     """Follows the call under one partition after another. ValueError, one line, where it cannot be followed."""
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(backward):
-            return choose(lambda parts: follow(module, args, kwargs, parts, memory, backward), extents, memory)
+        with (
+            bar(None, "distconv: choosing parts") as advance,
+            torch.inference_mode(False),
+            torch.set_grad_enabled(backward),
+        ):
+
+            def followed(parts: Partition | None) -> Followed:
+                found = follow(module, args, kwargs, parts, memory, backward)
+                advance()
+                return found
+
+            return choose(followed, extents, memory)
     except UnsupportedOperation:
         raise
     except Exception as error:
