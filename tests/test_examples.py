@@ -78,7 +78,7 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest.M
 
 def test_parts_in_turn_give_what_one_process_gives() -> None:
     decode = loaded("vae_decode").main
-    with script_in_turn(read("height=4"), 1 << 20):
+    with script_in_turn((read("height=4"), 1 << 20)):
         numbers = decode(list(SMALL["vae_decode"]))
     assert numbers == pytest.approx(decode(list(SMALL["vae_decode"])), rel=1e-4)
 
