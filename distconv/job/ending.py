@@ -21,6 +21,7 @@ import torch.distributed as dist
 from distconv.job.launcher import BadInput
 from distconv.job.notices import Notices, how_it_ended
 from distconv.job.output import Prefixed
+from distconv.job.watch import shell_code
 from distconv.reading.fault import of_a_library
 from distconv.refusal import UnsupportedOperation
 from mucudnn import program
@@ -113,6 +114,8 @@ class Ending:
             if failed or (ended and waited > FAILURE_SECONDS):
                 culprit = (failed or list(ended))[0]
                 self._show(f"distconv: {how_it_ended(culprit, self.notices.size, ended[culprit])}\n")
+                # The culprit has noted its end, but its process may outlast this one, whose code is then the job's.
+                self.code = shell_code(ended[culprit]) or self.code
                 return True
             time.sleep(0.05)
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from distconv.job import watch
-from distconv.job.ending import lost_another
+from distconv.job.ending import Ending, lost_another
 from distconv.job.notices import Notices
 from distconv.job.signals import Signals
 from distconv.job.watch import Watch
@@ -170,3 +171,14 @@ def test_a_consequence_is_told_from_a_cause(text, lost):
     wrapped = ValueError("step 3 failed")
     wrapped.__cause__ = RuntimeError(text)
     assert lost_another(wrapped) == lost
+
+
+@pytest.mark.parametrize("ended, code", [(7, 7), (-9, 137), (0, 1)])
+def test_a_rank_that_lost_another_ends_as_that_one_did(ended, code, monkeypatch):
+    monkeypatch.setattr("distconv.job.ending.FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    shown, ending = io.StringIO(), Ending(0, io.StringIO())
+    ending._shown, ending.notices = shown, Notices(dist.HashStore(), 2)
+    ending.notices.record(1, ended)
+    ending.explain(RuntimeError("Connection closed by peer"))
+    assert ending.code == code and shown.getvalue().startswith("distconv: rank 1 of 2 ")
