@@ -39,7 +39,8 @@ def in_turn(
     import torch
 
     from distconv.refusal import UnsupportedOperation
-    from distconv.turns.automatic import choice_of, extents_of
+    from distconv.turns.automatic import exceeded, extents_of
+    from distconv.turns.choosing import choose
     from distconv.turns.following import follow
     from distconv.turns.turning import read_way
 
@@ -55,29 +56,36 @@ def in_turn(
                 alone = follow(model, given, {}, None, backward=not options.inference)
             except (ValueError, program.NotFound, RuntimeError) as error:
                 raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
-            if partition is None:
-                assert memory is not None
-                choice = choice_of(model, given, {}, extents_of(given), memory, not options.inference)
-                partition, parts = choice.partition or Partition(()), choice.taken
+
+            def followed(parts: Partition) -> Followed:
+                return follow(model, given, {}, parts, memory, backward=not options.inference)
+
+            beyond = ""
+            if partition is not None:
+                parts = followed(partition)
             else:
-                parts = follow(model, given, {}, partition, memory, backward=not options.inference)
+                assert memory is not None
+                choice = choose(alone, followed, extents_of(given), memory)
+                partition, parts = choice.partition, choice.taken
+                beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     finally:
         torch.set_default_dtype(before)
     if options.json:
-        print_json({"parts": str(partition), "memory": memory, **asdict(parts), "alone": asdict(alone)})
+        named = None if partition is None else str(partition)
+        print_json({"parts": named, "memory": memory, **asdict(parts), "alone": asdict(alone)})
     else:
-        print(told(f"{partition}, in turn" if partition.ranks > 1 else "One process", alone, parts))
+        print(told("One process" if partition is None else f"{partition}, in turn", alone, parts) + beyond)
     return 0
 
 
-def told(partition: str, alone: Followed, parts: Followed) -> str:
+def told(how: str, alone: Followed, parts: Followed) -> str:
     """What was found, in a few sentences."""
     share = parts.peak / alone.peak
     lines = [
-        f"{partition}: the tensors take at most {format_bytes(parts.peak)}, {share:.2f} of the"
+        f"{how}: the tensors take at most {format_bytes(parts.peak)}, {share:.2f} of the"
         f" {format_bytes(alone.peak)} of one process; {format_bytes(parts.whole)} are parameters, buffers and inputs.",
         f"{format_bytes(parts.spilled)} leave the device, {format_bytes(parts.fetched)} come back, and the parts get"
         f" {format_bytes(parts.exchanged)} from each other.",

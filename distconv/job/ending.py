@@ -19,9 +19,8 @@ from typing import TextIO
 import torch.distributed as dist
 
 from distconv.job.launcher import BadInput
-from distconv.job.notices import Notices, how_it_ended
+from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.output import Prefixed
-from distconv.job.watch import shell_code
 from distconv.reading.fault import of_a_library
 from distconv.refusal import UnsupportedOperation
 from mucudnn import program
@@ -45,8 +44,8 @@ class Ending:
     """The end of this rank: its exit code, and whether it reports the reason.
 
     A failure is shown once: by the first rank that fails, or by rank 0 where that one fails alike, as most errors of a
-    script do. A rank that fails only because another one has gone says
-    nothing about itself; it tells how the other one ended, where that one's watcher has not told yet.
+    script do. A rank that fails only because another one has gone says nothing about itself; it tells how the other
+    one ended, where that one's watcher has not told yet, and has the same exit code.
     """
 
     def __init__(self, rank: int, shown: TextIO, *, reads_parts: bool = False) -> None:
@@ -107,15 +106,16 @@ class Ending:
             return False
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < CAUSE_SECONDS:
-            if self.notices.told():
-                return True
+            told = self.notices.told()
             ended = {rank: code for rank, code in self.notices.endings().items() if rank != self._rank}
             failed = [rank for rank, code in ended.items() if code]
-            if failed or (ended and waited > FAILURE_SECONDS):
-                culprit = (failed or list(ended))[0]
-                self._show(f"distconv: {how_it_ended(culprit, self.notices.size, ended[culprit])}\n")
-                # The culprit has noted its end, but its process may outlast this one, whose code is then the job's.
-                self.code = shell_code(ended[culprit]) or self.code
+            if told or failed or (ended and waited > FAILURE_SECONDS):
+                culprit = next(iter(failed or ended), None)
+                if culprit is not None:
+                    # The culprit has noted its end, but its process may outlast this one, whose code is then the job's.
+                    self.code = shell_code(ended[culprit]) or self.code
+                    if not told:
+                        self._show(f"distconv: {how_it_ended(culprit, self.notices.size, ended[culprit])}\n")
                 return True
             time.sleep(0.05)
         return False

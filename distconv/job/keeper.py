@@ -18,10 +18,10 @@ from distconv import settings
 from distconv.addresses import LOOPBACK, is_on_one_machine, listening_store
 from distconv.job.files.private import remove_folders_of
 from distconv.job.link import Link
-from distconv.job.notices import Notices
+from distconv.job.notices import Notices, shell_code
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with
 from distconv.job.signals import ASKING, Signals, endings_are_exits, endings_are_ignored
-from distconv.job.watch import STOP_SECONDS, Watch, shell_code
+from distconv.job.watch import STOP_SECONDS, Watch
 from distconv.place import Place
 
 if TYPE_CHECKING:

@@ -110,6 +110,11 @@ class Notices:
         return answer
 
 
+def shell_code(code: int) -> int:
+    """A shell's exit code for the `code` of subprocess.Popen: 128 + n if signal n killed the process."""
+    return code if code >= 0 else 128 - code
+
+
 def how_it_ended(rank: int, size: int | None, code: int) -> str:
     """One line about a rank whose end ends the job."""
     who = f"rank {rank}" if size is None else f"rank {rank} of {size}"

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO
 
-from distconv.job.notices import Notices, how_it_ended
+from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.processes import Process, end_descendants
 from distconv.job.signals import ASKING, ENDING, Signals
 
@@ -20,11 +20,6 @@ HANDLER_SECONDS = 30.0  # what a script's own handler gets after a signal from o
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 0.5  # between two looks at how ranks elsewhere are
 _SHOWN_BYTES = 4000  # of what a rank wrote beneath Python before it crashed
-
-
-def shell_code(code: int) -> int:
-    """A shell's exit code for the `code` of subprocess.Popen: 128 + n if signal n killed the process."""
-    return code if code >= 0 else 128 - code
 
 
 class Watch:

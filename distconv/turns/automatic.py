@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from distconv.partition import AXES, Kind, Partition
-from distconv.refusal import UnsupportedOperation
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed, follow
 from mucudnn.sizes import format_bytes
@@ -38,44 +37,39 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
     """
     of_module = _chosen.setdefault(module, {})
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
-    key = memory, trained, module.training, *((x.shape, x.dtype) for x in inputs)
+    device = next(module.parameters()).device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    key = memory, trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
     if key not in of_module:
-        choice = choice_of(module, args, kwargs, extents_of(inputs), memory, trained)
-        print(f"distconv: --parts auto: {told(type(module).__name__, choice, memory)}", file=sys.stderr, flush=True)
+        with (
+            bar(None, "distconv: choosing parts") as advance,
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trained),
+        ):
+            try:
+                alone = follow(module, args, kwargs, None, backward=trained)
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(
+                    f"parts 'auto': a call of {type(module).__name__} cannot be followed without numbers"
+                    f" ({reason[:300]}); accepted: axis=parts,..."
+                ) from None
+
+            def followed(parts: Partition) -> Followed:
+                advance()
+                return follow(module, args, kwargs, parts, memory, trained)
+
+            choice = choose(alone, followed, extents_of(inputs), memory)
+        print(
+            f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}", file=sys.stderr, flush=True
+        )
         of_module[key] = choice.partition
     return of_module[key]
 
 
-def choice_of(
-    module: nn.Module, args: Any, kwargs: Any, extents: dict[str, int], memory: int, backward: bool
-) -> Choice:
-    """Follows the call under one partition after another. ValueError, one line, where it cannot be followed."""
-    try:
-        with (
-            bar(None, "distconv: choosing parts") as advance,
-            torch.inference_mode(False),
-            torch.set_grad_enabled(backward),
-        ):
-
-            def followed(parts: Partition | None) -> Followed:
-                found = follow(module, args, kwargs, parts, memory, backward)
-                advance()
-                return found
-
-            return choose(followed, extents, memory)
-    except UnsupportedOperation:
-        raise
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"parts 'auto': a call of {type(module).__name__} cannot be followed without numbers ({reason[:300]});"
-            " accepted: axis=parts,..."
-        ) from None
-
-
-def told(name: str, choice: Choice, memory: int) -> str:
+def told(name: str, choice: Choice, alone: Followed, memory: int) -> str:
     """What was chosen, in one line."""
-    taken, alone = choice.taken, choice.alone
+    taken = choice.taken
     if choice.partition is None and choice.fits:
         return f"{name} runs whole, and takes at most {format_bytes(alone.peak)}"
     parts = "whole" if choice.partition is None else f"as {choice.partition}"
@@ -83,7 +77,10 @@ def told(name: str, choice: Choice, memory: int) -> str:
         f"{name} runs {parts}, and takes at most {format_bytes(taken.peak)} ({format_bytes(alone.peak)} in one process)"
         f"; {format_bytes(taken.spilled)} leave the device, {format_bytes(taken.fetched)} come back"
     )
-    if not choice.fits:
-        besides = format_bytes(taken.whole + taken.results)
-        line += f"; no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"
-    return line
+    return line if choice.fits else f"{line}; {exceeded(choice, memory)}"
+
+
+def exceeded(choice: Choice, memory: int) -> str:
+    """That nothing keeps within the limit."""
+    besides = format_bytes(choice.taken.whole + choice.taken.results)
+    return f"no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"

@@ -15,10 +15,10 @@ GAIN = 0.95
 """More parts are tried while they take at most this share of what fewer take: memory, or within the limit moves."""
 
 SLACK = 1.05
-"""A limit does not count small tensors, which stay on the device."""
+"""What is held may exceed a limit by this factor: the limit does not count small tensors, which stay on the device."""
 
-Follow = Callable[[Partition | None], Followed]
-"""What a call takes under a partition, or in one process where it is given None."""
+Follow = Callable[[Partition], Followed]
+"""What a call takes under a partition."""
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,15 @@ class Choice:
     Attributes:
         partition: None, where one process keeps within the limit.
         taken: what the call takes in these parts.
-        alone: what it takes in one process.
         fits: whether ``taken`` keeps within the limit; else it is what takes the least memory.
     """
 
     partition: Partition | None
     taken: Followed
-    alone: Followed
     fits: bool
 
 
-def choose(follow: Follow, extents: Mapping[str, int], memory: int) -> Choice:
+def choose(alone: Followed, follow: Follow, extents: Mapping[str, int], memory: int) -> Choice:
     """The parts that keep a call within a limit, by what it takes under each of a few partitions.
 
     One process is best, where it fits. Otherwise samples are cut, or else the longest dim of space that brings the
@@ -46,11 +44,11 @@ def choose(follow: Follow, extents: Mapping[str, int], memory: int) -> Choice:
     back, then the fewest between parts, and is the smallest. Where nothing fits, what exceeds the limit least is taken.
 
     Args:
+        alone: what the call takes in one process.
         follow: is asked for one partition at a time.
         extents: those of the dims that can be cut, by the axis that cuts them.
         memory: the most bytes of tensors on the device, besides parameters, buffers, inputs and results.
     """
-    alone = follow(None)
     found: list[tuple[Partition | None, Followed]] = [(None, alone)]
     if not _fits(alone, memory):
         for ladder in _ladders(extents):
@@ -59,7 +57,7 @@ def choose(follow: Follow, extents: Mapping[str, int], memory: int) -> Choice:
             if any(_fits(taken, memory) for _, taken in climbed):
                 break
     partition, taken = min(found, key=lambda each: _cost(each[0], each[1], memory))
-    return Choice(partition, taken, alone, _fits(taken, memory))
+    return Choice(partition, taken, _fits(taken, memory))
 
 
 def _ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:
@@ -84,16 +82,18 @@ def _climb(follow: Follow, ladder: list[Partition], memory: int) -> list[tuple[P
     found: list[tuple[Partition, Followed]] = []
     for partition in ladder:
         taken = follow(partition)
-        before = found[-1][1] if found else None
+        gains = not found or _gains(found[-1][1], taken, memory)
         found.append((partition, taken))
-        if _fits(taken, memory) and not _moved(taken):
-            break
-        if before is None or _fits(taken, memory) > _fits(before, memory):
-            continue
-        measure = _moved if _fits(taken, memory) else _held
-        if measure(taken) > GAIN * measure(before):
+        if not gains or (_fits(taken, memory) and not _moved(taken)):
             break
     return found
+
+
+def _gains(fewer: Followed, more: Followed, memory: int) -> bool:
+    """Whether more parts take so much less than fewer that even more may be better."""
+    if not _fits(more, memory):
+        return _held(more) <= GAIN * _held(fewer)
+    return not _fits(fewer, memory) or _moved(more) <= GAIN * _moved(fewer)
 
 
 def _fits(taken: Followed, memory: int) -> bool:

@@ -173,12 +173,17 @@ def test_a_consequence_is_told_from_a_cause(text, lost):
     assert lost_another(wrapped) == lost
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("ended, code", [(7, 7), (-9, 137), (0, 1)])
-def test_a_rank_that_lost_another_ends_as_that_one_did(ended, code, monkeypatch):
+def test_a_rank_that_lost_another_ends_as_that_one_did(ended, code, told, monkeypatch):
+    """Whether or not a third one has told of it."""
     monkeypatch.setattr("distconv.job.ending.FAILURE_SECONDS", 0.0)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    shown, ending = io.StringIO(), Ending(0, io.StringIO())
-    ending._shown, ending.notices = shown, Notices(dist.HashStore(), 2)
+    ending = Ending(0, shown := io.StringIO())
+    ending.notices = Notices(dist.HashStore(), 3)
     ending.notices.record(1, ended)
+    if told:
+        ending.notices.claim()
     ending.explain(RuntimeError("Connection closed by peer"))
-    assert ending.code == code and shown.getvalue().startswith("distconv: rank 1 of 2 ")
+    assert ending.code == code
+    assert shown.getvalue() == "" if told else shown.getvalue().startswith("distconv: rank 1 of 3 ")

@@ -14,65 +14,79 @@ from torch.utils.checkpoint import checkpoint
 import distconv
 from distconv.__main__ import main
 from distconv.partition import Partition
-from distconv.turns.choosing import choose
+from distconv.turns import automatic
+from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed
 
 MIB = 1 << 20
 
 
-def call(held: float, moved: Callable[[int], float] = lambda parts: 0.0, least: float = 0.0):
-    """What a call takes whose memory is divided by the parts, down to what one operator needs."""
-    asked: list[str] = []
+class Call:
+    """Takes 100 MiB, divided by the parts, but no less than an operator needs; and moves some for each number of parts.
 
-    def follow(parts: Partition | None) -> Followed:
-        count = 1 if parts is None else parts.ranks
-        asked.append(str(parts))
-        taken = int(max(held / count, least) * MIB)
-        return Followed(taken + 5 * MIB, 3 * MIB, 2 * MIB, int(moved(count) * MIB), 0, count)
+    Parameters, inputs and results are 5 MiB more.
+    """
 
-    return follow, asked
+    def __init__(self, moved: Callable[[int], float] = lambda parts: 0.0, least: float = 0.0) -> None:
+        self.moved, self.least, self.asked = moved, least, list[str]()
+
+    def taken(self, parts: int) -> Followed:
+        held = int(max(100 / parts, self.least) * MIB)
+        return Followed(held + 5 * MIB, 3 * MIB, 2 * MIB, int(self.moved(parts) * MIB), 0, parts)
+
+    def follow(self, partition: Partition) -> Followed:
+        self.asked.append(str(partition))
+        return self.taken(partition.ranks)
+
+    def choose(self, memory: int, **extents: int) -> Choice:
+        return choose(self.taken(1), self.follow, extents, memory * MIB)
 
 
 def test_one_process_does_what_fits() -> None:
-    follow, asked = call(100)
-    choice = choose(follow, {"height": 64, "width": 64}, 100 * MIB)
-    assert (choice.partition, choice.fits, asked) == (None, True, ["None"])
+    choice = (call := Call()).choose(100, height=64, width=64)
+    assert (choice.partition, choice.fits, call.asked) == (None, True, [])
 
 
 def test_the_fewest_parts_of_the_longest_dim_that_fit_without_moves() -> None:
-    follow, asked = call(100)
-    choice = choose(follow, {"height": 64, "width": 96}, 30 * MIB)
-    assert (str(choice.partition), choice.fits, asked) == ("width=4", True, ["None", "width=2", "width=4"])
+    choice = (call := Call()).choose(30, height=64, width=96)
+    assert (str(choice.partition), choice.fits, call.asked) == ("width=4", True, ["width=2", "width=4"])
 
 
 def test_samples_are_cut_first_and_space_where_they_do_not_suffice() -> None:
-    assert str(choose(call(100)[0], {"sample": 4, "height": 64}, 30 * MIB).partition) == "sample=4"
-    assert str(choose(call(100)[0], {"sample": 3, "height": 64}, 20 * MIB).partition) == "height=8"
-    assert str(choose(call(100)[0], {"sample": 3, "height": 5}, 7 * MIB).partition) == "sample=3,height=5"
+    assert str(Call().choose(30, sample=4, height=64).partition) == "sample=4"
+    assert str(Call().choose(20, sample=3, height=64).partition) == "height=8"
+    assert str(Call().choose(7, sample=3, height=5).partition) == "sample=3,height=5"
 
 
 def test_more_parts_while_they_move_less() -> None:
-    follow, asked = call(100, moved=lambda parts: 50 if parts < 4 else 20 if parts < 8 else 19.5)
-    assert str(choose(follow, {"height": 64}, 60 * MIB).partition) == "height=8"
-    assert asked[-1] == "height=8"
+    call = Call(moved=lambda parts: 50 if parts < 4 else 20 if parts < 8 else 19.5)
+    assert str(call.choose(60, height=64).partition) == "height=8"
+    assert call.asked[-1] == "height=8"
 
 
 def test_what_exceeds_the_limit_least_where_nothing_fits() -> None:
-    follow, asked = call(100, least=20)
-    choice = choose(follow, {"height": 64}, 10 * MIB)
+    choice = (call := Call(least=20)).choose(10, height=64)
     assert (str(choice.partition), choice.fits) == ("height=8", False)
-    assert asked[-1] == "height=16"  # as much as eight parts
+    assert call.asked[-1] == "height=16"  # as much as eight parts
 
 
 @pytest.mark.parametrize(
-    "memory, told", [("1GiB", "One process: the tensors take"), ("40MiB", "depth=4, in turn: the tensors take")]
+    "memory, told, more",
+    [
+        ("1GiB", "One process: the tensors take", ""),
+        ("44MiB", "depth=4, in turn: the tensors take", ""),
+        ("2MiB", "depth=", "But no parts keep within 2 MiB besides "),
+    ],
 )
 def test_check_tells_what_is_chosen(
-    memory: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    memory: str, told: str, more: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["unet3d", "--input", "1,1,32,32,32", "--parts", "auto", "--memory", memory, "--inference"]
     monkeypatch.setattr(sys, "argv", ["distconv", "check", *asked])
-    assert (main(), capsys.readouterr().out[: len(told)]) == (0, told)
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(told)
+    assert lines[3].startswith(more) if more else len(lines) == 3
 
 
 def net() -> nn.Module:
@@ -124,10 +138,22 @@ def test_what_a_checkpoint_computes_again_runs_as_it_did(memory: str, capsys: py
 
 
 def test_an_input_that_another_model_has_made_is_followed_with_its_gradient() -> None:
-    first, second = net(), distconv.in_turn(net(), "auto", memory="1500KiB")
+    first, plain = net().eval(), net().eval()
+    second = distconv.in_turn(copy.deepcopy(plain), "auto", memory="1500KiB")
     x = torch.randn(1, 3, 96, 64, dtype=torch.float64)
-    second.eval()(first.eval()(x)).sum().backward()
-    assert first[0].weight.grad is not None
+    gradients = [torch.autograd.grad(each(first(x)).square().sum(), first[0].weight)[0] for each in (second, plain)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-13)
+
+
+def test_a_part_that_fails_is_no_model_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def follow(module, args, kwargs, parts, *more, **also):
+        if parts is None:
+            return Followed(10 * MIB, MIB)
+        raise RuntimeError("a fault of the parts")
+
+    monkeypatch.setattr(automatic, "follow", follow)
+    with pytest.raises(RuntimeError, match=r"^a fault of the parts$"):
+        distconv.in_turn(net(), "auto", memory="1MiB")(torch.randn(1, 3, 8, 8, dtype=torch.float64))
 
 
 def test_what_is_refused_is_one_line() -> None:
