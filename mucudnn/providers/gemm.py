@@ -134,7 +134,9 @@ def _rows(problem: ConvProblem, y: torch.Tensor) -> torch.Tensor:
 
 def _matrix(problem: ConvProblem, w: torch.Tensor) -> torch.Tensor:
     """w as matrices (groups, F/g, C/g · taps)."""
-    return w.to(compute_dtype(problem)).reshape(problem.groups, -1, math.prod(problem.w_shape[1:]))
+    # Widened and put in order by one copy: a second one, of channels-last weights, would not be declared.
+    matrix = w.to(compute_dtype(problem), memory_format=torch.contiguous_format)
+    return matrix.reshape(problem.groups, -1, math.prod(problem.w_shape[1:]))
 
 
 def _columns(problem: ConvProblem, x: torch.Tensor) -> torch.Tensor:

@@ -62,13 +62,14 @@ WINDOWS = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_windows_that_no_matrix_product_reads_are_copied_within_what_is_declared(windows: str) -> None:
+def test_windows_that_no_matrix_product_reads_are_copied_within_what_is_declared(windows: str, dtype: str) -> None:
     direction, x_shape, w_shape, stride, padding, dilation = WINDOWS[windows]
     problem = ConvProblem.of_convolution(
-        direction, x_shape, w_shape, stride=stride, padding=padding, dilation=dilation, dtype="float32"
+        direction, x_shape, w_shape, stride=stride, padding=padding, dilation=dilation, dtype=dtype
     )
-    tensors = operands(problem)
+    tensors = widened(problem, operands(problem))
     if len(w_shape) == 4:
         tensors = replace(tensors, w=tensors.w.contiguous(memory_format=torch.channels_last))
     with TensorMemory() as memory:
