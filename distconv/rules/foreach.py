@@ -46,7 +46,7 @@ def _operators() -> list[str]:
 def elementwise(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Local, each on the layout of its first tensor; numbers may lie on any mesh."""
     layouts = [_layout(tensor) for tensor in tensors]
-    first = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    first = [_own(tensor) for tensor in tensors]
     rest = [_local(func, arg, tensors, layouts) for arg in args]
     named = {name: _local(func, arg, tensors, layouts) for name, arg in kwargs.items()}
     results = func(first, *rest, **named)
@@ -113,7 +113,7 @@ def norms(func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dty
         own = []
         for index in members:
             tensor = tensors[index]
-            sizes = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).to(dtype or tensor.dtype).abs()
+            sizes = _own(tensor).to(dtype or tensor.dtype).abs()
             own.append((sizes.amax() if sizes.numel() else sizes.sum()) if largest else sizes.pow(ord).sum())
         found = torch.stack(own)
         if axes:
@@ -121,3 +121,23 @@ def norms(func: Any, tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dty
         for index, value in zip(members, (found if largest else found.pow(1 / ord)).unbind(), strict=True):
             result[index] = value.clone() if mesh is None else wrap(value.clone(), mesh, replicated(mesh), ())
     return result
+
+
+@rule("aten::_amp_foreach_non_finite_check_and_unscale_")
+def unscale(func: Any, gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Local, as GradScaler uses it; whether any gradient is not finite is agreed on all ranks, which step or do not.
+
+    One allreduce for each mesh whose axes shard a gradient: torch's own looks at the layout of the first alone.
+    """
+    sharding: dict[DeviceMesh, set[int]] = {}
+    for where in map(_layout, gradients):
+        if where is not None:
+            sharding.setdefault(where[0], set()).update(axis for axis, _ in sharded_dims(*where))
+    found = _own(found_inf)
+    func([_own(gradient) for gradient in gradients], found, _own(inv_scale))
+    for mesh, axes in sharding.items():
+        found.copy_(all_reduce(found, mesh, sorted(axes), MAX))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
