@@ -29,6 +29,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parents[1]))
 
+from benchmarks.models.entry import IN_TURN
 from benchmarks.models.tables import summary, tables
 from benchmarks.models.zoo import chosen, zoo
 from benchmarks.process import Failed, Process
@@ -82,7 +83,11 @@ class Helpers:
         program = [sys.executable, str(ROOT / "rank.py"), kind]
         self._started += 1
         store = str(Path(self._directory.name, f"store-{self._started}"))
-        each = [[str(rank), str(RANKS), store] for rank in range(RANKS)] if kind == "gloo" else [[str(RANKS)]]
+        each = {
+            "alone": [[]],
+            "fake": [[str(RANKS)]],
+            "gloo": [[str(rank), str(RANKS), store] for rank in range(RANKS)],
+        }[kind]
         offline = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo"}
         return Process(kind, [[*program, *rest] for rest in each], **offline)
 
@@ -97,6 +102,9 @@ class Helpers:
 
 def attempt(helpers: Helpers, model: str, partition: str, numbers: bool) -> Record:
     """One model under one partition: first its operators, then its numbers."""
+    if partition.startswith(IN_TURN):
+        found = helpers.ask("alone", NUMBERS_SECONDS, model=model, partition=partition)
+        return {"model": model, "partition": partition, **found, "compared": found["result"] in ("ok", "wrong")}
     found = helpers.ask("fake", REFUSAL_SECONDS, model=model, partition=partition)
     small = found.get("parameters", 0) <= MOST_PARAMETERS and found.get("seconds", 0.0) <= MOST_SECONDS
     if numbers and found["result"] == "runs":
@@ -135,6 +143,7 @@ def main() -> None:
         or (options.again and known["result"] not in DONE)
         or (known["result"] == "runs" and "compared" not in known and not options.operators)
     ]
+    due = [(name, partition) for name, partition in due if partition.startswith(options.partition)]
     ends = time.monotonic() + 60 * options.minutes
     helpers = Helpers()
     with contextlib.closing(helpers), tqdm(due if not options.table else [], unit="trial") as progress:
@@ -157,6 +166,7 @@ def _options() -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="names of models, as of the shell")
+    parser.add_argument("--partition", default="", metavar="START", help="only partitions that begin so, as --parts")
     parser.add_argument("--again", action="store_true", help="try again what did not run")
     parser.add_argument("--all", action="store_true", help="try everything again")
     parser.add_argument("--operators", action="store_true", help="do not compare numbers on real ranks")

@@ -1,0 +1,111 @@
+"""One call in one process, whole or in parts that are computed in turn: its seconds, and the memory that it needs.
+
+    python benchmarks/turns/call.py AutoencoderKL
+    python benchmarks/turns/call.py AutoencoderKL --parts height=8 --memory 64MiB
+    python benchmarks/turns/call.py UNet3d --parts depth=8
+
+Prints one line of JSON. `memory` is by how much the resident memory of the process grew at most during the call, in
+bytes, and so holds what libraries take besides tensors; Linux tells it. `weights` are the bytes of the parameters.
+A call with a small input comes before, so that nothing is measured that only the first call of a process does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor, nn
+
+import distconv
+from benchmarks.distributed.decode import DECODERS, decoder, latent
+from mucudnn.networks.models import UNet3d
+
+UNET = "UNet3d"
+SMALL, LARGE = 16, 128
+"""Extents of the volumes that the U-Net trains on: first, and measured."""
+
+Numbers = dict[str, Tensor]
+
+
+def decoding(name: str, size: int | None) -> tuple[nn.Module, Callable[[], Numbers], Callable[[], Numbers]]:
+    """A decoder, and its calls: a small one, and the one that is measured."""
+    vae = decoder(name)
+    least = min(latent(name, size).shape[-1], 16)
+
+    def decode(z: Tensor) -> Numbers:
+        with torch.inference_mode():
+            return {"result": vae.decode(z, return_dict=False)[0]}
+
+    return vae, lambda: decode(latent(name, least)), lambda: decode(latent(name, size))
+
+
+def training(size: int | None) -> tuple[nn.Module, Callable[[], Numbers], Callable[[], Numbers]]:
+    """A 3-D U-Net, and its steps: a small one, and the one that is measured."""
+    torch.manual_seed(0)
+    model = UNet3d(width=8)
+
+    def step(extent: int) -> Numbers:
+        x = torch.randn(1, 1, extent, extent, extent, generator=torch.Generator().manual_seed(1))
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    return model, lambda: step(SMALL), lambda: step(size or LARGE)
+
+
+class Growth:
+    """A context; afterwards ``bytes`` is by how much the resident memory was larger at most than at its beginning."""
+
+    def __enter__(self) -> Growth:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+        self._before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bytes = _status("VmHWM") - self._before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", choices=(*DECODERS, UNET), metavar="WORK", help=f"{', '.join((*DECODERS, UNET))}")
+    parser.add_argument("--size", type=int, help="height and width of a latent, extent of a volume")
+    parser.add_argument("--parts", metavar="AXIS=PARTS,...", help="computed in turn (default: one process)")
+    parser.add_argument("--memory", metavar="BYTES", help="limit of the parts")
+    parser.add_argument("--dtype", default="float32", choices=("float64", "float32"))
+    parser.add_argument("--save", metavar="FILE", help="keep the numbers")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    ways = training(options.size) if options.work == UNET else decoding(options.work, options.size)
+    model, small, large = ways
+    if options.parts:
+        distconv.in_turn(model, options.parts, memory=options.memory)
+    small()
+    with Growth() as growth:
+        began = time.perf_counter()
+        numbers = large()
+        seconds = time.perf_counter() - began
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    print(json.dumps({"seconds": seconds, "memory": growth.bytes, "weights": weights}), flush=True)
+    if options.save:
+        torch.save(numbers, options.save)
+
+
+if __name__ == "__main__":
+    main()
