@@ -65,8 +65,7 @@ class Parts:
         surroundings = surroundings or Surroundings.now(self.device_type)
 
         def within(number: int) -> T:
-            with surroundings.again():
-                return work(number)
+            return surroundings.run(lambda: work(number))
 
         with self._lock, groups_of_parts(), settings.options({"check": "off"}):
             self._work, self._states, self._results = within, states, [None] * self.count
