@@ -1,4 +1,4 @@
-"""Which real models run distributed: a zoo of seven libraries under partitions of space and of channels.
+"""Which real models run distributed: a zoo of seven libraries under partitions of space, of channels, and in turn.
 
     python benchmarks/models/models.py                       # what has not been tried yet, in as long as it takes
     python benchmarks/models/models.py --again               # also what did not run the last time
@@ -7,8 +7,9 @@
 
 Every model has random weights and float64 numbers; nothing is downloaded. It is tried in one process that stands for 4
 ranks, where nothing is sent: this shows what is refused. What runs there and is not too large then runs on 4 real
-ranks, where outputs, gradients and buffers are compared with those of one process. Results are kept after every trial
-in benchmarks/results/models.json; a later call goes on from there.
+ranks, where outputs, gradients and buffers are compared with those of one process. In one more process it is tried in
+four parts in turn, and compared likewise. Results are kept after every trial in benchmarks/results/models.json; a later
+call goes on from there.
 
 It needs the extra `models` (pip install '.[models]').
 """
@@ -45,13 +46,16 @@ MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 25.0
 
 DONE = ("ok", "runs")
 ABOUT = """\
-Forward and backward of models with random weights, dropout off, in float64, on 4 ranks:
-`python benchmarks/models/models.py`.
+Forward and backward of models with random weights, dropout off, in float64, on 4 ranks, and in one process in 4 parts
+in turn: `python benchmarks/models/models.py`.
 
 * **ok**: it runs, and outputs, gradients and buffers are those of one process.
 * **runs**: all operators run, in one process that stands for 4 ranks; numbers have not been compared, or the model is
   too large for that here.
 * **wrong**, **refused**, **crash**, **hang**: what the words say. Beside it stands the first reason.
+
+A difference of more than 1e-9 of the largest value is also ok where inputs that differ by 1e-14 change the result of
+one process by a thousandth of that difference or more: such models enlarge rounding.
 
 A model that the table lacks, and an empty cell, have not been tried yet.
 """
