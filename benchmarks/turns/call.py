@@ -1,12 +1,13 @@
 """One call in one process, whole or in parts that are computed in turn: its seconds, and the memory that it needs.
 
     python benchmarks/turns/call.py AutoencoderKL
+    python benchmarks/turns/call.py AutoencoderKL --tiled        # in overlapping tiles, as diffusers does
     python benchmarks/turns/call.py AutoencoderKL --parts height=8 --memory 64MiB
     python benchmarks/turns/call.py UNet3d --parts depth=8
 
-Prints one line of JSON. `memory` is by how much the resident memory of the process grew at most during the call, in
-bytes, and so holds what libraries take besides tensors; Linux tells it. `weights` are the bytes of the parameters.
-A call with a small input comes before, so that nothing is measured that only the first call of a process does.
+Prints one line of JSON. `memory` is by how much the resident memory of the process grew at most, in bytes, and so holds
+what libraries take besides tensors; Linux tells it. `weights` are the bytes of the parameters. `first` and `seconds` are
+the processor seconds of the first call and of the second one, for which all plans are made.
 """
 
 from __future__ import annotations
@@ -26,41 +27,42 @@ import torch
 from torch import Tensor, nn
 
 import distconv
-from benchmarks.distributed.decode import DECODERS, decoder, latent
+from benchmarks.distributed.decode import DECODERS, decoder, latent, tile
 from mucudnn.networks.models import UNet3d
 
 UNET = "UNet3d"
-SMALL, LARGE = 16, 128
-"""Extents of the volumes that the U-Net trains on: first, and measured."""
+VOLUME = 128
+"""The extent of the volume that the U-Net trains on."""
 
 Numbers = dict[str, Tensor]
 
 
-def decoding(name: str, size: int | None) -> tuple[nn.Module, Callable[[], Numbers], Callable[[], Numbers]]:
-    """A decoder, and its calls: a small one, and the one that is measured."""
-    vae = decoder(name)
-    least = min(latent(name, size).shape[-1], 16)
+def decoding(name: str, size: int | None, tiled: bool) -> tuple[nn.Module, Callable[[], Numbers]]:
+    """A decoder, and a call of it."""
+    vae, z = decoder(name), latent(name, size)
+    if tiled:
+        tile(vae, z.shape[-1])
 
-    def decode(z: Tensor) -> Numbers:
+    def decode() -> Numbers:
         with torch.inference_mode():
             return {"result": vae.decode(z, return_dict=False)[0]}
 
-    return vae, lambda: decode(latent(name, least)), lambda: decode(latent(name, size))
+    return vae, decode
 
 
-def training(size: int | None) -> tuple[nn.Module, Callable[[], Numbers], Callable[[], Numbers]]:
-    """A 3-D U-Net, and its steps: a small one, and the one that is measured."""
+def training(size: int | None) -> tuple[nn.Module, Callable[[], Numbers]]:
+    """A 3-D U-Net, and a training step of it."""
     torch.manual_seed(0)
-    model = UNet3d(width=8)
+    model, extent = UNet3d(width=8), size or VOLUME
+    x = torch.randn(1, 1, extent, extent, extent, generator=torch.Generator().manual_seed(1))
 
-    def step(extent: int) -> Numbers:
-        x = torch.randn(1, 1, extent, extent, extent, generator=torch.Generator().manual_seed(1))
+    def step() -> Numbers:
         model.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    return model, lambda: step(SMALL), lambda: step(size or LARGE)
+    return model, step
 
 
 class Growth:
@@ -84,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", choices=(*DECODERS, UNET), metavar="WORK", help=f"{', '.join((*DECODERS, UNET))}")
     parser.add_argument("--size", type=int, help="height and width of a latent, extent of a volume")
+    parser.add_argument("--tiled", action="store_true", help="a decoder with diffusers' enable_tiling")
     parser.add_argument("--parts", metavar="AXIS=PARTS,...", help="computed in turn (default: one process)")
     parser.add_argument("--memory", metavar="BYTES", help="limit of the parts")
     parser.add_argument("--dtype", default="float32", choices=("float64", "float32"))
@@ -92,17 +95,20 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, options.dtype))
-    ways = training(options.size) if options.work == UNET else decoding(options.work, options.size)
-    model, small, large = ways
+    if options.work == UNET:
+        model, call = training(options.size)
+    else:
+        model, call = decoding(options.work, options.size, options.tiled)
     if options.parts:
         distconv.in_turn(model, options.parts, memory=options.memory)
-    small()
+    found: dict[str, Any] = {"weights": sum(p.numel() * p.element_size() for p in model.parameters())}
     with Growth() as growth:
-        began = time.perf_counter()
-        numbers = large()
-        seconds = time.perf_counter() - began
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    print(json.dumps({"seconds": seconds, "memory": growth.bytes, "weights": weights}), flush=True)
+        for name in ("first", "seconds"):
+            numbers: Numbers = {}  # those of the first call go before the second one
+            began = time.process_time()
+            numbers = call()
+            found[name] = time.process_time() - began
+    print(json.dumps({**found, "memory": growth.bytes}), flush=True)
     if options.save:
         torch.save(numbers, options.save)
 
