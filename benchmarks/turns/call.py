@@ -5,9 +5,9 @@
     python benchmarks/turns/call.py AutoencoderKL --parts height=8 --memory 64MiB
     python benchmarks/turns/call.py UNet3d --parts depth=8
 
-Prints one line of JSON. `memory` is by how much the resident memory of the process grew at most, in bytes, and so holds
-what libraries take besides tensors; Linux tells it. `weights` are the bytes of the parameters. `first` and `seconds` are
-the processor seconds of the first call and of the second one, for which all plans are made.
+Prints one line of JSON. `memory` is by how much the resident memory of the process grew at most, in bytes, and so
+holds what libraries take besides tensors; Linux tells it. `weights` are the bytes of the parameters. `first` and
+`seconds` are the processor seconds of the first call and of the second one, for which all plans are made.
 """
 
 from __future__ import annotations

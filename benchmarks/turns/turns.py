@@ -3,8 +3,8 @@
     python benchmarks/turns/turns.py                              # everything, and writes the table
     python benchmarks/turns/turns.py --only AutoencoderKL UNet3d --rounds 1
 
-Each call is made by `call.py`, beside this file, in a process of its own: in one process, in eight parts in turn, and in
-these parts within a limit of memory, which is a share of what one process needs. The ways follow each other, round
+Each call is made by `call.py`, beside this file, in a process of its own: in one process, in eight parts in turn, and
+in these parts within a limit of memory, which is a share of what one process needs. The ways follow each other, round
 after round; shown are medians. Results are kept after every call; a later run goes on from there.
 
 It needs the extra `models`.
@@ -46,14 +46,14 @@ CASES: dict[str, tuple[int, str]] = {
 """{work: (size, parts)}, as `call.py` takes them."""
 
 ABOUT = f"""\
-Decoders of diffusers (of full depth and small width) and a training step of a 3-D U-Net, with random weights, in float32:
-`python benchmarks/turns/turns.py`. Each was computed in one process, in eight parts in turn, and in eight parts in turn
-within a limit of {SHARE:.0%} of the memory that one process needed.
+Decoders of diffusers (of full depth and small width) and a training step of a 3-D U-Net, with random weights, in
+float32: `python benchmarks/turns/turns.py`. Each was computed in one process, in eight parts in turn, and in eight
+parts in turn within a limit of {SHARE:.0%} of the memory that one process needed.
 
-* **memory**: the weights, and by how much the resident memory of the process grew at most during two calls, with all that
-  libraries take. **part** is relative to one process.
-* **seconds**: processor time of the second call, on one core; **times** is relative to one process. In a first call parts
-  also make their plans. Other programs used the machine as well.
+* **memory**: the weights, and by how much the resident memory of the process grew at most during two calls, with all
+  that libraries take. **part** is relative to one process.
+* **seconds**: processor time of the second call, on one core; **times** is relative to one process. In a first call
+  parts also make their plans. Other programs used the machine as well.
 * **error**: the largest difference of a result, the loss or a gradient from one process, relative to the largest value
   of that tensor, or to a thousandth of the largest of all where that is more.
 
