@@ -86,7 +86,7 @@ def draw(found: dict[str, dict[str, Any]], path: Path) -> None:
             axes[1, place].set_title(f"difference of at most {float(difference(found, way).max()):.0e}")
     for each in axes.flat:
         each.set_axis_off()
-    figure.colorbar(image, ax=axes[1, 0], location="right", label="difference from whole, relative")
+    figure.colorbar(image, ax=axes[1, 1:], location="right", label="difference from whole, relative")
     figure.savefig(path, dpi=80)
 
 
