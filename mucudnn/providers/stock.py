@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -94,10 +95,29 @@ class Stock:
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            result = even.result(stock_result(even.problem, even.operands(part.operands)))
+            operands = _outlined(part.problem, part.operands)
+            result = even.result(stock_result(even.problem, even.operands(operands)))
             if accumulate:
                 part.target.add_(result)
             else:
                 part.target.copy_(result)
             accumulate = part.problem.target is Role.W
             del result
+
+
+def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
+    """The operands, the target's strides being those of its format in the problem.
+
+    Of a gradient's target torch reads the shape and the layout: in another layout than the other tensors it would be
+    copied. Those of a part that is computed on copies lie otherwise than the target.
+    """
+    if problem.direction is Direction.FORWARD:
+        return operands
+    target, name = operands.target(problem), dict(zip(Role, problem.formats, strict=True))[problem.target]
+    last = torch.channels_last if target.dim() == 4 else torch.channels_last_3d
+    wanted = {"contiguous": torch.contiguous_format, "channels_last": last}.get(name)
+    is_dense = target.is_contiguous() or (target.dim() > 3 and target.is_contiguous(memory_format=last))
+    if wanted is None or not is_dense or target.is_contiguous(memory_format=wanted):
+        return operands
+    strides = torch.empty(target.shape, device="meta", memory_format=wanted).stride()
+    return replace(operands, **{str(problem.target): target.as_strided(target.shape, strides)})
