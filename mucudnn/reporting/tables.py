@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Option
+from mucudnn.reporting.chains import hints
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import format_bytes
 
@@ -53,7 +54,7 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
 
 
 def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met: int = 0) -> str:
-    """What the records say together: what is gained, what workspace is saved, and what limits it.
+    """What the records say together: what is gained, what workspace is saved, what limits it, what could be done.
 
     Args:
         counts: how often each is called; once if not given.
@@ -79,7 +80,9 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met:
         f"({stock * 1e3:.3f} ms) and {_times(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
-    return " ".join((gain, *_saved(records), *_limited(records, weights), *_explored(records), *_wrong(records)))
+    return " ".join(
+        (gain, *_saved(records), *_limited(records, weights), *_explored(records), *_wrong(records), *hints(records))
+    )
 
 
 def _saved(records: Sequence[Record]) -> list[str]:
