@@ -11,6 +11,7 @@ from mucudnn.convolution.tile import dims, extent
 from mucudnn.optimizer import Division, Option, best_division, desirable_divisions, desirable_set
 from mucudnn.providers import STOCK
 from mucudnn.reporting.record import Record
+from mucudnn.sizes import format_bytes
 from mucudnn.timing.schedule import LaunchError, Schedule
 
 MARGIN = 0.05
@@ -39,6 +40,8 @@ class Plan:
         leader_seconds: what that takes.
         wrong: algorithms whose results were wrong, torch's own kernel perhaps among them, and what was wrong.
         checks: whether another division made of the options is to be checked before it is used.
+        stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted,
+            so that it fits any limit.
     """
 
     schedule: Schedule
@@ -55,6 +58,7 @@ class Plan:
     leader_seconds: float = 0.0
     wrong: tuple[tuple[str, str], ...] = ()
     checks: bool = False
+    stock_workspace: int | None = None
 
     @property
     def problem(self) -> ConvProblem:
@@ -77,6 +81,26 @@ class Plan:
         return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
 
     @property
+    def stock_fits(self) -> bool:
+        """Whether torch's own kernel on the whole keeps the limit."""
+        return (self.stock_workspace or 0) <= self.limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the division exceeds the limit, as torch's own kernel may where that counts."""
+        return self.division.workspace > self.limit
+
+    def rank(self) -> tuple[bool, float]:
+        """The smaller, the better."""
+        return self.is_over, self.seconds
+
+    @property
+    def excess(self) -> str:
+        """By how much a plan exceeds its limit, in a sentence."""
+        held = f"{format_bytes(self.division.workspace)} of scratch memory in torch's own kernel"
+        return f"{self.problem.direction} of {self.problem} takes {held}: nothing fits {format_bytes(self.limit)}"
+
+    @property
     def record(self) -> Record:
         """The plan for people."""
         return Record(
@@ -96,6 +120,7 @@ class Plan:
             leader=self.leader,
             leader_seconds=self.leader_seconds,
             wrong=self.wrong,
+            stock_workspace=self.stock_workspace,
         )
 
     def divided(self, dim: Dim, division: Division) -> Plan:
@@ -112,7 +137,17 @@ class Plan:
         options = dict(self.options)
         for dim in options if failed.extent == 0 else (self.dim,):
             options[dim] = surviving(options.get(dim, ()), failed)
-        return replace(self, options=options).divided(*best(self.problem, options, self.stock_seconds, self.limit))
+        return replace(self, options=options).divided(*self.best(options))
+
+    def best(self, options: Options) -> tuple[Dim, Division]:
+        """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the
+        choices; that, too, where nothing fits.
+        """
+        found: list[tuple[Dim, Division]] = []
+        for dim in dims(self.problem):
+            division = best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.limit)
+            found += [] if division is None else [(dim, division)]
+        return min(found, key=lambda choice: choice[1].seconds, default=(Dim.BATCH, self.undivided().division))
 
     def desirable(self) -> list[Division]:
         """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
@@ -134,23 +169,24 @@ class Plan:
         return replace(self, limit=limit).divided(dim, division)
 
     def _stock(self, dim: Dim) -> Option:
-        return Option(self._extent(dim), STOCK, self.stock_seconds, 0)
+        return Option(self._extent(dim), STOCK, self.stock_seconds, self.stock_workspace or 0)
 
     def _extent(self, dim: Dim) -> int:
         return extent(self.problem, dim)
 
 
-def best(problem: ConvProblem, options: Options, stock_seconds: float, limit: float) -> tuple[Dim, Division]:
-    """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the choices."""
-    found: list[tuple[Dim, Division]] = []
-    for dim in dims(problem):
-        whole = extent(problem, dim)
-        division = best_division((*options.get(dim, ()), Option(whole, STOCK, stock_seconds, 0)), whole, limit)
-        assert division is not None, "torch's own kernel fits any limit"
-        found.append((dim, division))
-    return min(found, key=lambda choice: choice[1].seconds)
-
-
 def surviving(options: Iterable[Option], failed: LaunchError) -> list[Option]:
     """The options left when an algorithm has failed: those of others, and its own on smaller parts."""
     return [option for option in options if option.algorithm != failed.algorithm or option.extent < failed.extent]
+
+
+def enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:
+    """The options with no less workspace than launches of the division turn out to need."""
+    needed: dict[tuple[str, int], int] = {}
+    for option, workspace in zip(division.options, workspaces, strict=True):
+        key = option.algorithm, option.extent
+        needed[key] = max(workspace, needed.get(key, 0))
+    return [
+        replace(option, workspace=max(option.workspace, needed.get((option.algorithm, option.extent), 0)))
+        for option in options
+    ]

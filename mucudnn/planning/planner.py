@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,8 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Costs, Division, Option
-from mucudnn.planning.plan import MARGIN, Plan, best, surviving
+from mucudnn.planning.counted import counted, counting, scratch_of
+from mucudnn.planning.plan import MARGIN, Plan, enlarged, surviving
 from mucudnn.planning.search import PARTS_MARGIN, Search, costs_on_record
 from mucudnn.providers import STOCK, Provider, providers_on
 from mucudnn.providers.strips import Strips, strips_of
@@ -27,6 +28,7 @@ from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
 from mucudnn.timing.survey import Survey, Task, Worker
+from mucudnn.warning import warn
 
 LEAST_SECONDS = 1e-4
 """Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
@@ -73,6 +75,10 @@ class Planner:
         self._board = board
         self._costs: dict[Environment, Costs] = {}
         self._providers = providers_on(device, settings.engines) if providers is None else providers
+        # What a GPU's kernels hold is not known: there nothing is counted.
+        self._counts = settings.count_stock and device == HOST
+        if self._counts:
+            self._providers = [counted(provider) for provider in self._providers]
         wanted = settings.benchmark_devices
         self._peers = [
             Planner(replace(settings, benchmark_devices=None), store, device=peer)
@@ -137,7 +143,8 @@ class Planner:
             strides: of the result; those of the target among the operands if not given.
             first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
-        logbook = Logbook(Environment.current(self.device), self._store, self._board)
+        current = Environment.current(self.device)
+        logbook = Logbook(counting(current) if self._counts else current, self._store, self._board)
         return Measurement(problem, logbook, operands, strides, self.device, first)
 
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
@@ -153,7 +160,9 @@ class Planner:
             whole = [option for option in stock.options.get(Dim.BATCH, ()) if option.extent == problem.extent]
             undivided = self._fastest(measurement, replace(stock, options={Dim.BATCH: whole}))
             divided = replace(plan, undivided_seconds=undivided.seconds)
-            plan = min(replace(undivided, options=stock.options), divided, key=lambda plan: plan.seconds)
+            plan = min(replace(undivided, options=stock.options), divided, key=Plan.rank)
+        if plan.is_over:
+            warn(plan.excess)
         wrong = tuple(measurement.logbook.wrong(problem).items())
         plan = replace(plan, whole_workspace=self.whole_workspace(plan), wrong=wrong)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
@@ -166,32 +175,35 @@ class Planner:
         return max((whole[name].workspace(plan.problem, name) for name in used & whole.keys()), default=0)
 
     def _fastest(self, measurement: Measurement, stock: Plan) -> Plan:
-        """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that."""
-        problem, limit, stock_seconds = stock.problem, stock.limit, stock.stock_seconds
+        """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that.
+
+        Where that kernel does not fit, the fastest that does.
+        """
+        problem, stock_seconds = stock.problem, stock.stock_seconds
         options = {**stock.options}
         attempts = 0
-        while attempts < ATTEMPTS:
+        while attempts < ATTEMPTS or not stock.stock_fits:
             attempts += 1
-            dim, division = best(problem, options, stock_seconds, limit)
+            dim, division = stock.best(options)
             attempt = stock.divided(dim, division)
             if attempt.is_stock:
                 break
             used = {algorithm for algorithm, _ in division.runs()}
-            margin = PARTS_MARGIN if used == {STOCK} else MARGIN
-            if division.seconds > (1 - margin) * stock_seconds:
+            most = 1 - (PARTS_MARGIN if used == {STOCK} else MARGIN) if stock.stock_fits else math.inf
+            if division.seconds > most * stock_seconds:
                 options[dim] = [option for option in options[dim] if option.algorithm not in used]
                 continue
             try:
-                larger = _enlarged(options[dim], division, attempt.schedule.workspaces)
+                larger = enlarged(options[dim], division, attempt.schedule.workspaces)
                 if larger != options[dim]:
                     options[dim] = larger
                     continue
-                seconds = measurement.division_seconds(attempt.schedule, 1 - margin)
+                seconds = measurement.division_seconds(attempt.schedule, most)
             except LaunchError as error:
                 _log.warning("%s %s: %s", problem.direction, problem, error)
                 options[dim] = surviving(options[dim], error)
                 continue
-            if seconds <= (1 - margin) * stock_seconds:
+            if seconds <= most * stock_seconds:
                 wrong = measurement.faults(attempt.schedule, self.compares) if self.checks else {}
                 if used & wrong.keys():
                     options = {dim: [o for o in options[dim] if o.algorithm not in wrong] for dim in options}
@@ -211,15 +223,18 @@ class Planner:
         problem, stock_seconds = measurement.problem, measurement.stock_seconds()
         options: dict[Dim, list[Option]] = {}
         providers: Mapping[str, Provider] = {}
-        if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
+        held = scratch_of(problem, measurement.turn()) if self._counts else None
+        takes_any = (held or 0) > limit
+        if self._settings.workspace_limit > 0 and (stock_seconds >= LEAST_SECONDS or takes_any):
             providers = self.providers(problem)
-            for (dim, _), launches in self._surveyed(measurement, limit).items():
+            for (dim, _), launches in self._surveyed(measurement, limit, takes_any).items():
                 options.setdefault(dim, []).extend(launches)
-        whole = Division((Option(problem.extent, STOCK, stock_seconds, 0),))
+        whole = Division((Option(problem.extent, STOCK, stock_seconds, held or 0),))
         schedule = Schedule(problem, Dim.BATCH, whole, providers)
-        return Plan(schedule, limit, options, stock_seconds, stock_seconds, stock_seconds, checks=self.checks)
+        seconds = (stock_seconds,) * 3
+        return Plan(schedule, limit, options, *seconds, checks=self.checks, stock_workspace=held)
 
-    def _surveyed(self, measurement: Measurement, limit: float) -> dict[Task, list[Option]]:
+    def _surveyed(self, measurement: Measurement, limit: float, takes_any: bool) -> dict[Task, list[Option]]:
         """The launches of every algorithm along every dim that were worth measuring.
 
         Which ones these are is kept, as it depends on all that was known at the time: the next run is to come to the
@@ -228,7 +243,7 @@ class Planner:
         problem, policy = measurement.problem, self._settings.policy
         terms = {"limit": str(limit), "policy": policy, "engines": self.engines, "search": "ahead"}
         sizes: dict[str, list[int]] | None = measurement.logbook.settlement(problem, terms)
-        search = self._search(measurement, limit)
+        search = self._search(measurement, limit, takes_any)
         candidates = self.within(measurement, self._allowed(limit))
         # What may gain most comes first: what is slower than that need not be measured.
         tasks = sorted(candidates, key=lambda task: search.lower_bound(candidates[task], task[0]))
@@ -244,11 +259,11 @@ class Planner:
             measurement.logbook.settle(problem, terms, sizes)
         return {task: found[task] for task in candidates}
 
-    def _search(self, measurement: Measurement, limit: float) -> Search:
+    def _search(self, measurement: Measurement, limit: float, takes_any: bool = False) -> Search:
         environment = measurement.logbook.environment
         if environment not in self._costs:
             self._costs[environment] = costs_on_record(self._store, environment)
-        return Search(measurement, self._costs[environment], self._allowed(limit), self._settings.policy)
+        return Search(measurement, self._costs[environment], self._allowed(limit), self._settings.policy, takes_any)
 
     def _allowed(self, limit: float) -> float:
         """Bytes that a launch may use: the limit, or half of the device's memory."""
@@ -283,15 +298,3 @@ def _fits(measurement: Measurement, strips: Strips, dim: Dim, allowed: float) ->
     """Whether strips of the smallest part fit."""
     need = measurement.workspace((strips, strips.name), dim, 1)
     return need is not None and need <= allowed
-
-
-def _enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:
-    """The options with no less workspace than launches of the division turn out to need."""
-    needed: dict[tuple[str, int], int] = {}
-    for option, workspace in zip(division.options, workspaces, strict=True):
-        key = option.algorithm, option.extent
-        needed[key] = max(workspace, needed.get(key, 0))
-    return [
-        replace(option, workspace=max(option.workspace, needed.get((option.algorithm, option.extent), 0)))
-        for option in options
-    ]

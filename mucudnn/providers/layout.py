@@ -38,6 +38,10 @@ class Layout:
         """
         self._provider, self._is_offered = provider, is_offered
 
+    def over(self, change: Callable[[Provider], Provider]) -> Layout:
+        """The same over another provider, made of the wrapped one."""
+        return Layout(change(self._provider), self._is_offered)
+
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         there = converted(problem)
         if there is None or not self._is_offered(there):

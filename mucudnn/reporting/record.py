@@ -35,6 +35,7 @@ class Record:
         leader_seconds: what that takes.
         wrong: algorithms whose results were wrong, and what was wrong. They are not used, but for torch's own kernel,
             "stock", which computes the whole where nothing else does.
+        stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted.
     """
 
     problem: ConvProblem
@@ -54,6 +55,7 @@ class Record:
     leader: str | None = None
     leader_seconds: float = 0.0
     wrong: tuple[tuple[str, str], ...] = ()
+    stock_workspace: int | None = None
 
     @property
     def saved(self) -> float:

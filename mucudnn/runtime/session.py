@@ -13,6 +13,7 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
+from mucudnn.planning.counted import can_count
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
@@ -95,8 +96,10 @@ class Session:
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
-        if device_of(call.input.device).is_capturing():
-            return None  # nothing can be measured in a CUDA graph's capture; the next call outside is planned
+        if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not can_count()):
+            return (
+                None  # not measured in a CUDA graph's capture, nor under a profiler; the next call outside is planned
+            )
         with self._lock:
             if key not in self.decisions:
                 try:
