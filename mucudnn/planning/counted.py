@@ -13,19 +13,17 @@ from functools import lru_cache
 
 import torch
 
-from mucudnn.budgets.memory import HostRecorder
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.convolution.tile import Part
-from mucudnn.devices import Host, device_of
+from mucudnn.devices import Host
+from mucudnn.devices.allocations import most_held
 from mucudnn.providers import Provider, stock_result
 from mucudnn.providers.layout import Layout
 from mucudnn.providers.padding import evened
 from mucudnn.providers.stock import Stock
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import synthetic_operands
-
-HOST = torch.device("cpu")
 
 
 class Counted:
@@ -59,11 +57,6 @@ def counting(environment: Environment) -> Environment:
     return replace(environment, libraries=f"{environment.libraries}, scratch of torch's own kernels counted")
 
 
-def can_count() -> bool:
-    """Whether calls can be counted now: not while the program has a profiler on."""
-    return not torch._C._autograd._profiler_enabled()
-
-
 def scratch(problem: ConvProblem) -> int:
     """Bytes that torch's own kernel holds beyond operands and result, on contiguous or channels-last zeros."""
     return _scratch(problem, Host.switches())
@@ -81,15 +74,5 @@ def scratch_of(problem: ConvProblem, given: Operands) -> int:
     Raises:
         RuntimeError: where it cannot be counted, or where the kernel fails.
     """
-    recorder = HostRecorder(device_of(HOST))
-    if not recorder.start():
-        raise RuntimeError("the scratch memory of torch's own kernels is not counted while a profiler is on")
-    try:
-        recorder.step()
-        recorder.mark(0)
-        stock_result(problem, given)
-        recorder.step()
-    finally:
-        timelines = recorder.stop()
-    (timeline,) = timelines
-    return max(0, timeline.peak - timeline.live[0] - problem.element_bytes * math.prod(problem.target_shape))
+    held = most_held(lambda: stock_result(problem, given))
+    return max(0, held - problem.element_bytes * math.prod(problem.target_shape))

@@ -11,7 +11,6 @@ from mucudnn.convolution.tile import dims, extent
 from mucudnn.optimizer import Division, Option, best_division, desirable_divisions, desirable_set
 from mucudnn.providers import STOCK
 from mucudnn.reporting.record import Record
-from mucudnn.sizes import format_bytes
 from mucudnn.timing.schedule import LaunchError, Schedule
 
 MARGIN = 0.05
@@ -93,12 +92,6 @@ class Plan:
     def rank(self) -> tuple[bool, float]:
         """The smaller, the better."""
         return self.is_over, self.seconds
-
-    @property
-    def excess(self) -> str:
-        """By how much a plan exceeds its limit, in a sentence."""
-        held = f"{format_bytes(self.division.workspace)} of scratch memory in torch's own kernel"
-        return f"{self.problem.direction} of {self.problem} takes {held}: nothing fits {format_bytes(self.limit)}"
 
     @property
     def record(self) -> Record:

@@ -28,7 +28,6 @@ from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
 from mucudnn.timing.survey import Survey, Task, Worker
-from mucudnn.warning import warn
 
 LEAST_SECONDS = 1e-4
 """Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
@@ -161,8 +160,6 @@ class Planner:
             undivided = self._fastest(measurement, replace(stock, options={Dim.BATCH: whole}))
             divided = replace(plan, undivided_seconds=undivided.seconds)
             plan = min(replace(undivided, options=stock.options), divided, key=Plan.rank)
-        if plan.is_over:
-            warn(plan.excess)
         wrong = tuple(measurement.logbook.wrong(problem).items())
         plan = replace(plan, whole_workspace=self.whole_workspace(plan), wrong=wrong)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())

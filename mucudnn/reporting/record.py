@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.sizes import format_bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,12 @@ class Record:
     def saved(self) -> float:
         """Seconds of this run that torch's own kernel would have taken more; negative where trials cost more."""
         return self.calls * (self.stock_seconds - self.seconds) - self.cost
+
+    @property
+    def excess(self) -> str:
+        """By how much torch's own kernel exceeds the limit where nothing else keeps it, in a sentence."""
+        held = f"{format_bytes(self.workspace)} of scratch memory in torch's own kernel"
+        return f"{self.direction} of {self.problem} takes {held}: nothing fits {format_bytes(self.limit)}"
 
     @property
     def is_divided(self) -> bool:

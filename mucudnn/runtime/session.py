@@ -12,8 +12,7 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.call import Call
-from mucudnn.devices import device_of
-from mucudnn.planning.counted import can_count
+from mucudnn.devices import allocations, device_of
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
@@ -96,7 +95,7 @@ class Session:
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
-        if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not can_count()):
+        if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not allocations.can_profile()):
             return (
                 None  # not measured in a CUDA graph's capture, nor under a profiler; the next call outside is planned
             )
@@ -296,4 +295,6 @@ def _may_explore(call: Call) -> bool:
 
 
 def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:
+    if plan.is_over:
+        warn(plan.record.excess)
     return FixedLimit(plan, measurement.strides, is_lasting=device_of(planner.device).is_asynchronous)

@@ -25,8 +25,8 @@ from mucudnn.reporting.tables import summary
 from mucudnn.settings import SettingError, Settings
 
 PROVIDERS = [counted(provider) for provider in HOST_PROVIDERS]
-SLACK = 256
-"""Bytes that an allocator may round up to, over a few allocations."""
+SLACK = 512
+"""Bytes by which the profiler may count more: torch rounds each allocation up to 64."""
 
 X, W = (4, 8, 24, 24), (8, 8, 5, 5)
 
@@ -169,5 +169,5 @@ def test_a_plan_from_the_database_is_refused() -> None:
 
     from mucudnn.commands.plan import recorded
 
-    with pytest.raises(SettingError, match="^count_stock=on: accepted here is off"):
+    with pytest.raises(SettingError, match=r"^count_stock=on: accepted here is off"):
         recorded(SimpleNamespace(), Settings.from_environment({}, count_stock=True))
