@@ -91,14 +91,20 @@ def in_torch(problem: ConvProblem) -> bool:
     """
     is_last = problem.formats[0] == CHANNELS_LAST
     if problem.dims == 2 and (backend := _backend(problem)) in PLAIN:
-        return not (is_last and backend == PLAIN[0]) or _gains_by_channels(problem)
+        return backend != PLAIN[0] or _gains(problem, is_last)
     is_grouped = problem.groups > 1 and problem.dtype == "float32" and not problem.transposed
     return is_last and is_grouped and _is_inner(problem) and _backend(problem) == "Mkldnn"
 
 
-def _gains_by_channels(problem: ConvProblem) -> bool:
-    """Whether columns are made or multiplied faster in channels last; without strides only those of half types are."""
-    return math.prod(problem.w_shape[2:]) > 1 and (problem.is_half or max(problem.stride) > 1)
+def _gains(problem: ConvProblem, is_last: bool) -> bool:
+    """Whether torch's kernel that multiplies columns may be faster in channels last, or else in contiguous tensors.
+
+    Kernels of one element need no columns: they may be only for half types or groups, and only contiguous.
+    """
+    is_one_tap = math.prod(problem.w_shape[2:]) == 1
+    if is_last:
+        return not is_one_tap and (problem.is_half or max(problem.stride) > 1)
+    return problem.is_half or problem.groups > 1 or not is_one_tap
 
 
 def _is_inner(problem: ConvProblem) -> bool:

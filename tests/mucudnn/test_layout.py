@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from forced import forced
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from problems import problems
@@ -17,7 +19,8 @@ import mucudnn
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
-from mucudnn.providers import HOST_PROVIDERS, stock_result
+from mucudnn.networks.models import NETWORKS, convolutions
+from mucudnn.providers import stock_result
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.stock import Stock
@@ -115,6 +118,10 @@ def image(direction: Direction = FORWARD, **changes: Any) -> ConvProblem:
     return ConvProblem.of_convolution(direction, (4, 8, 12, 12), (8, 8, 3, 3), **{**plain, **changes})
 
 
+POINTWISE = ConvProblem.of_convolution(
+    FORWARD, (4, 8, 12, 12), (8, 8, 1, 1), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+    dtype="float64", formats=("channels_last",) * 3,
+)  # fmt: skip
 NOTHING: tuple[str, ...] = ()
 LAST, FIRST = ("stock@channels_last",), ("stock@contiguous",)
 CHANNELS_LAST = {"formats": ("channels_last",) * 3}
@@ -129,6 +136,8 @@ CHANNELS_LAST = {"formats": ("channels_last",) * 3}
         (image(dtype="float64"), NOTHING),
         (image(dtype="float64", **CHANNELS_LAST), FIRST),
         (image(dtype="float64", **STRIDED), LAST),
+        (POINTWISE, NOTHING),
+        (replace(POINTWISE, dtype="float16"), FIRST),
         (image(dtype="float64", **DILATED), LAST),
         (image(dtype="float64", formats=("strided", "contiguous", "contiguous"), **DILATED), NOTHING),
         (image(FILTER, dtype="float16", **DILATED), NOTHING),
@@ -153,15 +162,22 @@ def test_nothing_is_offered_where_the_formats_are_one_or_padding_differs() -> No
     assert not STOCKS.algorithms(replace(problem, padding=(0, 2), x_shape=(4, 8, 10, 12)))
 
 
-def test_ordinary_networks_are_offered_nothing_more() -> None:
-    """ResNet-18 on contiguous float32 images: no trial, and no time of planning, is spent on other formats."""
-    from mucudnn.networks.models import NETWORKS, convolutions
-
-    for layer in convolutions(NETWORKS["resnet18"], 16):
-        for direction in Direction:
-            geometry = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
-            problem = ConvProblem.of_convolution(direction, layer.input, layer.weight, **geometry)
-            assert not any("@" in name for one in HOST_PROVIDERS for name in one.algorithms(problem))
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("network", ["resnet18", "resnet50"])
+def test_ordinary_networks_are_offered_nothing_more(network: str, threads: int) -> None:
+    """No trial, and no time of planning, is spent on other formats of float32 images in mini-batches."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for layer in convolutions(NETWORKS[network], 4):
+            for direction, name in itertools.product(Direction, FORMATS):
+                geometry = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
+                problem = ConvProblem.of_convolution(
+                    direction, layer.input, layer.weight, **geometry, formats=(name,) * 3
+                )
+                assert not STOCKS.algorithms(problem)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("collected_once")
@@ -194,8 +210,6 @@ def test_the_copies_are_what_is_declared(problem: ConvProblem, extents: list[int
 
 
 def test_a_program_computes_so_and_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forced import forced
-
     x = torch.randn(4, 32, 16, 16).requires_grad_()
     layer = torch.nn.Conv2d(32, 32, 5, padding=2, groups=32)
     stock = torch.autograd.grad(layer(x).square().sum(), (x, layer.weight))
