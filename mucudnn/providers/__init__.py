@@ -14,7 +14,7 @@ from mucudnn.providers.onednn import OneDnn
 from mucudnn.providers.provider import Provider
 from mucudnn.providers.stock import STOCK, Stock, stock_call, stock_kernel, stock_result
 
-HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(), in_torch))
+HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(is_outlined=True), in_torch))
 """What serves convolutions on a CPU."""
 
 

@@ -75,6 +75,15 @@ class Stock:
     would not need: of an input whose padding differs at its two ends, and of operands that torch makes contiguous.
     """
 
+    def __init__(self, is_outlined: bool = False) -> None:
+        """
+        Args:
+            is_outlined: whether torch is shown the target of a gradient in its format in the problem, wherever the
+                result goes. Of that target torch reads the shape and the layout; in another layout than the other
+                tensors it would copy it, or them.
+        """
+        self._is_outlined = is_outlined
+
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         # A half-type weight gradient would be rounded once per part.
         return () if problem.is_half and problem.target is Role.W else (STOCK,)
@@ -95,7 +104,7 @@ class Stock:
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            operands = _outlined(part.problem, part.operands)
+            operands = _outlined(part.problem, part.operands) if self._is_outlined else part.operands
             result = even.result(stock_result(even.problem, even.operands(operands)))
             if accumulate:
                 part.target.add_(result)
@@ -106,18 +115,17 @@ class Stock:
 
 
 def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
-    """The operands, the target's strides being those of its format in the problem.
+    """The operands, the target of a gradient having the strides of its format in the problem.
 
-    Of a gradient's target torch reads the shape and the layout: in another layout than the other tensors it would be
-    copied. Those of a part that is computed on copies lie otherwise than the target.
+    Args:
+        operands: their target is contiguous in one format or the other.
     """
     if problem.direction is Direction.FORWARD:
         return operands
     target, name = operands.target(problem), dict(zip(Role, problem.formats, strict=True))[problem.target]
-    last = torch.channels_last if target.dim() == 4 else torch.channels_last_3d
-    wanted = {"contiguous": torch.contiguous_format, "channels_last": last}.get(name)
-    is_dense = target.is_contiguous() or (target.dim() > 3 and target.is_contiguous(memory_format=last))
-    if wanted is None or not is_dense or target.is_contiguous(memory_format=wanted):
-        return operands
-    strides = torch.empty(target.shape, device="meta", memory_format=wanted).stride()
+    memory_format = torch.contiguous_format
+    if name == "channels_last":
+        memory_format = torch.channels_last if target.dim() == 4 else torch.channels_last_3d
+    # Always, since torch tells by the strides: a weight of one element is contiguous and channels-last at once.
+    strides = torch.empty(target.shape, device="meta", memory_format=memory_format).stride()
     return replace(operands, **{str(problem.target): target.as_strided(target.shape, strides)})

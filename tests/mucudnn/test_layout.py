@@ -25,7 +25,7 @@ from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.stock import Stock
 
-STOCKS = Layout(Stock(), in_torch)
+STOCKS = Layout(Stock(is_outlined=True), in_torch)
 FORMATS = ("contiguous", "channels_last")
 FORWARD, DATA, FILTER = Direction
 
@@ -122,6 +122,12 @@ POINTWISE = ConvProblem.of_convolution(
     FORWARD, (4, 8, 12, 12), (8, 8, 1, 1), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
     dtype="float64", formats=("channels_last",) * 3,
 )  # fmt: skip
+IN_GROUPS = ConvProblem.of_convolution(
+    FORWARD, (4, 8, 12, 12), (8, 4, 1, 1), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=2,
+    dtype="float64", formats=("channels_last",) * 3,
+)  # fmt: skip
+"""A weight of one element per channel is contiguous and channels-last at once: torch goes by its strides."""
+
 NOTHING: tuple[str, ...] = ()
 LAST, FIRST = ("stock@channels_last",), ("stock@contiguous",)
 CHANNELS_LAST = {"formats": ("channels_last",) * 3}
@@ -189,6 +195,7 @@ def test_ordinary_networks_are_offered_nothing_more(network: str, threads: int) 
         *(grouped(name) for name in GROUPS),
         *(replace(image(dtype="float64", **DILATED), formats=(name,) * 3) for name in FORMATS),
         replace(image(dtype="float64", transposed=True, stride=(2, 2)), formats=("contiguous",) * 3),
+        IN_GROUPS,
     ],
     ids=str,
 )
