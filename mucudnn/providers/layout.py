@@ -12,6 +12,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
+from mucudnn.providers.gemm import SMALL
 from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Provider
 
@@ -91,7 +92,7 @@ def in_torch(problem: ConvProblem) -> bool:
     """
     is_last = problem.formats[0] == CHANNELS_LAST
     if problem.dims == 2 and (backend := _backend(problem)) in PLAIN:
-        return backend != PLAIN[0] or _gains(problem, is_last)
+        return (backend != PLAIN[0] or _gains(problem, is_last)) and not (is_last and _is_rough(problem))
     is_grouped = problem.groups > 1 and problem.dtype == "float32" and not problem.transposed
     return is_last and is_grouped and _is_inner(problem) and _backend(problem) == "Mkldnn"
 
@@ -105,6 +106,11 @@ def _gains(problem: ConvProblem, is_last: bool) -> bool:
     if is_last:
         return not is_one_tap and (problem.is_half or max(problem.stride) > 1)
     return problem.is_half or problem.groups > 1 or not is_one_tap
+
+
+def _is_rough(problem: ConvProblem) -> bool:
+    """Whether a gradient is a small matrix for each group: each element is one long sum there, far off."""
+    return problem.target is Role.W and math.prod(problem.w_shape) <= SMALL * problem.groups
 
 
 def _is_inner(problem: ConvProblem) -> bool:

@@ -115,7 +115,7 @@ DILATED = {"stride": (1, 1), "dilation": (2, 2), "padding": (2, 2)}
 def image(direction: Direction = FORWARD, **changes: Any) -> ConvProblem:
     """A convolution of four images."""
     plain = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
-    return ConvProblem.of_convolution(direction, (4, 8, 12, 12), (8, 8, 3, 3), **{**plain, **changes})
+    return ConvProblem.of_convolution(direction, (4, 32, 12, 12), (32, 32, 3, 3), **{**plain, **changes})
 
 
 POINTWISE = ConvProblem.of_convolution(
@@ -147,6 +147,8 @@ CHANNELS_LAST = {"formats": ("channels_last",) * 3}
         (image(dtype="float64", **DILATED), LAST),
         (image(dtype="float64", formats=("strided", "contiguous", "contiguous"), **DILATED), NOTHING),
         (image(FILTER, dtype="float16", **DILATED), NOTHING),
+        (image(FILTER, dtype="float64", **DILATED), LAST),
+        (replace(image(FILTER, dtype="float64", **DILATED), groups=4, w_shape=(32, 8, 3, 3)), NOTHING),
         (grouped("5x5, depthwise"), LAST),
         (grouped("5x5, depthwise", **CHANNELS_LAST), NOTHING),
         (grouped("5x5, depthwise", dtype="bfloat16"), NOTHING),
@@ -164,8 +166,8 @@ def test_what_is_offered(problem: ConvProblem, offered: tuple[str, ...]) -> None
 def test_nothing_is_offered_where_the_formats_are_one_or_padding_differs() -> None:
     problem = image(dtype="float64", **DILATED)
     assert STOCKS.algorithms(problem)
-    assert not STOCKS.algorithms(replace(problem, x_shape=(4, 1, 12, 12), w_shape=(8, 1, 3, 3)))
-    assert not STOCKS.algorithms(replace(problem, padding=(0, 2), x_shape=(4, 8, 10, 12)))
+    assert not STOCKS.algorithms(replace(problem, x_shape=(4, 1, 12, 12), w_shape=(32, 1, 3, 3)))
+    assert not STOCKS.algorithms(replace(problem, padding=(0, 2), x_shape=(4, 32, 10, 12)))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
