@@ -21,7 +21,8 @@ CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
 OTHER = {CONTIGUOUS: CHANNELS_LAST, CHANNELS_LAST: CONTIGUOUS}
 """What tensors of a memory format are copied into."""
 
-PLAIN = "Slow2d", "SlowDilated2d", "SlowTranspose2d"
+COLUMNS = "Slow2d"
+PLAIN = COLUMNS, "SlowDilated2d", "SlowTranspose2d"
 """Torch's kernels of its own that compute in either format. Those for volumes copy channels-last tensors first."""
 
 
@@ -92,7 +93,7 @@ def in_torch(problem: ConvProblem) -> bool:
     """
     is_last = problem.formats[0] == CHANNELS_LAST
     if problem.dims == 2 and (backend := _backend(problem)) in PLAIN:
-        return (backend != PLAIN[0] or _gains(problem, is_last)) and not (is_last and _is_rough(problem))
+        return (backend != COLUMNS or _gains(problem, is_last)) and not (is_last and _is_rough(problem))
     is_grouped = problem.groups > 1 and problem.dtype == "float32" and not problem.transposed
     return is_last and is_grouped and _is_inner(problem) and _backend(problem) == "Mkldnn"
 
@@ -109,7 +110,7 @@ def _gains(problem: ConvProblem, is_last: bool) -> bool:
 
 
 def _is_rough(problem: ConvProblem) -> bool:
-    """Whether a gradient is a small matrix for each group: each element is one long sum there, far off."""
+    """Whether a weight's gradient is a small matrix for each group, of whose elements each is one long sum."""
     return problem.target is Role.W and math.prod(problem.w_shape) <= SMALL * problem.groups
 
 

@@ -95,10 +95,9 @@ class Session:
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
+        # Not measured in a CUDA graph's capture, nor counted under a profiler: the next call outside is planned.
         if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not allocations.can_profile()):
-            return (
-                None  # not measured in a CUDA graph's capture, nor under a profiler; the next call outside is planned
-            )
+            return None
         with self._lock:
             if key not in self.decisions:
                 try:
