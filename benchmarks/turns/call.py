@@ -31,6 +31,9 @@ from benchmarks.distributed.decode import DECODERS, decoder, latent, tile
 from mucudnn.networks.models import UNet3d
 
 UNET = "UNet3d"
+WIDE = "AutoencoderKL-wide"
+"""The image decoder with its usual channels; those of `decode.py` have an eighth."""
+
 VOLUME = 128
 """The extent of the volume that the U-Net trains on."""
 
@@ -39,6 +42,9 @@ Numbers = dict[str, Tensor]
 
 def decoding(name: str, size: int | None, tiled: bool) -> tuple[nn.Module, Callable[[], Numbers]]:
     """A decoder, and a call of it."""
+    if name == WIDE:
+        name, options = "AutoencoderKL", {"block_out_channels": (128, 256, 512, 512), "norm_num_groups": 32}
+        DECODERS[name] = {**DECODERS[name][0], **options}, DECODERS[name][1]
     vae, z = decoder(name), latent(name, size)
     if tiled:
         tile(vae, z.shape[-1])
@@ -84,7 +90,8 @@ def _status(name: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", choices=(*DECODERS, UNET), metavar="WORK", help=f"{', '.join((*DECODERS, UNET))}")
+    works = *DECODERS, WIDE, UNET
+    parser.add_argument("work", choices=works, metavar="WORK", help=", ".join(works))
     parser.add_argument("--size", type=int, help="height and width of a latent, extent of a volume")
     parser.add_argument("--tiled", action="store_true", help="a decoder with diffusers' enable_tiling")
     parser.add_argument("--parts", metavar="AXIS=PARTS,...", help="computed in turn (default: one process)")

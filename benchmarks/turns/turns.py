@@ -37,6 +37,7 @@ SHARE = 0.1
 
 CASES: dict[str, tuple[int, str]] = {
     "AutoencoderKL": (256, "height=8"),
+    "AutoencoderKL-wide": (48, "height=8"),
     "AutoencoderKLWan": (48, "height=8"),
     "AutoencoderKLHunyuanVideo": (48, "height=8"),
     "AutoencoderKLCogVideoX": (24, "height=8"),
@@ -46,8 +47,8 @@ CASES: dict[str, tuple[int, str]] = {
 """{work: (size, parts)}, as `call.py` takes them."""
 
 ABOUT = f"""\
-Decoders of diffusers (of full depth and small width) and a training step of a 3-D U-Net, with random weights, in
-float32: `python benchmarks/turns/turns.py`. Each was computed in one process, in eight parts in turn, and in eight
+Decoders of diffusers (of full depth and small width; the wide one has its usual width) and a training step of a 3-D
+U-Net, with random weights, in float32: `python benchmarks/turns/turns.py`. Each was computed in one process, in eight parts in turn, and in eight
 parts in turn within a limit of {SHARE:.0%} of the memory that one process needed.
 
 * **memory**: the weights, and by how much the resident memory of the process grew at most during two calls, with all
@@ -57,8 +58,8 @@ parts in turn within a limit of {SHARE:.0%} of the memory that one process neede
 * **error**: the largest difference of a result, the loss or a gradient from one process, relative to the largest value
   of that tensor, or to a thousandth of the largest of all where that is more.
 
-The narrow decoders compute an eighth of what the usual ones compute for each byte, so the time that transfers take is
-the worst case. The decoder of CogVideoX also returns the last two frames of what every layer was given, for the frames
+The narrow decoders compute an eighth of what wide ones compute for each byte, so the time that transfers take is the
+worst case. The decoder of CogVideoX also returns the last two frames of what every layer was given, for the frames
 that come next: these are results, which no limit counts, and they are most of what it holds. Those of Wan and LTX keep
 such frames, too.
 """

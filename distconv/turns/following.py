@@ -113,9 +113,6 @@ class _Nowhere:
     def drop(self, key: Any, size: int) -> None:
         pass
 
-    def tidy(self, most: int) -> None:
-        pass
-
 
 class _Shapes(Pager):
     """Chooses what leaves, as the pager does, and moves nothing."""

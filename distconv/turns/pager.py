@@ -22,13 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distconv.turns.heap import trim
-
 LEAST = 1 << 16
 """Smaller storages stay, and are not counted."""
-
-KEPT = 4
-"""The heap of a CPU may keep this part of a limit, one in so many, of memory that was freed."""
 
 
 class Place(Protocol):
@@ -42,9 +37,6 @@ class Place(Protocol):
 
     def drop(self, key: Any, size: int) -> None:
         """Forgets what was kept."""
-
-    def tidy(self, most: int) -> None:
-        """Gives memory that was freed back to the system, where more than so many bytes of it are kept."""
 
 
 class File:
@@ -69,9 +61,6 @@ class File:
 
     def drop(self, key: int, size: int) -> None:
         self._free[size].append(key)
-
-    def tidy(self, most: int) -> None:
-        trim(most)
 
     def _move(self, move: Any, storage: torch.UntypedStorage, at: int) -> None:
         bytes = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
@@ -101,9 +90,6 @@ class Pinned:
 
     def drop(self, key: Tensor, size: int) -> None:
         self._free[size].append(key)
-
-    def tidy(self, most: int) -> None:
-        pass  # torch's allocator of the device takes what was freed
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -141,8 +127,6 @@ class Pager:
         self._place: Place = Pinned() if device_type == "cuda" else File()
         self._device_type = device_type
         self._of_call: set[int] = set()
-        self._untidy = 0
-        """Bytes that came since memory was tidied last."""
 
     def new_call(self) -> None:
         """A call begins, at the end of which `release_all` may let its storages go."""
@@ -242,10 +226,6 @@ class Pager:
     def _count(self, size: int) -> None:
         self.resident += size
         self.most = max(self.most, self.resident)
-        self._untidy += size
-        if self._untidy > self.limit // KEPT:
-            self._untidy = 0
-            self._place.tidy(self.limit // KEPT)
 
     def _freed(self, key: int, page: _Page) -> None:
         if self._pages.get(key) is page:

@@ -22,7 +22,6 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.partition import Partition
 from distconv.turns.automatic import AUTO, chosen
 from distconv.turns.call import call_in_turn, is_cut
-from distconv.turns.heap import share_one_arena
 from distconv.turns.parts import parts_of, read
 from distconv.turns.world import is_part
 from mucudnn.sizes import parse_bytes
@@ -70,7 +69,7 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
         raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
     for module in original(model).modules():
         _turning[module] = way
-    _take(way)
+    _take(way[0])
     return model
 
 
@@ -100,7 +99,7 @@ def read_memory(memory: str | float | None) -> int | None:
 @contextmanager
 def script_in_turn(way: Way) -> Iterator[None]:
     """Within it every model runs in turn whose inputs can be cut."""
-    _take(way)
+    _take(way[0])
     _script.append(way)
     try:
         yield
@@ -108,11 +107,9 @@ def script_in_turn(way: Way) -> Iterator[None]:
         _script.pop()
 
 
-def _take(way: Way) -> None:
+def _take(partition: Partition | None) -> None:
     """From now on calls of modules are looked at."""
-    partition = way[0] or _ANY
-    if way[1] is not None:
-        share_one_arena()
+    partition = partition or _ANY
     if partition.ranks > 1:
         parts_of(partition, "cpu")
     if _called not in elsewhere:
