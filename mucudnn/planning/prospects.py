@@ -150,7 +150,7 @@ class Prospects:
         if settled.division is not None:
             plan = plan.divided(Dim(settled.dim), settled.division)
             plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
-        return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
+        return replace(plan, whole_workspace=self.planner.whole_workspace(self.measurement, plan))
 
     def keep(self, plan: Plan, exploration: Exploration) -> None:
         """Writes a plan and the times of launches to the database."""
@@ -196,7 +196,7 @@ class Prospects:
             return None
         options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
         plan = replace(plan, options=options, **{name: values[name] for name in ("seconds", "undivided_seconds")})
-        return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
+        return replace(plan, whole_workspace=self.planner.whole_workspace(self.measurement, plan))
 
 
 def _values(option: Option) -> list[Any]:

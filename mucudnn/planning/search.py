@@ -196,8 +196,7 @@ class Search:
         """Seconds of torch's own kernel on the whole, scaled down to a part of this size."""
         return self._stock_seconds * size / extent(self._problem, dim)
 
-    @staticmethod
-    def _bar(algorithm: str) -> float:
+    def _bar(self, algorithm: str) -> float:
         """The time below which parts may form a winning division, in units of torch's own kernel."""
         return 1 - (PARTS_MARGIN if algorithm == STOCK else MARGIN)
 

@@ -139,7 +139,7 @@ class Measurement:
         try:
             seconds = clock.first_seconds(work, self._clock)
             if seconds <= min(abandon, clock.BUDGET):
-                seconds = clock.again_seconds(work, most, self._clock)
+                seconds = clock.again_seconds(work, most, self._clock, 0.0, seconds)
         except LaunchError as error:
             _log.warning("%s %s: not usable: %s", self.problem.direction, self.problem, error)
             return None

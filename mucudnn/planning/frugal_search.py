@@ -1,0 +1,130 @@
+"""Frugal search: a search for where every question for a workspace makes a plan, and every plan takes milliseconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.tile import extent
+from mucudnn.optimizer import Costs, Option, PartSizes, micro_batch_sizes
+from mucudnn.planning.search import Search
+from mucudnn.providers import STOCK
+from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.timing.measurement import Candidate, Measurement
+
+MOST_FURTHER = 6
+"""Sizes of an algorithm that are timed after its first one."""
+
+MOST_ASKED = 20
+"""Parts whose workspace cuDNN is asked for, of all algorithms of a problem together. Each takes a plan; of a gradient of
+the weight two, as parts add to what others have computed."""
+
+
+class FrugalSearch(Search):
+    """The launches of one problem that are worth a plan.
+
+    What cannot win by the cost model is not even asked for its workspace. Of an algorithm the largest part that fits is
+    timed first, and a smaller one only if it may be faster than all launches so far, of whatever algorithm.
+    """
+
+    def __init__(
+        self, measurement: Measurement, costs: Costs, allowed: float, policy: str, compares_workspaces: bool
+    ) -> None:
+        """
+        Args:
+            compares_workspaces: whether what is slower than another launch, if faster than torch's own kernel, is of
+                interest for a smaller workspace; then as many parts are asked for as that takes.
+        """
+        super().__init__(measurement, costs, allowed, policy)
+        self._compares_workspaces = compares_workspaces
+        self._timed_so_far: list[tuple[float, float]] = []
+        """Seconds of the whole, and bytes, of every launch."""
+        self._asked: set[tuple[str, Dim, int]] = set()
+
+    def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
+        """The candidate's launches along a dim: those that are known, then those that are worth a plan."""
+        whole = extent(self._problem, dim)
+        sizes = set(micro_batch_sizes(self._policy, whole))
+        if candidate[1] == STOCK or dim is not Dim.BATCH:
+            sizes.discard(whole)
+        if not sizes:
+            return
+        tried = PartSizes(sorted(sizes), self._allowed, lambda size: self._need(candidate, dim, size))
+        known = [size for size in tried.sizes if self._measurement.is_known(candidate, dim, size)]
+        seen: set[int] = set()
+        for size in filter(tried.fits, known):
+            seen.add(size)
+            yield from self._noted(candidate, dim, size)
+        for _ in range(1 + MOST_FURTHER):
+            following = self._following(candidate, dim, tried, seen)
+            if following is None:
+                return
+            seen.add(following)
+            yield from self._noted(candidate, dim, following)
+
+    def too_large(self, candidates: Iterable[Candidate]) -> list[str]:
+        """The algorithms that one sample needs too much for, of those that the cost model does not rule out.
+
+        Where none serves a sample at all, as it may be too large for cuDNN's numbers, these are all of them.
+        """
+        needs = {
+            one[1]: self._need(one, Dim.BATCH, 1)
+            for one in candidates
+            if one[1] != STOCK and self._least(one, Dim.BATCH, 1, 0.0, True) < math.inf
+        }
+        if all(need is None for need in needs.values()) and not self._timed_so_far:
+            return list(needs)
+        return [name for name, need in needs.items() if need is not None and need > self._allowed]
+
+    def _following(self, candidate: Candidate, dim: Dim, tried: PartSizes, seen: set[int]) -> int | None:
+        """The size to time next, which fits: the largest, then what may take least."""
+        left = [size for size in tried.sizes if size not in seen]
+        bounds = {size: self._least(candidate, dim, size, tried.expected(size), not seen) for size in left}
+        wanted = [size for size in left if bounds[size] < math.inf]
+        if wanted and not seen and self._may_ask:
+            return tried.largest(wanted[-1])
+        for size in sorted(wanted, key=lambda size: (bounds[size], -size)):
+            if self._may_ask and tried.is_expected(size) and tried.fits(size):
+                return size
+        return None
+
+    def _least(self, candidate: Candidate, dim: Dim, size: int, workspace: float, is_first: bool) -> float:
+        """The least seconds that the whole may take in parts of a size; infinite if such parts are of no interest.
+
+        Engines that are compiled at run time take so long to be planned that none is tried to learn more about it, and
+        one of which nothing is known only if no other is faster than torch's own kernel.
+
+        Args:
+            workspace: bytes that such a part is expected to need.
+        """
+        provider, name = candidate
+        is_compiled = isinstance(provider, Engines) and provider.is_compiled(self._problem, name)
+        least = self._lower_bound(candidate, dim, size, is_first and not is_compiled)
+        fastest = min((seconds for seconds, _ in self._timed_so_far), default=math.inf)
+        if is_compiled and least == 0.0 and fastest < super()._bar(name) * self._stock_seconds:
+            return math.inf
+        if self._compares_workspaces and not is_first:
+            beaten = any(seconds <= least and need <= workspace for seconds, need in self._timed_so_far)
+            return math.inf if beaten else least
+        return least
+
+    def _noted(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
+        for option in self._timed(candidate, dim, size):
+            self._timed_so_far.append((option.seconds * extent(self._problem, dim) / size, option.workspace))
+            yield option
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._compares_workspaces or len(self._asked) < MOST_ASKED
+
+    def _need(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
+        self._asked.add((candidate[1], dim, size))
+        return self._measurement.workspace(candidate, dim, size)
+
+    def _bar(self, algorithm: str) -> float:
+        """As in any search; where workspaces are not compared, below the fastest launches so far, too."""
+        bar = super()._bar(algorithm)
+        if self._compares_workspaces:
+            return bar
+        return min([bar, *(seconds / self._stock_seconds for seconds, _ in self._timed_so_far)])

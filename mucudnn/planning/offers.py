@@ -1,0 +1,109 @@
+"""Offers: which algorithms are tried along which dims of a problem."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+
+from mucudnn.convolution.problem import ConvProblem, Dim
+from mucudnn.convolution.tile import dims, extent
+from mucudnn.providers import STOCK, Provider
+from mucudnn.providers.strips import Strips, strips_of
+from mucudnn.timing.measurement import Candidate, Measurement, middle
+from mucudnn.timing.survey import Task
+
+WIDTHS = 3
+"""Of an algorithm that only serves in strips within the limit, so many widths are tried."""
+
+
+class Offers:
+    """The algorithms of some providers.
+
+    On a processor they are named for parts along each dim, and what these need tells at once along which dims, and in
+    which strips, each is tried (`within`). On a GPU every such answer of cuDNN's takes a plan. So there an algorithm is
+    named for the whole, and tried along the mini-batch (`along_batch`); those that one sample is too large for are
+    tried along space (`beyond_samples`).
+    """
+
+    def __init__(self, providers: Sequence[Provider], are_plans_costly: bool) -> None:
+        """
+        Args:
+            are_plans_costly: whether providers can only tell what a part needs by making a plan, as on a GPU.
+        """
+        self._providers, self._are_plans_costly = providers, are_plans_costly
+
+    def candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
+        """Who serves parts of the problem along a dim, by which algorithms; where plans are costly, who may."""
+        is_whole = dim is Dim.BATCH or self._are_plans_costly
+        part = problem if is_whole else middle(problem, dim, extent(problem, dim) // 2).problem
+        return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
+
+    def providers(self, problem: ConvProblem) -> dict[str, Provider]:
+        """Who serves the problem or parts of it, by algorithm."""
+        found: dict[str, Provider] = {}
+        for dim in dims(problem):
+            found |= {algorithm: provider for provider, algorithm in self.candidates(problem, dim)}
+            for candidate in self.candidates(problem, dim):
+                found |= {strips.name: strips for strips in strips_of(problem, dim, *candidate)}
+        return found
+
+    def within(self, measurement: Measurement, allowed: float) -> dict[Task, Candidate]:
+        """Who serves parts of a problem along which dim, within so many bytes or not.
+
+        An algorithm of which the smallest part along any one dim needs more is offered on strips along a second dim: on
+        the widest that fit beneath the smallest part along the first, on half of these, and on a quarter.
+        """
+        problem = measurement.problem
+        found = {(dim, one[1]): one for dim in dims(problem) for one in self.candidates(problem, dim)}
+        least: dict[str, float] = {}
+        for (dim, name), one in found.items():
+            need = measurement.workspace(one, dim, 1)
+            least[name] = min(least.get(name, math.inf), math.inf if need is None else need)
+        for (dim, name), one in [*found.items()]:
+            if name != STOCK and allowed < least[name] < math.inf:
+                every = strips_of(problem, dim, *one)
+                fitting = [strips for strips in every if _fits(measurement, strips, dim, allowed)]
+                found |= {(dim, strips.name): (strips, strips.name) for strips in fitting[:WIDTHS]}
+        return found
+
+    def along_batch(self, problem: ConvProblem) -> dict[Task, Candidate]:
+        """Who may serve micro-batches."""
+        return {(Dim.BATCH, one[1]): one for one in self.candidates(problem, Dim.BATCH)}
+
+    def beyond_samples(
+        self, measurement: Measurement, allowed: float, names: Collection[str]
+    ) -> dict[Task, Candidate]:
+        """Who serves parts along space within so many bytes, or else strips of parts.
+
+        Args:
+            names: of the algorithms that one sample is too large for.
+        """
+        problem = measurement.problem
+        found: dict[Task, Candidate] = {}
+        for one in self.candidates(problem, Dim.BATCH):
+            if one[1] not in names:
+                continue
+            tiles = [dim for dim in dims(problem)[1:] if _keeps(measurement, one, dim, allowed)]
+            found |= {(dim, one[1]): one for dim in tiles}
+            for dim in () if tiles else dims(problem):
+                every = strips_of(problem, dim, *one)
+                widest = bisect_left(every, True, key=lambda strips: _fits(measurement, strips, dim, allowed))
+                found |= {(dim, strips.name): (strips, strips.name) for strips in every[widest : widest + 1]}
+        return found
+
+    def named(self, problem: ConvProblem, tasks: Collection[Task]) -> dict[Task, Candidate]:
+        """Who serves tasks by their names; those that are not offered, or not any more, are left out."""
+        providers = self.providers(problem)
+        return {task: (providers[task[1]], task[1]) for task in tasks if task[1] in providers}
+
+
+def _fits(measurement: Measurement, strips: Strips, dim: Dim, allowed: float) -> bool:
+    """Whether strips of the smallest part fit."""
+    return _keeps(measurement, (strips, strips.name), dim, allowed)
+
+
+def _keeps(measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float) -> bool:
+    """Whether the smallest part is served within so many bytes."""
+    need = measurement.workspace(candidate, dim, 1)
+    return need is not None and need <= allowed
