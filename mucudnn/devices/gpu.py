@@ -15,7 +15,7 @@ from mucudnn.devices.device import Clock, Device, Work
 LEAST_BATCH = 5e-4
 """Seconds of work between two events, so that these weigh little."""
 
-MOST_CALLS = 4
+MOST_CALLS = 3
 
 LONG = 0.01
 """Where a call takes more seconds, the time until the GPU begins with it does not count."""

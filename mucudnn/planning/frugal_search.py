@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.problem import Dim, Role
 from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import Costs, Option, PartSizes, micro_batch_sizes
+from mucudnn.planning.offers import Offers
 from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.timing.measurement import Candidate, Measurement
+from mucudnn.timing.survey import Task
+
+Further = Callable[[Measurement, float, Sequence[str]], Sequence[Task]]
+"""What is to be tried, within so many bytes, of algorithms that one sample is too large for."""
 
 MOST_FURTHER = 6
 """Sizes of an algorithm that are timed after its first one."""
 
-MOST_ASKED = 20
-"""Parts whose workspace cuDNN is asked for, of all algorithms of a problem together. Each takes a plan; of a gradient of
-the weight two, as parts add to what others have computed."""
+MOST_PLANS, MOST_PLANS_OF_BATCHES = 32, 26
+"""Once cuDNN was asked for so many plans, no workspace of another part is asked for: of all parts of a problem, and of
+micro-batches. One part takes up to six plans: at different places, of a gradient of the weight two at each, as parts
+add to what others have computed. Of those of micro-batches, enough are left over to ask once of every algorithm."""
 
 
 class FrugalSearch(Search):
@@ -29,33 +35,46 @@ class FrugalSearch(Search):
     """
 
     def __init__(
-        self, measurement: Measurement, costs: Costs, allowed: float, policy: str, compares_workspaces: bool
+        self,
+        measurement: Measurement,
+        costs: Costs,
+        allowed: float,
+        policy: str,
+        plans_made: Callable[[], int],
+        compares_workspaces: bool,
     ) -> None:
         """
         Args:
+            plans_made: how many plans cuDNN was asked for so far.
             compares_workspaces: whether what is slower than another launch, if faster than torch's own kernel, is of
-                interest for a smaller workspace; then as many parts are asked for as that takes.
+                interest for a smaller workspace; then as many micro-batches are asked for as that takes.
         """
         super().__init__(measurement, costs, allowed, policy)
         self._compares_workspaces = compares_workspaces
         self._timed_so_far: list[tuple[float, float]] = []
         """Seconds of the whole, and bytes, of every launch."""
-        self._asked: set[tuple[str, Dim, int]] = set()
+        self._plans_made, self._plans_before = plans_made, plans_made()
+        self._not_asked = set[str]()
+        """The algorithms whose turn is still to come."""
 
     def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
         """The candidate's launches along a dim: those that are known, then those that are worth a plan."""
+        self._not_asked.discard(candidate[1])
         whole = extent(self._problem, dim)
         sizes = set(micro_batch_sizes(self._policy, whole))
         if candidate[1] == STOCK or dim is not Dim.BATCH:
             sizes.discard(whole)
         if not sizes:
             return
-        tried = PartSizes(sorted(sizes), self._allowed, lambda size: self._need(candidate, dim, size))
-        known = [size for size in tried.sizes if self._measurement.is_known(candidate, dim, size)]
-        seen: set[int] = set()
-        for size in filter(tried.fits, known):
-            seen.add(size)
-            yield from self._noted(candidate, dim, size)
+
+        def ask(size: int) -> int | None:
+            return self._measurement.workspace(candidate, dim, size) if self._may_ask(dim) else None
+
+        tried, seen = PartSizes(sorted(sizes), self._allowed, ask), set[int]()
+        for size in tried.sizes:
+            if self._measurement.is_known(candidate, dim, size):
+                seen.add(size)
+                yield from self.chosen(candidate, dim, (size,))
         for _ in range(1 + MOST_FURTHER):
             following = self._following(candidate, dim, tried, seen)
             if following is None:
@@ -63,15 +82,49 @@ class FrugalSearch(Search):
             seen.add(following)
             yield from self._noted(candidate, dim, following)
 
-    def too_large(self, candidates: Iterable[Candidate]) -> list[str]:
+    def chosen(self, candidate: Candidate, dim: Dim, sizes: Iterable[int]) -> Iterator[Option]:
+        """The candidate's launches of sizes that an earlier search has chosen."""
+        for size in sizes:
+            need = self._measurement.workspace(candidate, dim, size)
+            if need is not None and need <= self._allowed:
+                yield from self._noted(candidate, dim, size)
+
+    def rounds(
+        self, offers: Offers, sizes: Mapping[str, Sequence[int]] | None, found: Mapping[Task, Sequence[Option]]
+    ) -> Iterator[dict[Task, Candidate]]:
+        """Micro-batches; then micro-tiles and strips, where one sample is too large. All processes agree on them."""
+        if sizes is not None:
+            pairs = (task.split(" ", 1) for task, chosen in sizes.items() if chosen)
+            yield offers.named(self._problem, [(Dim(dim), name) for dim, name in pairs])
+            return
+        candidates = offers.along_batch(self._problem)
+        self._not_asked = {name for _, name in candidates} - {STOCK}
+        yield candidates
+        self._not_asked.clear()
+        for what, further in {"tiles": offers.along_space, "strips": offers.in_strips}.items():
+            served = {name for (_, name), options in found.items() if options}
+            tasks = self._agreed(what, further, [one for one in candidates.values() if one[1] not in served])
+            yield offers.named(self._problem, tasks)
+
+    def _agreed(self, what: str, further: Further, left: Sequence[Candidate]) -> list[Task]:
+        """What one of the processes that share the board finds that is to be tried further of candidates."""
+        logbook = self._measurement.logbook
+        key = {**logbook.key(self._problem), "extent": self._problem.extent, "limit": self._allowed}
+        found = logbook.board.once(
+            {**key, "work": f"what is too large, in {what}"},
+            lambda: further(self._measurement, self._allowed, self._too_large(left)),
+        )
+        return [(Dim(dim), name) for dim, name in found]
+
+    def _too_large(self, candidates: Iterable[Candidate]) -> list[str]:
         """The algorithms that one sample needs too much for, of those that the cost model does not rule out.
 
         Where none serves a sample at all, as it may be too large for cuDNN's numbers, these are all of them.
         """
         needs = {
-            one[1]: self._need(one, Dim.BATCH, 1)
+            one[1]: self._measurement.workspace(one, Dim.BATCH, 1)
             for one in candidates
-            if one[1] != STOCK and self._least(one, Dim.BATCH, 1, 0.0, True) < math.inf
+            if one[1] != STOCK and self._may_ask() and self._least(one, Dim.BATCH, 1, 0.0, True) < math.inf
         }
         if all(need is None for need in needs.values()) and not self._timed_so_far:
             return list(needs)
@@ -82,10 +135,10 @@ class FrugalSearch(Search):
         left = [size for size in tried.sizes if size not in seen]
         bounds = {size: self._least(candidate, dim, size, tried.expected(size), not seen) for size in left}
         wanted = [size for size in left if bounds[size] < math.inf]
-        if wanted and not seen and self._may_ask:
+        if wanted and not seen and self._may_ask(dim):
             return tried.largest(wanted[-1])
         for size in sorted(wanted, key=lambda size: (bounds[size], -size)):
-            if self._may_ask and tried.is_expected(size) and tried.fits(size):
+            if self._may_ask(dim) and tried.is_expected(size) and tried.fits(size):
                 return size
         return None
 
@@ -114,13 +167,13 @@ class FrugalSearch(Search):
             self._timed_so_far.append((option.seconds * extent(self._problem, dim) / size, option.workspace))
             yield option
 
-    @property
-    def _may_ask(self) -> bool:
-        return self._compares_workspaces or len(self._asked) < MOST_ASKED
-
-    def _need(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
-        self._asked.add((candidate[1], dim, size))
-        return self._measurement.workspace(candidate, dim, size)
+    def _may_ask(self, dim: Dim | None = None) -> bool:
+        """Whether the workspaces of further parts may be asked for."""
+        if dim is Dim.BATCH and self._compares_workspaces:
+            return True
+        each = 2 if self._problem.target is Role.W and not self._problem.is_half else 1
+        made = self._plans_made() - self._plans_before + each * len(self._not_asked)
+        return made < (MOST_PLANS_OF_BATCHES if dim is Dim.BATCH else MOST_PLANS)
 
     def _bar(self, algorithm: str) -> float:
         """As in any search; where workspaces are not compared, below the fastest launches so far, too."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.providers import STOCK, Provider
+from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.strips import Strips, strips_of
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.survey import Task
@@ -22,8 +23,8 @@ class Offers:
 
     On a processor they are named for parts along each dim, and what these need tells at once along which dims, and in
     which strips, each is tried (`within`). On a GPU every such answer of cuDNN's takes a plan. So there an algorithm is
-    named for the whole, and tried along the mini-batch (`along_batch`); those that one sample is too large for are
-    tried along space (`beyond_samples`).
+    named for the whole and tried along the mini-batch (`along_batch`), then, if one sample is too large for it, along
+    space (`along_space`), and if the smallest tile is, too, in strips (`in_strips`).
     """
 
     def __init__(self, providers: Sequence[Provider], are_plans_costly: bool) -> None:
@@ -71,26 +72,30 @@ class Offers:
         """Who may serve micro-batches."""
         return {(Dim.BATCH, one[1]): one for one in self.candidates(problem, Dim.BATCH)}
 
-    def beyond_samples(
-        self, measurement: Measurement, allowed: float, names: Collection[str]
-    ) -> dict[Task, Candidate]:
-        """Who serves parts along space within so many bytes, or else strips of parts.
+    def along_space(self, measurement: Measurement, allowed: float, names: Sequence[str]) -> list[Task]:
+        """Which algorithms are tried on micro-tiles, of those that one sample is too large for."""
+        return [(dim, name) for dim in dims(measurement.problem)[1:] for name in names]
 
-        Args:
-            names: of the algorithms that one sample is too large for.
+    def in_strips(self, measurement: Measurement, allowed: float, names: Sequence[str]) -> list[Task]:
+        """Which algorithms are tried on strips of samples, or of tiles of a single sample, that are too large for them.
+
+        The widest strips are chosen that would fit within so many bytes if these were in proportion to the width.
         """
         problem = measurement.problem
-        found: dict[Task, Candidate] = {}
+        dim = Dim.BATCH if problem.extent > 1 else dims(problem)[-1]
+        found: list[Task] = []
         for one in self.candidates(problem, Dim.BATCH):
-            if one[1] not in names:
-                continue
-            tiles = [dim for dim in dims(problem)[1:] if _keeps(measurement, one, dim, allowed)]
-            found |= {(dim, one[1]): one for dim in tiles}
-            for dim in () if tiles else dims(problem):
+            need = measurement.workspace(one, dim, 1) if one[1] in names else None
+            if need is not None:
                 every = strips_of(problem, dim, *one)
-                widest = bisect_left(every, True, key=lambda strips: _fits(measurement, strips, dim, allowed))
-                found |= {(dim, strips.name): (strips, strips.name) for strips in every[widest : widest + 1]}
+                widths = (strips for strips in every if need * strips.size <= allowed * extent(problem, strips.dim))
+                found += [(dim, strips.name) for strips in itertools.islice(widths, 1)]
         return found
+
+    @property
+    def plans_made(self) -> int:
+        """How many plans cuDNN was asked for so far."""
+        return sum(provider.plans_made for provider in self._providers if isinstance(provider, Engines))
 
     def named(self, problem: ConvProblem, tasks: Collection[Task]) -> dict[Task, Candidate]:
         """Who serves tasks by their names; those that are not offered, or not any more, are left out."""
@@ -100,10 +105,5 @@ class Offers:
 
 def _fits(measurement: Measurement, strips: Strips, dim: Dim, allowed: float) -> bool:
     """Whether strips of the smallest part fit."""
-    return _keeps(measurement, (strips, strips.name), dim, allowed)
-
-
-def _keeps(measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float) -> bool:
-    """Whether the smallest part is served within so many bytes."""
-    need = measurement.workspace(candidate, dim, 1)
+    need = measurement.workspace((strips, strips.name), dim, 1)
     return need is not None and need <= allowed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -170,7 +170,7 @@ class Planner:
                 options[dim] = [option for option in options[dim] if option.algorithm not in used]
                 continue
             try:
-                larger = enlarged(options[dim], division, attempt.schedule.workspaces)
+                larger = enlarged(options[dim], division, measurement.workspaces(attempt.schedule))
                 if larger != options[dim]:
                     options[dim] = larger
                     continue
@@ -217,7 +217,7 @@ class Planner:
         terms = {"limit": str(limit), "policy": policy, "engines": self.engines, "search": "ahead"}
         sizes: dict[str, list[int]] | None = measurement.logbook.settlement(problem, terms)
         search, found = self._search(measurement, limit), dict[Task, list[Option]]()
-        for candidates in self._rounds(search, measurement, limit, sizes, found):
+        for candidates in search.rounds(self.offers, sizes, found):
             # What may gain most comes first: what is slower than that need not be measured.
             tasks = sorted(candidates, key=lambda task: search.lower_bound(candidates[task], task[0]))
             workers = [self._worker(search, candidates, sizes)]
@@ -233,36 +233,6 @@ class Planner:
             measurement.logbook.settle(problem, terms, sizes)
         return found
 
-    def _rounds(
-        self,
-        search: Search,
-        measurement: Measurement,
-        limit: float,
-        sizes: Mapping[str, Sequence[int]] | None,
-        found: Mapping[Task, Sequence[Option]],
-    ) -> Iterator[dict[Task, Candidate]]:
-        """What is tried, one after the other.
-
-        Args:
-            sizes: that an earlier search came to; `None` if there was none.
-            found: what was measured so far.
-        """
-        problem, allowed = measurement.problem, self._allowed(limit)
-        if not isinstance(search, FrugalSearch):
-            yield self.within(measurement, allowed)
-            return
-        if sizes is not None:
-            pairs = (task.split(" ", 1) for task, chosen in sizes.items() if chosen)
-            yield self.offers.named(problem, [(Dim(dim), name) for dim, name in pairs])
-            return
-        candidates = self.offers.along_batch(problem)
-        yield candidates
-        left = [candidate for task, candidate in candidates.items() if not found[task]]
-        key = {**measurement.logbook.key(problem), "extent": problem.extent, "limit": limit, "work": "too large"}
-        names = measurement.logbook.board.once(key, lambda: search.too_large(left))
-        if names:
-            yield self.offers.beyond_samples(measurement, allowed, names)
-
     def _search(self, measurement: Measurement, limit: float) -> Search:
         environment = measurement.logbook.environment
         if environment not in self._costs:
@@ -271,7 +241,8 @@ class Planner:
         if not self._are_plans_costly:
             return Search(*given)
         # Totals, and whoever measures without a limit, choose among divisions by their workspaces.
-        return FrugalSearch(*given, limit == math.inf or self._settings.total_workspace_size is not None)
+        compares_workspaces = limit == math.inf or self._settings.total_workspace_size is not None
+        return FrugalSearch(*given, lambda: self.offers.plans_made, compares_workspaces)
 
     def _allowed(self, limit: float) -> float:
         """Bytes that a launch may use: the limit, or half of the device's memory."""

@@ -58,6 +58,11 @@ class Engines:
         """Whether one of the algorithms is compiled at run time, so that a plan of it takes long to make."""
         return self._chosen_for(problem)[0].get(algorithm, False)
 
+    @property
+    def plans_made(self) -> int:
+        """How many plans cuDNN was asked for so far."""
+        return self._plans.made
+
     def refused(self, problem: ConvProblem) -> dict[str, str]:
         """Why configurations that cuDNN proposes are not offered now, or are but do not serve, which takes plans."""
         names, reasons = self._chosen_for(problem)
