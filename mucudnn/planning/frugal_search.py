@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from mucudnn.convolution.problem import Dim, Role
-from mucudnn.convolution.tile import extent
-from mucudnn.optimizer import Costs, Option, PartSizes, micro_batch_sizes
+from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.tile import dims, extent
+from mucudnn.optimizer import Costs, Option, PartSizes, micro_batch_sizes, missing
 from mucudnn.planning.offers import Offers
+from mucudnn.planning.plan_budget import PlanBudget
 from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
@@ -20,11 +21,6 @@ Further = Callable[[Measurement, float, Sequence[str]], Sequence[Task]]
 
 MOST_FURTHER = 6
 """Sizes of an algorithm that are timed after its first one."""
-
-MOST_PLANS, MOST_PLANS_OF_BATCHES = 32, 26
-"""Once cuDNN was asked for so many plans, no workspace of another part is asked for: of all parts of a problem, and of
-micro-batches. One part takes up to six plans: at different places, of a gradient of the weight two at each, as parts
-add to what others have computed. Of those of micro-batches, enough are left over to ask once of every algorithm."""
 
 
 class FrugalSearch(Search):
@@ -53,13 +49,11 @@ class FrugalSearch(Search):
         self._compares_workspaces = compares_workspaces
         self._timed_so_far: list[tuple[float, float]] = []
         """Seconds of the whole, and bytes, of every launch."""
-        self._plans_made, self._plans_before = plans_made, plans_made()
-        self._not_asked = set[str]()
-        """The algorithms whose turn is still to come."""
+        self._budget = PlanBudget(measurement.problem, plans_made)
 
     def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
         """The candidate's launches along a dim: those that are known, then those that are worth a plan."""
-        self._not_asked.discard(candidate[1])
+        self._budget.begin(candidate[1])
         whole = extent(self._problem, dim)
         sizes = set(micro_batch_sizes(self._policy, whole))
         if candidate[1] == STOCK or dim is not Dim.BATCH:
@@ -70,24 +64,26 @@ class FrugalSearch(Search):
         def ask(size: int) -> int | None:
             return self._measurement.workspace(candidate, dim, size) if self._may_ask(dim) else None
 
-        tried, seen = PartSizes(sorted(sizes), self._allowed, ask), set[int]()
+        tried, seen = PartSizes(sorted(sizes), self._allowed, ask), dict[int, float]()
         for size in tried.sizes:
             if self._measurement.is_known(candidate, dim, size):
-                seen.add(size)
-                yield from self.chosen(candidate, dim, (size,))
+                yield from self._noted(candidate, dim, size, seen)
         for _ in range(1 + MOST_FURTHER):
             following = self._following(candidate, dim, tried, seen)
             if following is None:
-                return
-            seen.add(following)
-            yield from self._noted(candidate, dim, following)
+                break
+            yield from self._noted(candidate, dim, following, seen)
+        # Parts that are fast are of use only where others complete them to the whole.
+        if min(seen.values(), default=math.inf) < super()._bar(candidate[1]) * self._stock_seconds:
+            timed = [size for size, seconds in seen.items() if seconds < math.inf]
+            for size in missing(whole, tried.sizes, timed):
+                if tried.fits(size):
+                    yield from self._noted(candidate, dim, size, seen)
 
     def chosen(self, candidate: Candidate, dim: Dim, sizes: Iterable[int]) -> Iterator[Option]:
         """The candidate's launches of sizes that an earlier search has chosen."""
         for size in sizes:
-            need = self._measurement.workspace(candidate, dim, size)
-            if need is not None and need <= self._allowed:
-                yield from self._noted(candidate, dim, size)
+            yield from self._noted(candidate, dim, size, {})
 
     def rounds(
         self, offers: Offers, sizes: Mapping[str, Sequence[int]] | None, found: Mapping[Task, Sequence[Option]]
@@ -98,9 +94,9 @@ class FrugalSearch(Search):
             yield offers.named(self._problem, [(Dim(dim), name) for dim, name in pairs])
             return
         candidates = offers.along_batch(self._problem)
-        self._not_asked = {name for _, name in candidates} - {STOCK}
+        self._budget.wait({name for _, name in candidates} - {STOCK})
         yield candidates
-        self._not_asked.clear()
+        self._budget.wait(())
         for what, further in {"tiles": offers.along_space, "strips": offers.in_strips}.items():
             served = {name for (_, name), options in found.items() if options}
             tasks = self._agreed(what, further, [one for one in candidates.values() if one[1] not in served])
@@ -124,13 +120,15 @@ class FrugalSearch(Search):
         needs = {
             one[1]: self._measurement.workspace(one, Dim.BATCH, 1)
             for one in candidates
-            if one[1] != STOCK and self._may_ask() and self._least(one, Dim.BATCH, 1, 0.0, True) < math.inf
+            if one[1] != STOCK
+            and self._budget.allows(dims(self._problem)[-1])
+            and self._least(one, Dim.BATCH, 1, 0.0, True) < math.inf
         }
         if all(need is None for need in needs.values()) and not self._timed_so_far:
             return list(needs)
         return [name for name, need in needs.items() if need is not None and need > self._allowed]
 
-    def _following(self, candidate: Candidate, dim: Dim, tried: PartSizes, seen: set[int]) -> int | None:
+    def _following(self, candidate: Candidate, dim: Dim, tried: PartSizes, seen: Mapping[int, float]) -> int | None:
         """The size to time next, which fits: the largest, then what may take least."""
         left = [size for size in tried.sizes if size not in seen]
         bounds = {size: self._least(candidate, dim, size, tried.expected(size), not seen) for size in left}
@@ -162,18 +160,24 @@ class FrugalSearch(Search):
             return math.inf if beaten else least
         return least
 
-    def _noted(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
+    def _noted(self, candidate: Candidate, dim: Dim, size: int, seen: dict[int, float]) -> Iterator[Option]:
+        """The launch of a size, if that fits.
+
+        Args:
+            seen: {size: seconds of the whole in such parts}; this one is added, infinite where there is no launch.
+        """
+        seen[size] = math.inf
+        need = self._measurement.workspace(candidate, dim, size)
+        if need is None or need > self._allowed:
+            return
         for option in self._timed(candidate, dim, size):
-            self._timed_so_far.append((option.seconds * extent(self._problem, dim) / size, option.workspace))
+            seen[size] = option.seconds * extent(self._problem, dim) / size
+            self._timed_so_far.append((seen[size], option.workspace))
             yield option
 
-    def _may_ask(self, dim: Dim | None = None) -> bool:
-        """Whether the workspaces of further parts may be asked for."""
-        if dim is Dim.BATCH and self._compares_workspaces:
-            return True
-        each = 2 if self._problem.target is Role.W and not self._problem.is_half else 1
-        made = self._plans_made() - self._plans_before + each * len(self._not_asked)
-        return made < (MOST_PLANS_OF_BATCHES if dim is Dim.BATCH else MOST_PLANS)
+    def _may_ask(self, dim: Dim) -> bool:
+        """Whether the workspaces of further parts along a dim may be asked for."""
+        return (dim is Dim.BATCH and self._compares_workspaces) or self._budget.allows(dim)
 
     def _bar(self, algorithm: str) -> float:
         """As in any search; where workspaces are not compared, below the fastest launches so far, too."""

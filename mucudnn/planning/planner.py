@@ -46,6 +46,7 @@ class Planner:
     Attributes:
         device: where the problems are.
         offers: what is tried there.
+        are_plans_costly: whether every question for a workspace makes a plan of cuDNN's.
     """
 
     def __init__(
@@ -70,9 +71,9 @@ class Planner:
         self.device = device
         self._board = board
         self._costs: dict[Environment, Costs] = {}
-        self._are_plans_costly = device_of(device).uses_cudnn
+        self.are_plans_costly = device_of(device).uses_cudnn
         providers = providers_on(device, settings.engines) if providers is None else providers
-        self.offers = Offers(providers, self._are_plans_costly)
+        self.offers = Offers(providers, self.are_plans_costly)
         wanted = settings.benchmark_devices
         self._peers = [
             Planner(replace(settings, benchmark_devices=None), store, device=peer)
@@ -238,7 +239,7 @@ class Planner:
         if environment not in self._costs:
             self._costs[environment] = costs_on_record(self._store, environment)
         given = measurement, self._costs[environment], self._allowed(limit), self._settings.policy
-        if not self._are_plans_costly:
+        if not self.are_plans_costly:
             return Search(*given)
         # Totals, and whoever measures without a limit, choose among divisions by their workspaces.
         compares_workspaces = limit == math.inf or self._settings.total_workspace_size is not None
