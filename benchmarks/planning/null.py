@@ -1,11 +1,11 @@
 """What planning asks of cuDNN: plans, engines compiled at run time, launches, and the processor's time for plans.
 
-    python tests/null_card/build.py PYTHON benchmarks/planning/null.py                  # the null card; 10 minutes
-    python tests/null_card/build.py PYTHON benchmarks/planning/null.py --programs layer --arms ahead
+    python tests/null_card/build.py PYTHON benchmarks/planning/null.py                    # on the null card; a minute
+    python tests/null_card/build.py PYTHON benchmarks/planning/null.py --programs layer --precisions tf32
 
-Each row is the first step of a program, or under live planning its first 200 or 10,000, with nothing on record, on the
-null card, whose times are made up and whose convolutions are not computed. cuDNN's plans are real, and so is the time that it takes to make them. A plan that cuDNN
-refuses counts, too. "Again" is what a second run asks for, which finds the database of the first.
+Each row is the first step of a program with nothing on record, measured ahead on the null card, whose times are made up
+and whose convolutions are not computed. cuDNN's plans are real, and so is the time that it takes to make them. A plan
+that cuDNN refuses counts, too. "Again" is what a second run asks for, which finds the database of the first.
 """
 
 from __future__ import annotations
@@ -34,9 +34,6 @@ from mucudnn.providers.cudnn.graph import Engine, Graph
 Program = tuple[nn.Module, torch.Tensor, bool]
 """A model, its input, and whether it is trained."""
 
-STEPS = {"layer": {"ahead": 1, "live": 10_000}, "resnet18": {"ahead": 1, "live": 200}}
-"""Of a single layer live planning takes thousands to be worth its preparation."""
-ARMS = "ahead", "live"
 COUNTS = "plans", "compiled", "launches", "seconds"
 
 
@@ -80,26 +77,24 @@ def counting() -> Iterator[dict[str, float]]:
         found["seconds"] *= 1e-9
 
 
-def first_steps(program: str, arm: str, database: str, policy: str) -> dict[str, float]:
-    """What the first steps ask of cuDNN."""
+def first_step(program: str, database: str, policy: str) -> dict[str, float]:
+    """What the first step asks of cuDNN."""
     torch.manual_seed(0)
     model, x, is_trained = PROGRAMS[program]()
     model, x = model.cuda(), x.cuda()
     providers_on.cache_clear()  # whose providers keep plans
-    settings: dict[str, Any] = {"planning": arm, "database": database, "policy": policy}
+    settings: dict[str, Any] = {"planning": "ahead", "database": database, "policy": policy}
     with counting() as found, mucudnn.patched(**settings, check="off", progress="off"):
-        for _ in range(STEPS[program][arm]):
-            with torch.set_grad_enabled(is_trained):
-                y = model(x)
-            if is_trained:
-                y.sum().backward()
+        with torch.set_grad_enabled(is_trained):
+            y = model(x)
+        if is_trained:
+            y.sum().backward()
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="default: all")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: both")
     parser.add_argument("--precisions", nargs="+", choices=("ieee", "tf32"), default=["ieee", "tf32"])
     parser.add_argument("--policy", default="powerOfTwo", help="sizes of parts (default %(default)s)")
     chosen = parser.parse_args()
@@ -109,12 +104,10 @@ def main() -> None:
     for program in chosen.programs:
         for precision in chosen.precisions:
             torch.backends.cudnn.conv.fp32_precision = precision
-            for arm in chosen.arms:
-                with tempfile.TemporaryDirectory() as folder:
-                    for run in ("first", "again"):
-                        found = first_steps(program, arm, f"{folder}/times.sqlite", chosen.policy)
-                        name = f"{program}, {precision}, {arm}, {run}"
-                        rows.append((name, *(f"{found[name]:.4g}" for name in COUNTS)))
+            with tempfile.TemporaryDirectory() as folder:
+                for run in ("first", "again"):
+                    found = first_step(program, f"{folder}/times.sqlite", chosen.policy)
+                    rows.append((f"{program}, {precision}, {run}", *(f"{found[name]:.4g}" for name in COUNTS)))
     show([Table(f"Asked of cuDNN under {chosen.policy}", ("", *COUNTS), rows)])
 
 

@@ -14,7 +14,7 @@ from mucudnn.recent import Recent
 MOST_KNOWN = 65536
 """Plans of which the workspace, or the refusal, is remembered."""
 
-MOST_RECENT = 32
+MOST_RECENT = 64
 """Plans that are kept although nobody holds them: what was just asked for its workspace is often run next."""
 
 
