@@ -49,7 +49,7 @@ class AffordableParts:
         problem = measurement.problem
         batches = offers.along_batch(problem)
         wanted = {task: one for task, one in batches.items() if task[1] != STOCK and may_win(one)}
-        self._budget.wait(name for _, name in wanted)
+        self._budget.wait(wanted.values())
         self._ask(wanted)
         for further in (offers.along_space, offers.in_strips):
             served = {name for (_, name), fitting in self.fitting.items() if fitting}

@@ -94,9 +94,10 @@ class FrugalSearch(Search):
             yield offers.named(self._problem, [(Dim(dim), name) for dim, name in pairs])
             return
         candidates = offers.along_batch(self._problem)
-        self._budget.wait({name for _, name in candidates} - {STOCK})
+        self._budget.wait(candidates.values())
         yield candidates
-        self._budget.wait(())
+        for _, name in candidates:
+            self._budget.begin(name)  # those that other processes have measured
         for what, further in {"tiles": offers.along_space, "strips": offers.in_strips}.items():
             served = {name for (_, name), options in found.items() if options}
             tasks = self._agreed(what, further, [one for one in candidates.values() if one[1] not in served])

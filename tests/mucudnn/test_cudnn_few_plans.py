@@ -14,6 +14,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.devices import Gpu
 from mucudnn.planning.affordable_parts import AffordableParts
 from mucudnn.planning.plan import Plan
+from mucudnn.planning.plan_budget import PlanBudget
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
@@ -214,6 +215,22 @@ def test_a_problem_has_a_budget_of_plans(
     machine.fast = {"eng0", "eng1", "eng2", "eng3"}
     machine.measured(sized(5, direction), limit)
     assert 0 < machine.plans <= MOST_PLANS
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("count", [4, 10, 60])
+def test_every_engine_is_asked_for_once(direction: Direction, count: int, machine: Machine) -> None:
+    made, each = 0, 2 if direction is Direction.BACKWARD_FILTER else 1
+    names = [f"eng{number}" for number in range(count)]
+    budget = PlanBudget(sized(5, direction), lambda: made)
+    budget.wait([(machine.engines, name) for name in names] + [(Stock(), STOCK)])
+    for name in names:
+        budget.begin(name)
+        assert budget.allows(Dim.BATCH)
+        made += each
+        while budget.allows(Dim.BATCH):
+            made += each  # what else the first ones ask for
+    assert made >= count * each and not budget.allows(Dim.BATCH) and budget.allows(Dim.HEIGHT)
 
 
 @pytest.mark.parametrize("direction", Direction)
