@@ -3,6 +3,7 @@
     python benchmarks/layers/layers.py                      # everything, about an hour on two cores
     python benchmarks/layers/layers.py --only large         # the layers with large kernels
     python benchmarks/layers/layers.py --only volume        # one volume with a large kernel, cut along depth
+    python benchmarks/layers/layers.py --only layout        # groups, which oneDNN computes faster in channels last
     python benchmarks/layers/layers.py --only resnet18
 
 Three arms run in turn in one process: torch as it is ("stock"), the best algorithms on the undivided mini-batch
@@ -119,13 +120,25 @@ def one_volume() -> Iterator[Case]:
     yield Case("volume", layer, needed // 4)
 
 
+def grouped() -> Iterator[Case]:
+    """Convolutions in groups, on contiguous tensors: some gradients are faster on channels-last copies."""
+    for name, shape, weight in (
+        ("5x5 depthwise, 8x64x56x56", (8, 64, 56, 56), (64, 1, 5, 5)),
+        ("3x3x3 depthwise, 2x32x24x24x24", (2, 32, 24, 24, 24), (32, 1, 3, 3, 3)),
+        ("3x3 in 32 groups, 8x128x28x28", (8, 128, 28, 28), (128, 4, 3, 3)),
+    ):
+        ones, padding = (1,) * (len(shape) - 2), tuple(kernel // 2 for kernel in weight[2:])
+        layer = Layer(name, shape, weight, ones, padding, ones, shape[1] // weight[1], False, (0,) * len(ones))
+        yield Case("layout", layer, 64 * MIB)
+
+
 def network_layers(name: str, limit: float) -> Iterator[Case]:
     """The distinct convolutions of a network."""
     for layer in convolutions(NETWORKS[name], BATCHES[name]):
         yield Case(name, layer, limit)
 
 
-SPECIAL = {"large": large_kernels, "volume": one_volume}
+SPECIAL = {"large": large_kernels, "volume": one_volume, "layout": grouped}
 
 
 def training_pass(layer: Layer) -> Callable[[], object]:

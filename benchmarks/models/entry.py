@@ -14,6 +14,9 @@ PLANES = ("height=2,width=2", "channel=4")
 VOLUMES = ("depth=2,height=2", "sample=2,channel=2")
 """The partitions of models of images, and of models of volumes and videos: one of space, one of channels."""
 
+IN_TURN = "--parts "
+"""What the name of a partition begins with whose parts are computed in turn, in one process."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -24,7 +27,7 @@ class Entry:
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        return PLANES if len(self.shapes[0]) == 4 else VOLUMES
+        return (*PLANES, f"{IN_TURN}height=4") if len(self.shapes[0]) == 4 else (*VOLUMES, f"{IN_TURN}depth=4")
 
     def model(self) -> nn.Module:
         """With the weights of seed 0, in training mode, without dropout."""

@@ -1,4 +1,4 @@
-"""Which real models run distributed: a zoo of seven libraries under partitions of space and of channels.
+"""Which real models run distributed: a zoo of seven libraries under partitions of space, of channels, and in turn.
 
     python benchmarks/models/models.py                       # what has not been tried yet, in as long as it takes
     python benchmarks/models/models.py --again               # also what did not run the last time
@@ -7,8 +7,9 @@
 
 Every model has random weights and float64 numbers; nothing is downloaded. It is tried in one process that stands for 4
 ranks, where nothing is sent: this shows what is refused. What runs there and is not too large then runs on 4 real
-ranks, where outputs, gradients and buffers are compared with those of one process. Results are kept after every trial
-in benchmarks/results/models.json; a later call goes on from there.
+ranks, where outputs, gradients and buffers are compared with those of one process. In one more process it is tried in
+four parts in turn, and compared likewise. Results are kept after every trial in benchmarks/results/models.json; a later
+call goes on from there.
 
 It needs the extra `models` (pip install '.[models]').
 """
@@ -29,6 +30,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT.parents[1]))
 
+from benchmarks.models.entry import IN_TURN
 from benchmarks.models.tables import summary, tables
 from benchmarks.models.zoo import chosen, zoo
 from benchmarks.process import Failed, Process
@@ -44,13 +46,16 @@ MOST_PARAMETERS, MOST_SECONDS = 30_000_000, 25.0
 
 DONE = ("ok", "runs")
 ABOUT = """\
-Forward and backward of models with random weights, dropout off, in float64, on 4 ranks:
-`python benchmarks/models/models.py`.
+Forward and backward of models with random weights, dropout off, in float64, on 4 ranks, and in one process in 4 parts
+in turn: `python benchmarks/models/models.py`.
 
 * **ok**: it runs, and outputs, gradients and buffers are those of one process.
 * **runs**: all operators run, in one process that stands for 4 ranks; numbers have not been compared, or the model is
   too large for that here.
 * **wrong**, **refused**, **crash**, **hang**: what the words say. Beside it stands the first reason.
+
+A difference of more than 1e-9 of the largest value is also ok where inputs that differ by 1e-14 change the result of
+one process by a thousandth of that difference or more: such models enlarge rounding.
 
 A model that the table lacks, and an empty cell, have not been tried yet.
 """
@@ -82,7 +87,11 @@ class Helpers:
         program = [sys.executable, str(ROOT / "rank.py"), kind]
         self._started += 1
         store = str(Path(self._directory.name, f"store-{self._started}"))
-        each = [[str(rank), str(RANKS), store] for rank in range(RANKS)] if kind == "gloo" else [[str(RANKS)]]
+        each = {
+            "alone": [[]],
+            "fake": [[str(RANKS)]],
+            "gloo": [[str(rank), str(RANKS), store] for rank in range(RANKS)],
+        }[kind]
         offline = {"HF_HUB_OFFLINE": "1", "PYTHONHASHSEED": "0", "GLOO_SOCKET_IFNAME": "lo"}
         return Process(kind, [[*program, *rest] for rest in each], **offline)
 
@@ -97,6 +106,9 @@ class Helpers:
 
 def attempt(helpers: Helpers, model: str, partition: str, numbers: bool) -> Record:
     """One model under one partition: first its operators, then its numbers."""
+    if partition.startswith(IN_TURN):
+        found = helpers.ask("alone", NUMBERS_SECONDS, model=model, partition=partition)
+        return {"model": model, "partition": partition, **found, "compared": found["result"] in ("ok", "wrong")}
     found = helpers.ask("fake", REFUSAL_SECONDS, model=model, partition=partition)
     small = found.get("parameters", 0) <= MOST_PARAMETERS and found.get("seconds", 0.0) <= MOST_SECONDS
     if numbers and found["result"] == "runs":
@@ -135,6 +147,7 @@ def main() -> None:
         or (options.again and known["result"] not in DONE)
         or (known["result"] == "runs" and "compared" not in known and not options.operators)
     ]
+    due = [(name, partition) for name, partition in due if partition.startswith(options.partition)]
     ends = time.monotonic() + 60 * options.minutes
     helpers = Helpers()
     with contextlib.closing(helpers), tqdm(due if not options.table else [], unit="trial") as progress:
@@ -157,6 +170,7 @@ def _options() -> argparse.Namespace:
         description=__doc__.split("\n\n")[0], epilog=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="PATTERN", help="names of models, as of the shell")
+    parser.add_argument("--partition", default="", metavar="START", help="only partitions that begin so, as --parts")
     parser.add_argument("--again", action="store_true", help="try again what did not run")
     parser.add_argument("--all", action="store_true", help="try everything again")
     parser.add_argument("--operators", action="store_true", help="do not compare numbers on real ranks")

@@ -2,6 +2,7 @@
 
 python benchmarks/models/rank.py fake RANKS               one process that stands for all ranks; nothing is sent
 python benchmarks/models/rank.py gloo RANK RANKS STORE    real ranks
+python benchmarks/models/rank.py alone                    one process, which computes parts in turn
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> None:
     if real:
         rank, ranks, store = rest
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
-    else:
+    elif transport == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(rest[0]))
@@ -60,7 +61,7 @@ def main() -> None:
     while request := _next(real):
         with contextlib.redirect_stdout(io.StringIO()):
             found = answering.answer(**request)
-        if dist.get_rank() == 0:
+        if not real or dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
     os._exit(0)
 
@@ -82,7 +83,7 @@ class _Work:
 
 def _next(real: bool) -> dict[str, Any] | None:
     """The next request, the same on every rank; None at the end."""
-    line = sys.stdin.readline() if dist.get_rank() == 0 else ""
+    line = sys.stdin.readline() if not real or dist.get_rank() == 0 else ""
     request = [json.loads(line) if line.strip() else None]
     if real:
         dist.broadcast_object_list(request, 0)

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import distconv
-from benchmarks.models.entry import Entry
+from benchmarks.models.entry import IN_TURN, Entry
 from distconv.rules import whole as small
 from distconv.user_lines import line_of
 
@@ -52,17 +53,34 @@ class Trial:
     def attempt(self, partition: str, compare: bool) -> dict[str, Any]:
         """What becomes of one step: result (runs, ok, wrong, refused or crash), and the reason; never an exception.
 
-        Collective where ``compare`` asks for numbers: rank 0 compares.
+        Collective where ``compare`` asks for numbers: rank 0 compares. Without several ranks the partition names parts
+        that are computed in turn, and numbers are always compared.
         """
-        began = time.perf_counter()
+        in_turn = partition.startswith(IN_TURN)
+        if in_turn:
+            found, numbers = self._outcome(lambda: self._in_turn(partition.removeprefix(IN_TURN)))
+        else:
+            found, numbers = self._outcome(lambda: self._distributed(partition, compare))
+        if found["result"] == "runs" and (in_turn or (compare and dist.get_rank() == 0)):
+            found |= self.compared(numbers)
+        return found
+
+    def _distributed(self, partition: str, compare: bool) -> Numbers:
+        mesh = distconv.init(partition, device_type="cpu")
+        model = distconv.parallelize(copy.deepcopy(self.plain), mesh)
+        numbers = step(model, self.inputs)
+        return {name: distconv.gather(value) for name, value in numbers.items()} if compare else numbers
+
+    def _in_turn(self, parts: str) -> Numbers:
+        return step(distconv.in_turn(copy.deepcopy(self.plain), parts), self.inputs)
+
+    def _outcome(self, way: Callable[[], Numbers]) -> tuple[dict[str, Any], Numbers]:
+        """What becomes of one step, in which time, and its numbers where it has some."""
+        began, numbers = time.perf_counter(), {}
         found: dict[str, Any] = {"result": "runs"}
+        torch.manual_seed(2)
         try:
-            mesh = distconv.init(partition, device_type="cpu")
-            model = distconv.parallelize(copy.deepcopy(self.plain), mesh)
-            torch.manual_seed(2)
-            numbers = step(model, self.inputs)
-            if compare:
-                numbers = {name: distconv.gather(value) for name, value in numbers.items()}
+            numbers = way()
         except distconv.UnsupportedOperation as error:
             found = {"result": "refused", "reason": str(error), "line": line_of(error)}
         except Exception as error:
@@ -75,10 +93,7 @@ class Trial:
                 self._alone(self.inputs)
             except Exception:  # not distconv's doing
                 found["result"] = "fails alone"
-        found["seconds"] = time.perf_counter() - began
-        if compare and found["result"] == "runs" and dist.get_rank() == 0:
-            found |= self.compared(numbers)
-        return found
+        return {**found, "seconds": time.perf_counter() - began}, numbers
 
     def compared(self, numbers: Numbers) -> dict[str, Any]:
         """ok or wrong, and the largest difference, of a step's numbers from those of one process."""

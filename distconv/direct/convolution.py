@@ -114,6 +114,9 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
     def numbers(value: Any) -> tuple[int, ...]:
         return (value,) * dims if isinstance(value, int) else tuple(value)
 
+    def key_of(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
     def local(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, out: Any, groups: int, dilation: Any) -> Any:
         if (
             type(x) is not Activation
@@ -133,7 +136,8 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
         own, own_weight, own_bias = x.local(), weight.local(), None if bias is None else bias.local()
         dtypes = own.dtype, own_weight.dtype, None if own_bias is None else own_bias.dtype
         places = weight._place, None if bias is None else bias._place
-        key = (function, places, dtypes, stride, padding, out, groups, dilation)
+        sizes = key_of(stride), key_of(padding), key_of(out), key_of(dilation)
+        key = (function, places, dtypes, sizes, groups)
         plans = x._place.plans
         call = plans.get(key, False)
         if call is False:

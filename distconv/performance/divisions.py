@@ -30,7 +30,9 @@ class Divisions:
 
     def __init__(self, threads: int, database: str | None = None) -> None:
         settings = Settings.from_environment(database=database)
-        self._planner = Planner(replace(settings, workspace_limit=math.inf), Store(settings.database))
+        # What divisions need beyond torch's own kernel: that kernel's memory is needed in any case.
+        settings = replace(settings, workspace_limit=math.inf, count_stock=False)
+        self._planner = Planner(settings, Store(settings.database))
         self._threads = threads
         self._known: dict[Kernel, tuple[tuple[float, int], ...]] = {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _SHARED = ("_modules", "_parameters")
-_CONTAINERS = (list, dict, deque, set, tuple)
+_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, set, tuple)
 
 
 class ModuleState:
     """The attributes of modules: every part begins with the caller's, and changes its own.
 
     Parameters are the same tensors in all parts. The first part has the caller's buffers and other tensors, the others
-    have copies. What the first part has put into its modules, the caller's get.
+    have copies. What the first part has put into its modules, the caller's get. It also has the caller's own dicts of
+    hooks, in which the handles of hooks look for them.
     """
 
     def __init__(self, modules: Sequence[nn.Module], parts: int) -> None:
@@ -34,7 +35,9 @@ class ModuleState:
         for of in self._callers:
             own = dict(of)
             for name, value in of.items():
-                if name not in _SHARED and (type(value) in _CONTAINERS or isinstance(value, Tensor)):
+                if name in _SHARED or (part == 0 and "_hooks" in name):
+                    continue
+                if type(value) in _CONTAINERS or isinstance(value, Tensor):
                     own[name] = _copy(value, known, originals, tensors=part > 0)
             own["_parameters"] = dict(of["_parameters"])
             result.append(own)
@@ -75,8 +78,9 @@ def _copy(value: Any, known: dict[int, Any], originals: dict[int, Any], tensors:
         made = value.detach().clone()
     elif kind is set:
         made = set(value)
-    elif kind is dict:
-        made = {key: _copy(item, known, originals, tensors) for key, item in value.items()}
+    elif isinstance(value, dict):
+        made = value.copy()  # of its own kind
+        made.update((key, _copy(item, known, originals, tensors)) for key, item in value.items())
     else:
         made = _like(value, (_copy(item, known, originals, tensors) for item in value))
     known[id(value)] = made

@@ -19,6 +19,7 @@ from distconv.partition import AXES, Kind, Partition
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
 from distconv.turns.group import Meetings
+from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.world import Part, enter, groups_of_parts
 
@@ -52,6 +53,8 @@ class Parts:
         self._work: Callable[[int], Any] = self._enter
         self._results: list[Any] = []
         self._lock = threading.Lock()
+        share_one_arena()
+        self._heap = Heap()
         for number in range(self.count):
             threading.Thread(target=self._serve, args=(number,), name=f"part {number}", daemon=True).start()
         self.meshes = self.run(self._enter)
@@ -65,8 +68,7 @@ class Parts:
         surroundings = surroundings or Surroundings.now(self.device_type)
 
         def within(number: int) -> T:
-            with surroundings.again():
-                return work(number)
+            return surroundings.run(lambda: work(number))
 
         with self._lock, groups_of_parts(), settings.options({"check": "off"}):
             self._work, self._states, self._results = within, states, [None] * self.count
@@ -119,6 +121,7 @@ class Parts:
     def _leave(self, number: int) -> None:
         for state in reversed(self._states):
             state.leave(number)
+        self._heap.tidy()
 
 
 _parts: dict[tuple[int, Partition, str], Parts] = {}

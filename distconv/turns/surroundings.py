@@ -1,14 +1,17 @@
-"""What torch keeps for each thread and the caller has set: a part computes as the caller would."""
+"""What Python and torch keep for each thread and the caller has set: a part computes as the caller would."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Surroundings:
     """The CUDA stream; None without one."""
     modes: tuple[Any, ...]
     """What sees operators, such as a count of them, from the outermost on."""
+    variables: contextvars.Context
+    """The values of the context variables of Python."""
 
     @classmethod
     def now(cls, device_type: str) -> Surroundings:
@@ -38,11 +43,19 @@ class Surroundings:
             torch.get_default_device(),
             torch.cuda.current_stream() if device_type == "cuda" else None,
             tuple(_get_current_dispatch_mode_stack()),
+            contextvars.copy_context(),
         )
 
+    def run(self, work: Callable[[], T]) -> T:
+        """What a function gives in this thread in these surroundings; a backward that it calls runs here, too."""
+        return self.variables.copy().run(self._within, work)
+
+    def _within(self, work: Callable[[], T]) -> T:
+        with self._again():
+            return work()
+
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Within it they are those of this thread, in which autograd runs a backward that is called."""
+    def _again(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
             around.enter_context(torch.autograd.set_multithreading_enabled(False))
             around.enter_context(torch.inference_mode(self.inference))

@@ -1,24 +1,18 @@
 """Memory recorders: how many bytes are alive at each convolution of a few training steps, and at the peak.
 
-On a GPU torch's allocator counts the bytes. On a host it does not, but torch's memory profiler reports the bytes that
-are alive at every allocation and release. That is exact, whatever operator or kernel allocates; nothing above the
-allocator could tell it. The profiler takes time, so it runs for a few steps only.
+On a GPU torch's allocator counts the bytes. On a host it does not, but torch's memory profiler does. The profiler takes
+time, so it runs for a few steps only.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from mucudnn.devices import Device, Gpu
+from mucudnn.devices import Device, Gpu, allocations
 from mucudnn.optimizer import Timeline
-
-_MARK = "mucudnn mark"
-_QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 class Recorder(Protocol):
@@ -63,34 +57,21 @@ class HostRecorder:
         self._held = 0
 
     def start(self) -> bool:
-        if torch._C._autograd._profiler_enabled():
-            return False  # the program's own
+        if not allocations.can_profile():
+            return False
         # Asked for before the profiler starts, whose own memory would be counted otherwise.
         self._steps, self._held = [], self._device.held()
-        # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-        before = {name: os.environ.get(name) for name in _QUIET}
-        os.environ.update(_QUIET)
-        try:
-            profile.__enter__()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-        self._profile = profile
+        self._profile = allocations.started()
         return True
 
     def step(self) -> None:
         self._steps.append([])
-        _leave_mark()
+        allocations.leave_mark()
 
     def mark(self, size: int) -> None:
         if self._steps:
             self._steps[-1].append(size)
-            _leave_mark()
+            allocations.leave_mark()
 
     def stop(self) -> list[Timeline]:
         try:
@@ -101,11 +82,10 @@ class HostRecorder:
     def _timelines(self) -> list[Timeline]:
         profile, self._profile = self._profile, None
         assert profile is not None, "it was started"
-        profile.__exit__(None, None, None)
+        totals = allocations.ended(profile)
         if not self._steps:
             return []
         # Between two marks of steps: the marks of convolutions, and the most that was alive.
-        totals = list(_totals(profile.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
         marks = [place for place, (_, is_mark) in enumerate(totals) if is_mark]
         base = self._held - totals[marks[0]][0]
         timelines = []
@@ -151,24 +131,6 @@ class GpuRecorder:
 def recorder(device: Device) -> Recorder:
     """The recorder of a device's memory."""
     return GpuRecorder(device) if isinstance(device, Gpu) else HostRecorder(device)
-
-
-def _leave_mark() -> None:
-    # Its event carries the total of the moment.
-    with torch.profiler.record_function(_MARK):
-        torch.empty(1, dtype=torch.uint8)
-
-
-def _totals(events: Iterable[Any], within_mark: bool = False) -> Iterator[tuple[int, bool]]:
-    """The bytes alive after every allocation and release, in order, and whether it is a mark; marks do not count."""
-    for event in events:
-        if event.tag.name == "Allocation":
-            fields = event.extra_fields
-            if not within_mark:
-                yield fields.total_allocated, False
-            elif fields.alloc_size > 0:
-                yield fields.total_allocated - fields.alloc_size, True
-        yield from _totals(event.children, within_mark or event.name == _MARK)
 
 
 def _rounded(size: int) -> int:

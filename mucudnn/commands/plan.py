@@ -18,7 +18,7 @@ from mucudnn.planning.on_record import Times, times
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import to_json
 from mucudnn.reporting.tables import table
-from mucudnn.settings import Settings
+from mucudnn.settings import SettingError, Settings
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.store import Store
 
@@ -76,7 +76,12 @@ def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
 
     Raises:
         NotFound: where there are none.
+        SettingError: where torch's own scratch memory is to count, which is not on record.
     """
+    if chosen.count_stock:
+        raise SettingError(
+            "count_stock=on: accepted here is off, as a database does not keep what torch's kernels hold"
+        )
     met, store = layers_of(arguments), Store(chosen.database)
     if arguments.measure:
         layers.measure(met, chosen, store)

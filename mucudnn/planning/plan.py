@@ -39,6 +39,8 @@ class Plan:
         leader_seconds: what that takes.
         wrong: algorithms whose results were wrong, torch's own kernel perhaps among them, and what was wrong.
         checks: whether another division made of the options is to be checked before it is used.
+        stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted,
+            so that it fits any limit.
     """
 
     schedule: Schedule
@@ -55,6 +57,7 @@ class Plan:
     leader_seconds: float = 0.0
     wrong: tuple[tuple[str, str], ...] = ()
     checks: bool = False
+    stock_workspace: int | None = None
 
     @property
     def problem(self) -> ConvProblem:
@@ -77,6 +80,20 @@ class Plan:
         return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
 
     @property
+    def stock_fits(self) -> bool:
+        """Whether torch's own kernel on the whole keeps the limit."""
+        return (self.stock_workspace or 0) <= self.limit
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the division exceeds the limit, as torch's own kernel may where that counts."""
+        return self.division.workspace > self.limit
+
+    def rank(self) -> tuple[bool, float]:
+        """The smaller, the better."""
+        return self.is_over, self.seconds
+
+    @property
     def record(self) -> Record:
         """The plan for people."""
         return Record(
@@ -96,6 +113,7 @@ class Plan:
             leader=self.leader,
             leader_seconds=self.leader_seconds,
             wrong=self.wrong,
+            stock_workspace=self.stock_workspace,
         )
 
     def divided(self, dim: Dim, division: Division) -> Plan:
@@ -112,7 +130,17 @@ class Plan:
         options = dict(self.options)
         for dim in options if failed.extent == 0 else (self.dim,):
             options[dim] = surviving(options.get(dim, ()), failed)
-        return replace(self, options=options).divided(*best(self.problem, options, self.stock_seconds, self.limit))
+        return replace(self, options=options).divided(*self.best(options))
+
+    def best(self, options: Options) -> tuple[Dim, Division]:
+        """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the
+        choices; that, too, where nothing fits.
+        """
+        found: list[tuple[Dim, Division]] = []
+        for dim in dims(self.problem):
+            division = best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.limit)
+            found += [] if division is None else [(dim, division)]
+        return min(found, key=lambda choice: choice[1].seconds, default=(Dim.BATCH, self.undivided().division))
 
     def desirable(self) -> list[Division]:
         """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
@@ -134,21 +162,10 @@ class Plan:
         return replace(self, limit=limit).divided(dim, division)
 
     def _stock(self, dim: Dim) -> Option:
-        return Option(self._extent(dim), STOCK, self.stock_seconds, 0)
+        return Option(self._extent(dim), STOCK, self.stock_seconds, self.stock_workspace or 0)
 
     def _extent(self, dim: Dim) -> int:
         return extent(self.problem, dim)
-
-
-def best(problem: ConvProblem, options: Options, stock_seconds: float, limit: float) -> tuple[Dim, Division]:
-    """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the choices."""
-    found: list[tuple[Dim, Division]] = []
-    for dim in dims(problem):
-        whole = extent(problem, dim)
-        division = best_division((*options.get(dim, ()), Option(whole, STOCK, stock_seconds, 0)), whole, limit)
-        assert division is not None, "torch's own kernel fits any limit"
-        found.append((dim, division))
-    return min(found, key=lambda choice: choice[1].seconds)
 
 
 def surviving(options: Iterable[Option], failed: LaunchError) -> list[Option]:

@@ -13,9 +13,10 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Costs, Division, Option
+from mucudnn.planning.counted import counted, counting, scratch_of
 from mucudnn.planning.frugal_search import FrugalSearch
 from mucudnn.planning.offers import Offers
-from mucudnn.planning.plan import MARGIN, Plan, best, enlarged, surviving
+from mucudnn.planning.plan import MARGIN, Plan, enlarged, surviving
 from mucudnn.planning.search import PARTS_MARGIN, Search, costs_on_record
 from mucudnn.providers import STOCK, Provider, providers_on
 from mucudnn.settings import Settings
@@ -73,6 +74,10 @@ class Planner:
         self._costs: dict[Environment, Costs] = {}
         self.are_plans_costly = device_of(device).uses_cudnn
         providers = providers_on(device, settings.engines) if providers is None else providers
+        # What a GPU's kernels hold is not known: there nothing is counted.
+        self._counts = settings.count_stock and device == HOST
+        if self._counts:
+            providers = [counted(provider) for provider in providers]
         self.offers = Offers(providers, self.are_plans_costly)
         wanted = settings.benchmark_devices
         self._peers = [
@@ -122,7 +127,8 @@ class Planner:
             strides: of the result; those of the target among the operands if not given.
             first: seconds of a call of torch's own kernel with the operands, if that was timed.
         """
-        logbook = Logbook(Environment.current(self.device), self._store, self._board)
+        current = Environment.current(self.device)
+        logbook = Logbook(counting(current) if self._counts else current, self._store, self._board)
         return Measurement(problem, logbook, operands, strides, self.device, first)
 
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
@@ -138,7 +144,7 @@ class Planner:
             whole = [option for option in stock.options.get(Dim.BATCH, ()) if option.extent == problem.extent]
             undivided = self._fastest(measurement, replace(stock, options={Dim.BATCH: whole}))
             divided = replace(plan, undivided_seconds=undivided.seconds)
-            plan = min(replace(undivided, options=stock.options), divided, key=lambda plan: plan.seconds)
+            plan = min(replace(undivided, options=stock.options), divided, key=Plan.rank)
         wrong = tuple(measurement.logbook.wrong(problem).items())
         plan = replace(plan, whole_workspace=self.whole_workspace(measurement, plan), wrong=wrong)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
@@ -155,19 +161,22 @@ class Planner:
         return max((need for need in needs if need is not None), default=0)
 
     def _fastest(self, measurement: Measurement, stock: Plan) -> Plan:
-        """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that."""
-        problem, limit, stock_seconds = stock.problem, stock.limit, stock.stock_seconds
+        """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that.
+
+        Where that kernel does not fit, the fastest that does.
+        """
+        problem, stock_seconds = stock.problem, stock.stock_seconds
         options = {**stock.options}
         attempts = 0
-        while attempts < ATTEMPTS:
+        while attempts < ATTEMPTS or not stock.stock_fits:
             attempts += 1
-            dim, division = best(problem, options, stock_seconds, limit)
+            dim, division = stock.best(options)
             attempt = stock.divided(dim, division)
             if attempt.is_stock:
                 break
             used = {algorithm for algorithm, _ in division.runs()}
-            margin = PARTS_MARGIN if used == {STOCK} else MARGIN
-            if division.seconds > (1 - margin) * stock_seconds:
+            most = 1 - (PARTS_MARGIN if used == {STOCK} else MARGIN) if stock.stock_fits else math.inf
+            if division.seconds > most * stock_seconds:
                 options[dim] = [option for option in options[dim] if option.algorithm not in used]
                 continue
             try:
@@ -175,12 +184,12 @@ class Planner:
                 if larger != options[dim]:
                     options[dim] = larger
                     continue
-                seconds = measurement.division_seconds(attempt.schedule, 1 - margin)
+                seconds = measurement.division_seconds(attempt.schedule, most)
             except LaunchError as error:
                 _log.warning("%s %s: %s", problem.direction, problem, error)
                 options[dim] = surviving(options[dim], error)
                 continue
-            if seconds <= (1 - margin) * stock_seconds:
+            if seconds <= most * stock_seconds:
                 wrong = measurement.faults(attempt.schedule, self.compares) if self.checks else {}
                 if used & wrong.keys():
                     options = {dim: [o for o in options[dim] if o.algorithm not in wrong] for dim in options}
@@ -200,15 +209,18 @@ class Planner:
         problem, stock_seconds = measurement.problem, measurement.stock_seconds()
         options: dict[Dim, list[Option]] = {}
         providers: Mapping[str, Provider] = {}
-        if self._settings.workspace_limit > 0 and stock_seconds >= LEAST_SECONDS:
+        held = scratch_of(problem, measurement.turn()) if self._counts else None
+        takes_any = (held or 0) > limit
+        if self._settings.workspace_limit > 0 and (stock_seconds >= LEAST_SECONDS or takes_any):
             providers = self.providers(problem)
-            for (dim, _), launches in self._surveyed(measurement, limit).items():
+            for (dim, _), launches in self._surveyed(measurement, limit, takes_any).items():
                 options.setdefault(dim, []).extend(launches)
-        whole = Division((Option(problem.extent, STOCK, stock_seconds, 0),))
+        whole = Division((Option(problem.extent, STOCK, stock_seconds, held or 0),))
         schedule = Schedule(problem, Dim.BATCH, whole, providers)
-        return Plan(schedule, limit, options, stock_seconds, stock_seconds, stock_seconds, checks=self.checks)
+        seconds = (stock_seconds,) * 3
+        return Plan(schedule, limit, options, *seconds, checks=self.checks, stock_workspace=held)
 
-    def _surveyed(self, measurement: Measurement, limit: float) -> dict[Task, list[Option]]:
+    def _surveyed(self, measurement: Measurement, limit: float, takes_any: bool) -> dict[Task, list[Option]]:
         """The launches of every algorithm along every dim that were worth measuring.
 
         Which ones these are is kept, as it depends on all that was known at the time: the next run is to come to the
@@ -217,7 +229,7 @@ class Planner:
         problem, policy = measurement.problem, self._settings.policy
         terms = {"limit": str(limit), "policy": policy, "engines": self.engines, "search": "ahead"}
         sizes: dict[str, list[int]] | None = measurement.logbook.settlement(problem, terms)
-        search, found = self._search(measurement, limit), dict[Task, list[Option]]()
+        search, found = self._search(measurement, limit, takes_any), dict[Task, list[Option]]()
         for candidates in search.rounds(self.offers, sizes, found):
             # What may gain most comes first: what is slower than that need not be measured.
             tasks = sorted(candidates, key=lambda task: search.lower_bound(candidates[task], task[0]))
@@ -234,13 +246,13 @@ class Planner:
             measurement.logbook.settle(problem, terms, sizes)
         return found
 
-    def _search(self, measurement: Measurement, limit: float) -> Search:
+    def _search(self, measurement: Measurement, limit: float, takes_any: bool = False) -> Search:
         environment = measurement.logbook.environment
         if environment not in self._costs:
             self._costs[environment] = costs_on_record(self._store, environment)
         given = measurement, self._costs[environment], self._allowed(limit), self._settings.policy
         if not self.are_plans_costly:
-            return Search(*given)
+            return Search(*given, takes_any)
         # Totals, and whoever measures without a limit, choose among divisions by their workspaces.
         compares_workspaces = limit == math.inf or self._settings.total_workspace_size is not None
         return FrugalSearch(*given, lambda: self.offers.plans_made, compares_workspaces)

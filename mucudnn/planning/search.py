@@ -57,18 +57,22 @@ SHARE = 4
 class Search:
     """The launches of one problem that are worth timing.
 
-    Torch's own kernel on the whole is always timed; then come those with the smallest lower bounds. A launch is pruned
-    if the times of similar launches make it nearly sure that no division with it beats torch's own kernel by the
-    margin. As that kernel needs no workspace, this holds within any limit.
+    Torch's own kernel on the whole is always timed. Of the others, those with the smallest lower bounds come first. A
+    launch is pruned if the times of similar launches make it nearly sure that no division with it beats torch's own
+    kernel by the margin. Where that kernel fits any limit, as its scratch memory does not count, this holds within any.
     """
 
-    def __init__(self, measurement: Measurement, costs: Costs, allowed: float, policy: str) -> None:
+    def __init__(
+        self, measurement: Measurement, costs: Costs, allowed: float, policy: str, takes_any: bool = False
+    ) -> None:
         """
         Args:
             costs: the cost model; newly timed launches are added.
             allowed: bytes of workspace.
             policy: which sizes of parts are tried.
+            takes_any: whether whatever fits may win, since torch's own kernel does not.
         """
+        self._takes_any = takes_any
         self._measurement, self._costs = measurement, costs
         self._problem, self._allowed, self._policy = measurement.problem, allowed, policy
         self._group = measurement.problem.with_extent(1)
@@ -200,7 +204,9 @@ class Search:
         return self._costs.groups(kind_of(algorithm, part, self._measurement.logbook.environment), least)
 
     def _is_promising(self, seen: Mapping[int, float], dim: Dim) -> bool:
-        return any(seconds <= MOST_TIMES_STOCK * self._share(dim, size) for size, seconds in seen.items())
+        return self._takes_any or any(
+            seconds <= MOST_TIMES_STOCK * self._share(dim, size) for size, seconds in seen.items()
+        )
 
     def _share(self, dim: Dim, size: int) -> float:
         """Seconds of torch's own kernel on the whole, scaled down to a part of this size."""
@@ -208,6 +214,8 @@ class Search:
 
     def _bar(self, algorithm: str) -> float:
         """The time below which parts may form a winning division, in units of torch's own kernel."""
+        if self._takes_any:
+            return math.inf
         return 1 - (PARTS_MARGIN if algorithm == STOCK else MARGIN)
 
     def _forecast(self, algorithm: str, part: ConvProblem) -> Forecast | None:

@@ -9,11 +9,12 @@ from mucudnn.convolution.tile import Part
 from mucudnn.devices import Gpu, device_of
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
+from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.onednn import OneDnn
 from mucudnn.providers.provider import Provider
 from mucudnn.providers.stock import STOCK, Stock, stock_call, stock_kernel, stock_result
 
-HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft())
+HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(is_outlined=True), in_torch))
 """What serves convolutions on a CPU."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -74,6 +75,15 @@ class Stock:
     would not need: of an input whose padding differs at its two ends, and of operands that torch makes contiguous.
     """
 
+    def __init__(self, is_outlined: bool = False) -> None:
+        """
+        Args:
+            is_outlined: whether torch is shown the target of a gradient in its format in the problem, wherever the
+                result goes. Of that target torch reads the shape and the layout; in another layout than the other
+                tensors it would copy it, or them.
+        """
+        self._is_outlined = is_outlined
+
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         # A half-type weight gradient would be rounded once per part.
         return () if problem.is_half and problem.target is Role.W else (STOCK,)
@@ -94,10 +104,28 @@ class Stock:
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:
             even = evened(part.problem)
-            result = even.result(stock_result(even.problem, even.operands(part.operands)))
+            operands = _outlined(part.problem, part.operands) if self._is_outlined else part.operands
+            result = even.result(stock_result(even.problem, even.operands(operands)))
             if accumulate:
                 part.target.add_(result)
             else:
                 part.target.copy_(result)
             accumulate = part.problem.target is Role.W
             del result
+
+
+def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
+    """The operands, the target of a gradient having the strides of its format in the problem.
+
+    Args:
+        operands: their target is contiguous in one format or the other.
+    """
+    if problem.direction is Direction.FORWARD:
+        return operands
+    target, name = operands.target(problem), dict(zip(Role, problem.formats, strict=True))[problem.target]
+    memory_format = torch.contiguous_format
+    if name == "channels_last":
+        memory_format = torch.channels_last if target.dim() == 4 else torch.channels_last_3d
+    # Always, since torch tells by the strides: a weight of one element is contiguous and channels-last at once.
+    strides = torch.empty(target.shape, device="meta", memory_format=memory_format).stride()
+    return replace(operands, **{str(problem.target): target.as_strided(target.shape, strides)})

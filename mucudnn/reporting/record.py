@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.sizes import format_bytes
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Record:
         leader_seconds: what that takes.
         wrong: algorithms whose results were wrong, and what was wrong. They are not used, but for torch's own kernel,
             "stock", which computes the whole where nothing else does.
+        stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted.
     """
 
     problem: ConvProblem
@@ -54,11 +56,18 @@ class Record:
     leader: str | None = None
     leader_seconds: float = 0.0
     wrong: tuple[tuple[str, str], ...] = ()
+    stock_workspace: int | None = None
 
     @property
     def saved(self) -> float:
         """Seconds of this run that torch's own kernel would have taken more; negative where trials cost more."""
         return self.calls * (self.stock_seconds - self.seconds) - self.cost
+
+    @property
+    def excess(self) -> str:
+        """By how much torch's own kernel exceeds the limit where nothing else keeps it, in a sentence."""
+        held = f"{format_bytes(self.workspace)} of scratch memory in torch's own kernel"
+        return f"{self.direction} of {self.problem} takes {held}: nothing fits {format_bytes(self.limit)}"
 
     @property
     def is_divided(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Option
+from mucudnn.reporting.chains import hints
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import format_bytes
 
@@ -32,6 +33,9 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
     details = ["over\nundivided"] if wide else []
     for heading in ("ms", *details, "over\nstock", "workspace", *(["limit"] if title is None else [])):
         shown.add_column(heading, justify="right", no_wrap=True)
+    is_counted = any(record.stock_workspace is not None for record in records)
+    if is_counted:
+        shown.add_column("stock\nholds", justify="right", no_wrap=True)
     is_live = wide and any(record.trials for record in records)
     if is_live:
         shown.add_column("tried", overflow="fold")
@@ -47,13 +51,14 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
             _times(record.stock_seconds, record.seconds),
             format_bytes(record.workspace),
             *([format_bytes(record.limit)] if title is None else []),
+            *([_held(record)] if is_counted else []),
             *([_tried(record), f"{-record.cost * 1e3:+.1f}"] if is_live else []),
         )
     return shown
 
 
 def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met: int = 0) -> str:
-    """What the records say together: what is gained, what workspace is saved, and what limits it.
+    """What the records say together: what is gained, what workspace is saved, what limits it, what could be done.
 
     Args:
         counts: how often each is called; once if not given.
@@ -79,7 +84,17 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met:
         f"({stock * 1e3:.3f} ms) and {_times(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
-    return " ".join((gain, *_saved(records), *_limited(records, weights), *_explored(records), *_wrong(records)))
+    return " ".join(
+        (
+            gain,
+            *_saved(records),
+            *_limited(records, weights),
+            *_counted(records),
+            *_explored(records),
+            *_wrong(records),
+            *hints(records),
+        )
+    )
 
 
 def _saved(records: Sequence[Record]) -> list[str]:
@@ -109,6 +124,20 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
     return [f"{stay}, which nothing within the limit beats."]
 
 
+def _counted(records: Sequence[Record]) -> list[str]:
+    """What torch's own kernels hold for themselves, where it is counted, and what exceeds the limit by that."""
+    known = [record for record in records if record.stock_workspace is not None]
+    if not known:
+        return []
+    most = max(known, key=lambda record: record.stock_workspace or 0)
+    told = [
+        f"Torch's own kernels would hold up to {format_bytes(most.stock_workspace or 0)} for themselves, in "
+        f"{_spaced(most.direction)} of {most.problem}: it counts within the limit."
+    ]
+    over = sum(record.workspace > record.limit for record in known)
+    return [*told, *([f"{over} of them exceed{'s' * (over == 1)} the limit, as nothing fits it."] if over else [])]
+
+
 def _wrong(records: Sequence[Record]) -> list[str]:
     return [
         f"Wrong: {algorithm} in {_spaced(record.direction)} of {record.problem} computed {fault}"
@@ -116,6 +145,10 @@ def _wrong(records: Sequence[Record]) -> list[str]:
         for record in records
         for algorithm, fault in record.wrong
     ]
+
+
+def _held(record: Record) -> str:
+    return "-" if record.stock_workspace is None else format_bytes(record.stock_workspace)
 
 
 def _tried(record: Record) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.call import Call
-from mucudnn.devices import device_of
+from mucudnn.devices import allocations, device_of
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
@@ -95,8 +95,9 @@ class Session:
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
-        if device_of(call.input.device).is_capturing():
-            return None  # nothing can be measured in a CUDA graph's capture; the next call outside is planned
+        # Not measured in a CUDA graph's capture, nor counted under a profiler: the next call outside is planned.
+        if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not allocations.can_profile()):
+            return None
         with self._lock:
             if key not in self.decisions:
                 try:
@@ -293,4 +294,6 @@ def _may_explore(call: Call) -> bool:
 
 
 def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:
+    if plan.is_over:
+        warn(plan.record.excess)
     return FixedLimit(plan, measurement.strides, is_lasting=device_of(planner.device).is_asynchronous)

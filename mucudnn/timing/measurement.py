@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -275,13 +275,15 @@ def _sets(operands: Operands, problem: ConvProblem, cache: int) -> list[Operands
     ]
 
 
-def synthetic_operands(problem: ConvProblem, device: torch.device | str = "cpu") -> Operands:
-    """Random operands of the problem's shapes, types and memory formats, and a target."""
+def synthetic_operands(
+    problem: ConvProblem, device: torch.device | str = "cpu", make: Callable[..., torch.Tensor] = torch.randn
+) -> Operands:
+    """Operands of the problem's shapes, types and memory formats, random if not made otherwise, and a target."""
     shapes = {Role.X: problem.x_shape, Role.W: problem.w_shape, Role.Y: problem.y_shape}
     memory_formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     tensors = {}
     for (role, shape), name in zip(shapes.items(), problem.formats, strict=True):
-        tensor = torch.randn(shape, device=device).to(getattr(torch, problem.dtype))
+        tensor = make(shape, device=device).to(getattr(torch, problem.dtype))
         if name == "channels_last":
             tensor = tensor.contiguous(memory_format=memory_formats[tensor.dim()])
         tensors[str(role)] = tensor

@@ -174,6 +174,12 @@ def channels_last(m: Net, x: Tensor) -> Tensor:
     return F.relu(m.norm(y).contiguous()).square().sum() + float(y.dim() + y.shape[0] + y.numel())
 
 
+def sizes_in_lists(m: Net, x: Tensor) -> Tensor:
+    y = F.conv2d(x, m.first.weight, m.first.bias, [2, 1], [1, 1], [1, 1])
+    y = F.conv_transpose2d(y, m.layer.weight, m.layer.bias, [1, 2], [1, 0], [0, 1], 1, [1, 1])
+    return F.max_pool2d(y, [2, 2], [1, 1]).square().sum()
+
+
 LOSSES = (
     *(in_place, in_place_by_position, in_place_on_a_view, set_items, hook_after_use, kept_gradient, own_function),
     *(
@@ -190,6 +196,7 @@ LOSSES = (
         joined,
         cut,
         channels_last,
+        sizes_in_lists,
     ),
 )
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -186,62 +185,6 @@ def test_autocast_of_the_caller_holds_in_the_parts() -> None:
         found, right = turned(x), plain(x)
     assert found.dtype == right.dtype == torch.bfloat16
     torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
-
-
-@dataclass
-class Answer:
-    sample: Tensor
-    rows: int
-
-
-class Remembering(nn.Module):
-    """A model with a memory: in an attribute, in a list of its own, in the caller's list, and in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1)
-        self.last: Any = None
-        self.all: list[Tensor] = []
-        self.calls = 0
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor, cache: list[Any], at: list[int]) -> Answer:
-        y = self.conv(x if self.last is None else x + self.last)
-        self.last = y
-        self.all.append(y.mean())
-        self.seen += 1
-        self.calls += 1
-        cache[at[0]] = y * 2
-        at[0] += 1
-        return Answer(self.conv(y), y.shape[2])
-
-
-def test_what_a_model_keeps_is_whole_and_kept_once() -> None:
-    torch.manual_seed(0)
-    plain, x = Remembering(), torch.randn(1, 2, 9, 5)
-    turned = distconv.in_turn(copy.deepcopy(plain), "height=4")
-    own = turned.all
-    outcomes = []
-    for model in (plain, turned):
-        cache, at = [None, None, None], [0]
-        with torch.no_grad():
-            answers = [model(x, cache, at) for _ in range(2)]
-        outcomes.append([*(a.sample for a in answers), model.last, *model.all, model.seen, *cache[:2]])
-        assert (model.calls, at, cache[2], answers[0].rows) == (2, [2], None, 9)
-    assert turned.all is own
-    assert all(type(x) is Tensor for x in outcomes[1])
-    for found, right in zip(*reversed(outcomes), strict=True):
-        torch.testing.assert_close(found, right, rtol=TOLERANCE, atol=TOLERANCE)
-
-
-def test_a_kept_tensor_is_differentiated_too() -> None:
-    torch.manual_seed(0)
-    plain, x = Remembering(), torch.randn(1, 2, 9, 5)
-    turned = distconv.in_turn(copy.deepcopy(plain), "height=4")
-    for model in (plain, turned):
-        answer = model(x, [None], [0])
-        (answer.sample.square().sum() + model.last.square().sum() + model.all[0]).backward()
-    torch.testing.assert_close(turned.conv.weight.grad, plain.conv.weight.grad)
 
 
 class Failing(nn.Module):

@@ -1,0 +1,1 @@
+"""Parts in turn beside one process: memory, time and numbers."""

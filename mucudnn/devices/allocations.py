@@ -1,0 +1,85 @@
+"""Allocations: what torch's memory profiler sees of the memory of a host's tensors.
+
+It reports the bytes that are alive at every allocation and release of the thread that starts it. That is exact,
+whatever operator or kernel allocates; nothing above the allocator could tell it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mucudnn.devices.device import Work
+
+_MARK = "mucudnn mark"
+_QUIET = {"KINETO_LOG_LEVEL": "99"}
+
+
+def can_profile() -> bool:
+    """Whether a profile can be started now: not while the program has one of its own."""
+    return not torch._C._autograd._profiler_enabled()
+
+
+def started() -> torch.profiler.profile:
+    """A profile that has begun, without a word on stderr."""
+    # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)
+    try:
+        profile.__enter__()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return profile
+
+
+def leave_mark() -> None:
+    """Leaves an event that carries the total of the moment."""
+    with torch.profiler.record_function(_MARK):
+        torch.empty(1, dtype=torch.uint8)
+
+
+def ended(profile: torch.profiler.profile) -> list[tuple[int, bool]]:
+    """Ends a profile: the bytes alive after every allocation and release, in order, and whether it is a mark."""
+    profile.__exit__(None, None, None)
+    return list(_totals(profile.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+
+
+def most_held(work: Work) -> int:
+    """Bytes that are alive at once, at most, while work is done, beyond those before.
+
+    Raises:
+        RuntimeError: where the program has a profile of its own.
+    """
+    if not can_profile():
+        raise RuntimeError("memory cannot be counted while a profiler is on")
+    profile = started()
+    try:
+        leave_mark()
+        work()
+    finally:
+        totals = ended(profile)
+        gc.collect()  # the profiler's events refer to each other, megabytes of them
+    before = next(total for total, is_mark in totals if is_mark)
+    return max(total for total, _ in totals) - before
+
+
+def _totals(events: Iterable[Any], within_mark: bool = False) -> Iterator[tuple[int, bool]]:
+    """Marks do not count themselves."""
+    for event in events:
+        if event.tag.name == "Allocation":
+            fields = event.extra_fields
+            if not within_mark:
+                yield fields.total_allocated, False
+            elif fields.alloc_size > 0:
+                yield fields.total_allocated - fields.alloc_size, True
+        yield from _totals(event.children, within_mark or event.name == _MARK)

@@ -1,0 +1,78 @@
+"""Counted: providers whose workspace includes what torch's own kernels hold for themselves.
+
+These are the columns of its plain kernels, oneDNN's scratchpads and the tensors that it reorders: all that torch's
+allocator sees on the calling thread. Code and tables of a library are not among it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem
+from mucudnn.convolution.tile import Part
+from mucudnn.devices import Host
+from mucudnn.devices.allocations import most_held
+from mucudnn.providers import Provider, stock_result
+from mucudnn.providers.layout import Layout
+from mucudnn.providers.padding import evened
+from mucudnn.providers.stock import Stock
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.measurement import synthetic_operands
+
+
+class Counted:
+    """Torch's own kernel on parts, of which each call's scratch memory counts as workspace, too."""
+
+    def __init__(self, provider: Stock) -> None:
+        self._provider = provider
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        return self._provider.algorithms(problem)
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        return self._provider.serves(problem, algorithm)
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        return self._provider.workspace(problem, algorithm) + scratch(evened(problem).problem)
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        self._provider.launch(algorithm, parts, accumulate)
+
+
+def counted(provider: Provider) -> Provider:
+    """The provider, what it computes by torch's own kernels being counted."""
+    if isinstance(provider, Stock):
+        return Counted(provider)
+    return provider.over(counted) if isinstance(provider, Layout) else provider
+
+
+def counting(environment: Environment) -> Environment:
+    """The environment by another name, as the database is to keep other workspaces for it."""
+    return replace(environment, libraries=f"{environment.libraries}, scratch of torch's own kernels counted")
+
+
+def scratch(problem: ConvProblem) -> int:
+    """Bytes that torch's own kernel holds beyond operands and result, on contiguous or channels-last zeros."""
+    return _scratch(problem, Host.switches())
+
+
+@lru_cache(maxsize=4096)
+def _scratch(problem: ConvProblem, switches: tuple[object, ...]) -> int:
+    """By the switches that a program may change, too."""
+    return scratch_of(problem, synthetic_operands(problem, make=torch.zeros))
+
+
+def scratch_of(problem: ConvProblem, given: Operands) -> int:
+    """Bytes that torch's own kernel holds beyond these operands and its result, by one call.
+
+    Raises:
+        RuntimeError: where it cannot be counted, or where the kernel fails.
+    """
+    held = most_held(lambda: stock_result(problem, given))
+    return max(0, held - problem.element_bytes * math.prod(problem.target_shape))

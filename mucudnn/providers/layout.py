@@ -1,0 +1,169 @@
+"""Layout: an algorithm computes copies in another memory format, and its result is copied back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Role
+from mucudnn.convolution.tile import Part, Tile
+from mucudnn.providers.gemm import SMALL
+from mucudnn.providers.padding import evened
+from mucudnn.providers.provider import Provider
+
+CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
+
+OTHER = {CONTIGUOUS: CHANNELS_LAST, CHANNELS_LAST: CONTIGUOUS}
+"""What tensors of a memory format are copied into."""
+
+COLUMNS = "Slow2d"
+PLAIN = COLUMNS, "SlowDilated2d", "SlowTranspose2d"
+"""Torch's kernels of its own that compute in either format. Those for volumes copy channels-last tensors first."""
+
+
+class Layout:
+    """The algorithms of another provider in the other memory format, on micro-batches.
+
+    "stock@channels_last" computes copies of contiguous tensors, "stock@contiguous" copies of channels-last ones. The
+    weight is copied once for all parts. The workspace is that of the copies beside the wrapped algorithm's own.
+    """
+
+    def __init__(self, provider: Provider, is_offered: Callable[[ConvProblem], bool]) -> None:
+        """
+        Args:
+            is_offered: whether the provider is to compute a problem, whose tensors are copies in the other format.
+        """
+        self._provider, self._is_offered = provider, is_offered
+
+    def over(self, change: Callable[[Provider], Provider]) -> Layout:
+        """The same over another provider, made of the wrapped one."""
+        return Layout(change(self._provider), self._is_offered)
+
+    def algorithms(self, problem: ConvProblem) -> Sequence[str]:
+        there = converted(problem)
+        if there is None or not self._is_offered(there):
+            return ()
+        return tuple(f"{name}@{there.formats[0]}" for name in self._provider.algorithms(there))
+
+    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
+        return algorithm in self.algorithms(problem)
+
+    def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        read = (getattr(problem, f"{role}_shape") for role in Role if role is not problem.target)
+        copies = problem.element_bytes * sum(map(math.prod, read))
+        return copies + self._provider.workspace(_there(problem), _wrapped(algorithm))
+
+    def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        first = parts[0]
+        name, w = _there(first.problem).formats[0], first.operands.w
+        if first.problem.target is not Role.W:
+            w = _copied(w, name)
+        for part in parts:
+            there = _there(part.problem)
+            self._provider.launch(_wrapped(algorithm), [_part(there, _copies(there, part.operands, w))], accumulate)
+            accumulate = there.target is Role.W
+
+
+def converted(problem: ConvProblem) -> ConvProblem | None:
+    """The problem on copies in the other memory format; `None` where there is none, or no use in one.
+
+    Without a second channel, or a second place, the formats are the same. Padding that torch does not take as it is
+    would need copies of its own.
+    """
+    x, _, y = problem.formats
+    if problem.dims == 1 or x != y or x not in OTHER or not evened(problem).is_same:
+        return None
+    if any(shape[1] == 1 or math.prod(shape[2:]) == 1 for shape in (problem.x_shape, problem.y_shape)):
+        return None
+    return _there(problem)
+
+
+def in_torch(problem: ConvProblem) -> bool:
+    """Whether torch's own kernel may be faster on copies in the problem's format, and is right there.
+
+    oneDNN's kernels for groups are, in channels last: above all for gradients. In other cases it brings tensors into
+    blocks of its own, so that nothing is gained. With strides, dilations, or a kernel that reaches across the whole
+    image it has given wrong results in channels last, and written beyond its memory (torch 2.13). Torch's own kernels
+    for images may be several times faster in either format, by direction, groups and type.
+    """
+    is_last = problem.formats[0] == CHANNELS_LAST
+    if problem.dims == 2 and (backend := _backend(problem)) in PLAIN:
+        return (backend != COLUMNS or _gains(problem, is_last)) and not (is_last and _is_rough(problem))
+    is_grouped = problem.groups > 1 and problem.dtype == "float32" and not problem.transposed
+    return is_last and is_grouped and _is_inner(problem) and _backend(problem) == "Mkldnn"
+
+
+def _gains(problem: ConvProblem, is_last: bool) -> bool:
+    """Whether torch's kernel that multiplies columns may be faster in channels last, or else in contiguous tensors.
+
+    Kernels of one element need no columns: they may be only for half types or groups, and only contiguous.
+    """
+    is_one_tap = math.prod(problem.w_shape[2:]) == 1
+    if is_last:
+        return not is_one_tap and (problem.is_half or max(problem.stride) > 1)
+    return problem.is_half or problem.groups > 1 or not is_one_tap
+
+
+def _is_rough(problem: ConvProblem) -> bool:
+    """Whether a weight's gradient is a small matrix for each group, of whose elements each is one long sum."""
+    return problem.target is Role.W and math.prod(problem.w_shape) <= SMALL * problem.groups
+
+
+def _is_inner(problem: ConvProblem) -> bool:
+    """Whether a kernel without strides and dilations fits into the image, and mostly reads within it."""
+    spatial = zip(problem.windows, problem.padding, problem.x_shape[2:], strict=True)
+    return all(
+        window.stride == window.dilation == 1 and 2 * padding < window.reach <= extent
+        for window, padding, extent in spatial
+    )
+
+
+def _backend(problem: ConvProblem) -> str:
+    """The kernel that torch, with its present switches and threads, takes."""
+    # Shapes without memory: one element, expanded.
+    one = torch.empty(1, dtype=getattr(torch, problem.dtype))
+    source, weight = one.expand(problem.input_shape), one.expand(problem.w_shape)
+    name: str = torch._C._select_conv_backend(source, weight, None, *problem.arguments, None).name
+    return name
+
+
+@lru_cache(maxsize=4096)
+def _there(problem: ConvProblem) -> ConvProblem:
+    """The problem with all tensors in the other format."""
+    name = OTHER[problem.formats[0]]
+    return replace(problem, formats=(name, name, name))
+
+
+def _copies(there: ConvProblem, given: Operands, w: torch.Tensor) -> Operands:
+    """What is read, copied; the target as it is.
+
+    Args:
+        w: the weight, already copied where it is read.
+    """
+    name, target = there.formats[0], there.target
+    x = given.x if target is Role.X else _copied(given.x, name)
+    y = given.y if target is Role.Y else _copied(given.y, name)
+    return Operands(x, w, y, given.bias)
+
+
+def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    # To a new tensor, as torch takes one with a single channel for contiguous and for channels-last at once.
+    memory_format = torch.contiguous_format
+    if name == CHANNELS_LAST:
+        memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+    return torch.empty_like(tensor, memory_format=memory_format).copy_(tensor)
+
+
+def _part(problem: ConvProblem, operands: Operands) -> Part:
+    """A whole as its only part."""
+    every = 0, problem.extent
+    return Tile(problem, problem.extent, 0, every, every).part(operands)
+
+
+def _wrapped(algorithm: str) -> str:
+    return algorithm.rpartition("@")[0]

@@ -1,0 +1,173 @@
+"""The scratch memory of torch's own kernels within the limit: what they hold, what is chosen, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from problems import problems
+from references import operands
+from tensor_memory import TensorMemory
+from test_layout import grouped, image, in_format
+
+import mucudnn
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.tile import tiles
+from mucudnn.planning.counted import counted, scratch
+from mucudnn.providers import HOST_PROVIDERS, Provider
+from mucudnn.reporting.tables import summary
+from mucudnn.settings import SettingError, Settings
+
+PROVIDERS = [counted(provider) for provider in HOST_PROVIDERS]
+SLACK = 512
+"""Bytes by which the profiler may count more: torch rounds each allocation up to 64."""
+
+X, W = (4, 8, 24, 24), (8, 8, 5, 5)
+
+
+def convolved() -> torch.Tensor:
+    """By a kernel of torch's own that writes out columns: one tap of every input for each of 25 outputs."""
+    return torch.nn.functional.conv2d(torch.ones(X, dtype=torch.float64), torch.ones(W, dtype=torch.float64), padding=2)
+
+
+COLUMNS = 4 * 8 * 25 * 24 * 24 * 8
+
+
+def held_at_most(problem: ConvProblem, provider: Provider, algorithm: str, extents: list[int]) -> None:
+    tensors = in_format(operands(problem), problem.formats[0]) if problem.dims > 1 else operands(problem)
+    parts = [tile.part(tensors) for tile in tiles(problem, Dim.BATCH, extents)]
+    with TensorMemory() as memory:
+        provider.launch(algorithm, parts, accumulate=False)
+    declared = max(provider.workspace(part.problem, algorithm) for part in parts)
+    assert memory.peak <= declared + SLACK
+
+
+@pytest.mark.usefixtures("collected_once")
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_torchs_kernels_hold_is_declared(data: st.DataObject) -> None:
+    drawn = data.draw(problems(dtypes=("float64",), max_extent=4))
+    name = data.draw(st.sampled_from(("contiguous", "channels_last"))) if drawn.dims > 1 else "contiguous"
+    problem = replace(drawn, formats=(name,) * 3)
+    offered = [(one, name) for one in PROVIDERS for name in one.algorithms(problem) if "stock" in name]
+    assume(offered)
+    size = data.draw(st.integers(1, problem.extent))
+    extents = [size] * (problem.extent // size) + [problem.extent % size] * bool(problem.extent % size)
+    held_at_most(problem, *data.draw(st.sampled_from(offered)), extents)
+
+
+@pytest.mark.usefixtures("collected_once")
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", ["5x5, depthwise", "3x3x3, depthwise", "3x3, 8 groups"])
+def test_what_onednn_holds_is_declared(name: str, direction: Direction) -> None:
+    problem = grouped(name, direction)
+    for provider in PROVIDERS:
+        for algorithm in provider.algorithms(problem):
+            if "stock" in algorithm:
+                held_at_most(problem, provider, algorithm, [2, 1])
+
+
+def test_columns_are_scratch() -> None:
+    one = ConvProblem.of_convolution(
+        Direction.FORWARD, X, W, stride=(1, 1), padding=(2, 2), dilation=(1, 1), dtype="float64"
+    )
+    assert COLUMNS <= scratch(one) <= 1.1 * COLUMNS
+    assert scratch(image(dtype="float64", padding=(0, 0), stride=(1, 1)).with_extent(1)) > 0
+
+
+@pytest.mark.parametrize("share", [1.2, 0.5, 0.1])
+def test_a_limit_is_a_promise(share: float) -> None:
+    limit = int(share * COLUMNS)
+    with mucudnn.patched(workspace_limit=limit, count_stock=True, database=":memory:", progress="off"):
+        right = convolved()
+        (record,) = mucudnn.report()
+        with TensorMemory() as memory:
+            found = convolved()
+    torch.testing.assert_close(found, right)
+    given = 8 * (2 * math.prod(X) + math.prod(W))
+    assert memory.peak <= limit + given + SLACK
+    assert record.stock_workspace is not None and record.stock_workspace >= COLUMNS
+    assert record.workspace <= limit
+    if share < 1:
+        assert record.parts != ((4, "stock"),)
+
+
+def test_nothing_counts_unless_it_is_asked_for() -> None:
+    with mucudnn.patched(workspace_limit=1, planning="ahead", database=":memory:", progress="off"):
+        convolved()
+        (record,) = mucudnn.report()
+    assert (record.parts, record.workspace, record.stock_workspace) == (((4, "stock"),), 0, None)
+    assert "for themselves" not in summary([record])
+
+
+def test_what_nothing_fits_is_told_of_and_computed() -> None:
+    with (
+        pytest.warns(RuntimeWarning, match=r"forward of 4x8x24x24 .* takes .* nothing fits 1 B"),
+        mucudnn.patched(workspace_limit=1, count_stock=True, database=":memory:", progress="off"),
+    ):
+        found = convolved()
+        (record,) = mucudnn.report()
+    torch.testing.assert_close(found, convolved())
+    assert record.workspace == record.stock_workspace
+    assert "1 of them exceeds the limit" in summary([record])
+
+
+def test_under_a_profiler_it_waits() -> None:
+    with mucudnn.patched(count_stock=True, database=":memory:", progress="off"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            convolved()
+        assert mucudnn.report() == []
+        convolved()
+        (record,) = mucudnn.report()
+    assert record.stock_workspace is not None
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"total_workspace_size": "1GiB"},
+        {"workspace_limit": "peak"},
+        {"memory_limit": "1GiB"},
+        {"planning": "live"},
+    ],
+    ids=lambda beside: next(iter(beside)),
+)
+def test_other_limits_are_refused_in_a_line(beside: dict[str, Any]) -> None:
+    (name,) = beside
+    with pytest.raises(SettingError, match=f"^count_stock=on and {name}=.*: accepted beside it") as caught:
+        Settings.from_environment({"MUCUDNN_COUNT_STOCK": "1"}, **beside)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_is_planned_ahead() -> None:
+    assert Settings.from_environment({"MUCUDNN_COUNT_STOCK": "1"}).planning == "ahead"
+    assert Settings.from_environment({}).planning == "auto"
+
+
+def test_times_are_kept_apart() -> None:
+    """The database keeps workspaces beside times: these are others."""
+    from mucudnn.planning.planner import Planner
+    from mucudnn.timing.store import Store
+
+    store = Store(":memory:")
+    keys = [
+        Planner(Settings.from_environment({}, count_stock=counts), store).measurement(image()).logbook.key(image())
+        for counts in (False, True)
+    ]
+    assert keys[0] != keys[1]
+
+
+def test_a_plan_from_the_database_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from mucudnn.commands.plan import recorded
+
+    with pytest.raises(SettingError, match=r"^count_stock=on: accepted here is off"):
+        recorded(SimpleNamespace(), Settings.from_environment({}, count_stock=True))
