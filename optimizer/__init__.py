@@ -13,6 +13,7 @@ from mucudnn.optimizer.launches import Key, Launches, Variant
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
+from mucudnn.optimizer.part_sizes import PartSizes, missing
 from mucudnn.optimizer.relative_times import RelativeTimes
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
@@ -29,6 +30,7 @@ __all__ = [
     "Launches",
     "Option",
     "OverheadBudget",
+    "PartSizes",
     "RelativeTimes",
     "Reusing",
     "Settled",
@@ -48,5 +50,6 @@ __all__ = [
     "divide_workspace",
     "longest_path_first",
     "micro_batch_sizes",
+    "missing",
     "share",
 ]

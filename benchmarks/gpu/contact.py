@@ -90,7 +90,8 @@ def planner_on(device: torch.device, policy: str = "undivided") -> Planner:
 
 def algorithms(device: torch.device, problem: ConvProblem) -> dict[str, Provider]:
     """Who serves the problem, by algorithm, torch's own kernel left out."""
-    return {name: who for name, who in planner_on(device).providers(problem).items() if name != "stock"}
+    named = planner_on(device).providers(problem).items()
+    return {name: who for name, who in named if name != "stock" and who.serves(problem, name)}
 
 
 def milliseconds(seconds: float) -> str:

@@ -12,14 +12,24 @@ Work = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Tells how long work takes where it runs."""
+    """Tells how long work takes where it runs.
 
-    def warm_up(self, work: Work) -> None:
-        """Calls the work where a first call does more than later ones, such as loading kernels."""
+    Attributes:
+        repetitions: of a time at most, of which the median is taken.
+    """
+
+    repetitions: int
+
+    def first(self, work: Work) -> float:
+        """Seconds of a first call, but for what it does more than later ones, such as loading kernels."""
         ...
 
-    def seconds(self, work: Work) -> float:
-        """Seconds of one call."""
+    def seconds(self, work: Work, expected: float | None = None) -> float:
+        """Seconds of one call.
+
+        Args:
+            expected: about what it takes, if that is known.
+        """
         ...
 
 

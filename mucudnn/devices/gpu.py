@@ -12,28 +12,40 @@ import torch
 
 from mucudnn.devices.device import Clock, Device, Work
 
-LEAST_BATCH = 2e-3
-"""Seconds of work between two events, so that the host is ahead as in a program, and events weigh little."""
+LEAST_BATCH = 5e-4
+"""Seconds of work between two events, so that these weigh little."""
 
-MOST_CALLS = 20
+MOST_CALLS = 3
+
+LONG = 0.01
+"""Where a call takes more seconds, the time until the GPU begins with it does not count."""
 
 
 class GpuClock:
-    """For work that a call enqueues on the current stream, by CUDA events; short work is called several times."""
+    """For work that a call enqueues on the current stream, by CUDA events; short work is called several times.
+
+    One more call goes before the first event: while the GPU is busy with it the host gets ahead, as in a program.
+    """
+
+    repetitions = 3
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
 
-    def warm_up(self, work: Work) -> None:
+    def first(self, work: Work) -> float:
         with torch.cuda.device(self._place):
             work()
             torch.cuda.current_stream().synchronize()
+            return self._elapsed(work, 1)
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: Work, expected: float | None = None) -> float:
         with torch.cuda.device(self._place):
-            once = self._elapsed(work, 1)
+            once = self._elapsed(work, 1) if expected is None else expected
+            if once > LONG:
+                return once if expected is None else self._elapsed(work, 1)
             calls = min(MOST_CALLS, math.ceil(LEAST_BATCH / max(once, 1e-9)))
-            return once if calls == 1 else self._elapsed(work, calls) / calls
+            work()
+            return self._elapsed(work, calls) / calls
 
     def _elapsed(self, work: Work, calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -11,20 +11,20 @@ import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
-from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Costs, Division, Option
 from mucudnn.planning.counted import counted, counting, scratch_of
+from mucudnn.planning.frugal_search import FrugalSearch
+from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import MARGIN, Plan, enlarged, surviving
 from mucudnn.planning.search import PARTS_MARGIN, Search, costs_on_record
 from mucudnn.providers import STOCK, Provider, providers_on
-from mucudnn.providers.strips import Strips, strips_of
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.logbook import Logbook
-from mucudnn.timing.measurement import Candidate, Measurement, middle
+from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
 from mucudnn.timing.survey import Survey, Task, Worker
@@ -36,9 +36,6 @@ costs about as much time."""
 ATTEMPTS = 3
 """Divisions that are compared with torch's own kernel. If none of them is faster, that kernel is kept."""
 
-WIDTHS = 3
-"""Of an algorithm that only serves in strips within the limit, so many widths are tried."""
-
 HOST = torch.device("cpu")
 
 _log = logging.getLogger("mucudnn")
@@ -49,6 +46,8 @@ class Planner:
 
     Attributes:
         device: where the problems are.
+        offers: what is tried there.
+        are_plans_costly: whether every question for a workspace makes a plan of cuDNN's.
     """
 
     def __init__(
@@ -73,11 +72,13 @@ class Planner:
         self.device = device
         self._board = board
         self._costs: dict[Environment, Costs] = {}
-        self._providers = providers_on(device, settings.engines) if providers is None else providers
+        self.are_plans_costly = device_of(device).uses_cudnn
+        providers = providers_on(device, settings.engines) if providers is None else providers
         # What a GPU's kernels hold is not known: there nothing is counted.
         self._counts = settings.count_stock and device == HOST
         if self._counts:
-            self._providers = [counted(provider) for provider in self._providers]
+            providers = [counted(provider) for provider in providers]
+        self.offers = Offers(providers, self.are_plans_costly)
         wanted = settings.benchmark_devices
         self._peers = [
             Planner(replace(settings, benchmark_devices=None), store, device=peer)
@@ -101,31 +102,15 @@ class Planner:
 
     def providers(self, problem: ConvProblem) -> dict[str, Provider]:
         """Who serves the problem or parts of it, by algorithm."""
-        found: dict[str, Provider] = {}
-        for dim in dims(problem):
-            found |= {algorithm: provider for provider, algorithm in self.candidates(problem, dim)}
-            for candidate in self.candidates(problem, dim):
-                found |= {strips.name: strips for strips in strips_of(problem, dim, *candidate)}
-        return found
+        return self.offers.providers(problem)
 
     def within(self, measurement: Measurement, allowed: float) -> dict[Task, Candidate]:
-        """Who serves parts of a problem along which dim, within so many bytes or not.
+        """Who serves parts of a problem along which dim, within so many bytes or not."""
+        return self.offers.within(measurement, allowed)
 
-        An algorithm of which the smallest part along any one dim needs more is offered on strips along a second dim: on
-        the widest that fit beneath the smallest part along the first, on half of these, and on a quarter.
-        """
-        problem = measurement.problem
-        found = {(dim, one[1]): one for dim in dims(problem) for one in self.candidates(problem, dim)}
-        least: dict[str, float] = {}
-        for (dim, name), one in found.items():
-            need = measurement.workspace(one, dim, 1)
-            least[name] = min(least.get(name, math.inf), math.inf if need is None else need)
-        for (dim, name), one in [*found.items()]:
-            if name != STOCK and allowed < least[name] < math.inf:
-                every = strips_of(problem, dim, *one)
-                fitting = [strips for strips in every if _fits(measurement, strips, dim, allowed)]
-                found |= {(dim, strips.name): (strips, strips.name) for strips in fitting[:WIDTHS]}
-        return found
+    def candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
+        """Who serves parts of the problem along a dim, by which algorithms."""
+        return self.offers.candidates(problem, dim)
 
     def measurement(
         self,
@@ -161,15 +146,19 @@ class Planner:
             divided = replace(plan, undivided_seconds=undivided.seconds)
             plan = min(replace(undivided, options=stock.options), divided, key=Plan.rank)
         wrong = tuple(measurement.logbook.wrong(problem).items())
-        plan = replace(plan, whole_workspace=self.whole_workspace(plan), wrong=wrong)
+        plan = replace(plan, whole_workspace=self.whole_workspace(measurement, plan), wrong=wrong)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
         return plan
 
-    def whole_workspace(self, plan: Plan) -> int:
+    def whole_workspace(self, measurement: Measurement, plan: Plan) -> int:
         """What the division's algorithms other than torch's own would need undivided."""
-        whole = {name: provider for provider, name in self.candidates(plan.problem, Dim.BATCH) if name != STOCK}
-        used = {algorithm for algorithm, _ in plan.division.runs()}
-        return max((whole[name].workspace(plan.problem, name) for name in used & whole.keys()), default=0)
+        whole, used = Dim.BATCH, {algorithm for algorithm, _ in plan.division.runs()} - {STOCK}
+        needs = [
+            measurement.workspace(one, whole, plan.problem.extent)
+            for one in self.candidates(plan.problem, whole)
+            if one[1] in used
+        ]
+        return max((need for need in needs if need is not None), default=0)
 
     def _fastest(self, measurement: Measurement, stock: Plan) -> Plan:
         """The fastest division made of a plan's options that proves faster than torch's own kernel, or else that.
@@ -191,7 +180,7 @@ class Planner:
                 options[dim] = [option for option in options[dim] if option.algorithm not in used]
                 continue
             try:
-                larger = enlarged(options[dim], division, attempt.schedule.workspaces)
+                larger = enlarged(options[dim], division, measurement.workspaces(attempt.schedule))
                 if larger != options[dim]:
                     options[dim] = larger
                     continue
@@ -240,27 +229,33 @@ class Planner:
         problem, policy = measurement.problem, self._settings.policy
         terms = {"limit": str(limit), "policy": policy, "engines": self.engines, "search": "ahead"}
         sizes: dict[str, list[int]] | None = measurement.logbook.settlement(problem, terms)
-        search = self._search(measurement, limit, takes_any)
-        candidates = self.within(measurement, self._allowed(limit))
-        # What may gain most comes first: what is slower than that need not be measured.
-        tasks = sorted(candidates, key=lambda task: search.lower_bound(candidates[task], task[0]))
-        workers = [self._worker(search, candidates, sizes)]
-        for peer in self._peers:
-            there = peer._search(measurement.elsewhere(peer.device), limit)
-            workers.append(peer._worker(there, peer.within(measurement, self._allowed(limit)), sizes))
-        with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
-            survey = Survey(measurement, tasks, {"limit": limit, "policy": policy})
-            found = dict(zip(tasks, survey.by(workers, advance), strict=True))
+        search, found = self._search(measurement, limit, takes_any), dict[Task, list[Option]]()
+        for candidates in search.rounds(self.offers, sizes, found):
+            # What may gain most comes first: what is slower than that need not be measured.
+            tasks = sorted(candidates, key=lambda task: search.lower_bound(candidates[task], task[0]))
+            workers = [self._worker(search, candidates, sizes)]
+            for peer in self._peers:
+                there = peer._search(measurement.elsewhere(peer.device), limit)
+                workers.append(peer._worker(there, peer.offers.named(problem, tasks), sizes))
+            with progress.bar(len(tasks), f"{problem.direction} {problem}", self._settings.progress) as advance:
+                survey = Survey(measurement, tasks, {"limit": limit, "policy": policy})
+                measured = dict(zip(tasks, survey.by(workers, advance), strict=True))
+            found |= {task: measured[task] for task in candidates}
         if sizes is None:
             sizes = {f"{dim} {name}": [o.extent for o in found[dim, name]] for dim, name in found}
             measurement.logbook.settle(problem, terms, sizes)
-        return {task: found[task] for task in candidates}
+        return found
 
     def _search(self, measurement: Measurement, limit: float, takes_any: bool = False) -> Search:
         environment = measurement.logbook.environment
         if environment not in self._costs:
             self._costs[environment] = costs_on_record(self._store, environment)
-        return Search(measurement, self._costs[environment], self._allowed(limit), self._settings.policy, takes_any)
+        given = measurement, self._costs[environment], self._allowed(limit), self._settings.policy
+        if not self.are_plans_costly:
+            return Search(*given, takes_any)
+        # Totals, and whoever measures without a limit, choose among divisions by their workspaces.
+        compares_workspaces = limit == math.inf or self._settings.total_workspace_size is not None
+        return FrugalSearch(*given, lambda: self.offers.plans_made, compares_workspaces)
 
     def _allowed(self, limit: float) -> float:
         """Bytes that a launch may use: the limit, or half of the device's memory."""
@@ -284,14 +279,3 @@ class Planner:
             return list(search.chosen(candidate, dim, sizes.get(f"{dim} {name}", ())))
 
         return worker
-
-    def candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
-        """Who serves parts of the problem along a dim, by which algorithms."""
-        part = problem if dim is Dim.BATCH else middle(problem, dim, extent(problem, dim) // 2).problem
-        return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
-
-
-def _fits(measurement: Measurement, strips: Strips, dim: Dim, allowed: float) -> bool:
-    """Whether strips of the smallest part fit."""
-    need = measurement.workspace((strips, strips.name), dim, 1)
-    return need is not None and need <= allowed

@@ -12,13 +12,16 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, RelativeTimes, Settled, Trial, Variant
+from mucudnn.planning.affordable_parts import AffordableParts
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
 from mucudnn.planning.search import PARTS_MARGIN, Sizes
 from mucudnn.providers import STOCK, Provider
+from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.timing.environment import Environment
-from mucudnn.timing.measurement import Measurement
+from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.schedule import Schedule
+from mucudnn.timing.survey import Task
 
 FORECAST = 1.5, 50.0
 """For an algorithm other than torch's: expected seconds in units of torch's kernel on the whole, and their uncertainty.
@@ -84,10 +87,18 @@ class Prospects:
         Of these not even the workspaces are queried, which is what takes most of the time of preparing an exploration.
         """
         allowed = min(self.limit, device_of(self.planner.device).memory // 2)
-        environment, sizes = self.measurement.logbook.environment, _sizes(self.problem)
         found: list[Variant] = []
         wrong = self.measurement.logbook.wrong(self.problem) if self.planner.checks else {}
-        offered = self.planner.within(self.measurement, allowed)
+
+        def may_win(candidate: Candidate) -> bool:
+            return candidate[1] not in wrong and self._may_win(candidate, relative_times)
+
+        affordable: Mapping[Task, dict[int, int]] = {}
+        if self.planner.are_plans_costly:
+            parts = AffordableParts(self.planner.offers, self.measurement, allowed, self.policy, may_win)
+            offered, affordable = parts.offered, parts.fitting
+        else:
+            offered = self.planner.within(self.measurement, allowed)
         for dim in dims(self.problem):
             whole = extent(self.problem, dim)
             others: list[Variant] = []
@@ -95,19 +106,31 @@ class Prospects:
             along = [one for (place, _), one in offered.items() if place is dim]
             for candidate in sorted(along, key=lambda found: found[1] == STOCK):
                 name, is_stock = candidate[1], candidate[1] == STOCK
-                if name in wrong:
+                if name in wrong or (not may_win(candidate) and not (is_stock and others)):
                     continue
-                known = relative_times.forecast(_kind(name, self.problem, environment), sizes)
-                ratio, uncertainty = known or (PARTS_FORECAST if is_stock else FORECAST)
-                cannot_win = ratio / uncertainty >= 1 - (PARTS_MARGIN if is_stock else MARGIN)
-                if cannot_win and not (is_stock and others):
-                    continue
-                tried = Sizes(self.measurement, candidate, dim, allowed, self.policy)
-                rests = {whole - size for variant in others for size in variant.workspaces} - {0} if is_stock else {}
-                seconds, fitting = ratio * stock_seconds, tried.fitting(tried.all)
-                others.append(Variant(dim, name, whole, fitting, seconds, uncertainty, tried.fitting(rests)))
+                ratio, uncertainty = self._forecast(name, relative_times) or (PARTS_FORECAST if is_stock else FORECAST)
+                fitting, rests = affordable.get((dim, name)), dict[int, int]()
+                if fitting is None:
+                    tried = Sizes(self.measurement, candidate, dim, allowed, self.policy)
+                    left = {whole - size for variant in others for size in variant.workspaces} - {0}
+                    fitting, rests = tried.fitting(tried.all), tried.fitting(left if is_stock else ())
+                others.append(Variant(dim, name, whole, fitting, ratio * stock_seconds, uncertainty, rests))
             found += others
         return found
+
+    def _forecast(self, name: str, relative_times: RelativeTimes) -> tuple[float, float] | None:
+        return relative_times.forecast(
+            _kind(name, self.problem, self.measurement.logbook.environment), _sizes(self.problem)
+        )
+
+    def _may_win(self, candidate: Candidate, relative_times: RelativeTimes) -> bool:
+        """Whether an algorithm may win by its times for similar problems; one that cuDNN compiles takes such times."""
+        provider, name = candidate
+        known = self._forecast(name, relative_times)
+        if known is None and isinstance(provider, Engines) and provider.is_compiled(self.problem, name):
+            return False
+        ratio, uncertainty = known or (PARTS_FORECAST if name == STOCK else FORECAST)
+        return ratio / uncertainty < 1 - (PARTS_MARGIN if name == STOCK else MARGIN)
 
     def note_times(self, relative_times: RelativeTimes, exploration: Exploration) -> None:
         """Notes the times of algorithms, in units of torch's own kernel on the whole."""
@@ -150,7 +173,7 @@ class Prospects:
         if settled.division is not None:
             plan = plan.divided(Dim(settled.dim), settled.division)
             plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
-        return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
+        return replace(plan, whole_workspace=self.planner.whole_workspace(self.measurement, plan))
 
     def keep(self, plan: Plan, exploration: Exploration) -> None:
         """Writes a plan and the times of launches to the database."""
@@ -196,7 +219,7 @@ class Prospects:
             return None
         options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
         plan = replace(plan, options=options, **{name: values[name] for name in ("seconds", "undivided_seconds")})
-        return replace(plan, whole_workspace=self.planner.whole_workspace(plan))
+        return replace(plan, whole_workspace=self.planner.whole_workspace(self.measurement, plan))
 
 
 def _values(option: Option) -> list[Any]:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import Costs, Forecast, Option, micro_batch_sizes
+from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import MARGIN
 from mucudnn.providers import STOCK
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.store import Store
+from mucudnn.timing.survey import Task
 
 PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
@@ -78,6 +80,17 @@ class Search:
         self._spent = 0.0
         self._add(STOCK, middle(self._problem, Dim.BATCH, self._problem.extent).problem, self._stock_seconds)
 
+    def rounds(
+        self, offers: Offers, sizes: Mapping[str, Sequence[int]] | None, found: Mapping[Task, Sequence[Option]]
+    ) -> Iterator[dict[Task, Candidate]]:
+        """What is tried, round by round.
+
+        Args:
+            sizes: that an earlier search came to; `None` if there was none.
+            found: what was measured in the rounds so far.
+        """
+        yield offers.within(self._measurement, self._allowed)
+
     def lower_bound(self, candidate: Candidate, dim: Dim) -> float:
         """The least seconds that the whole may take by a candidate; 0 where no similar launch is known."""
         part = middle(self._problem, dim, max(1, extent(self._problem, dim) // 2))
@@ -85,10 +98,7 @@ class Search:
         return 0.0 if forecast is None else forecast.least * extent(self._problem, dim) / part.extent
 
     def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
-        """The candidate's launches along a dim: those that are known, then those that are worth timing.
-
-        The workspace of a launch is queried just before it would be timed: cuDNN takes milliseconds to answer.
-        """
+        """The candidate's launches along a dim: those that are known, then those that are worth timing."""
         sizes = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
         if sizes.smallest is None:
             return

@@ -145,7 +145,8 @@ class TrialRunner:
         if key not in self._schedules:
             schedule = self._prospects.schedule(trial)
             # Parts at an edge, or at an odd address, may need more than others of their size.
-            for option, workspace in zip(trial.division.options, schedule.workspaces, strict=True):
+            workspaces = self._prospects.measurement.workspaces(schedule)
+            for option, workspace in zip(trial.division.options, workspaces, strict=True):
                 if workspace > self._prospects.limit:
                     raise LaunchError(option.algorithm, option.extent, MemoryError("it needs more than the limit"))
             self._schedules[key] = schedule

@@ -17,6 +17,8 @@ class Provider(Protocol):
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         """The names of the algorithms that compute this problem; each name belongs to one provider.
 
+        Where it is costly to find out, as on a GPU, there may be some that do not: `serves` tells.
+
         The padding of the problem need not be the same at both ends (`ConvProblem.padding_after`).
         """
         ...

@@ -19,10 +19,12 @@ class Strips:
 
     Attributes:
         name: of the algorithm on strips.
+        dim: that is cut into strips.
+        size: of a strip along it at most.
     """
 
     def __init__(self, provider: Provider, algorithm: str, dim: Dim, size: int) -> None:
-        self._provider, self._algorithm, self._dim, self._size = provider, algorithm, dim, size
+        self._provider, self._algorithm, self.dim, self.size = provider, algorithm, dim, size
         self.name = f"{algorithm}@{dim}={size}"
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
@@ -30,7 +32,7 @@ class Strips:
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         # A half-type gradient of the weight would be rounded once per strip.
-        if not is_divisible(problem, self._dim) or (problem.is_half and problem.target is Role.W):
+        if not is_divisible(problem, self.dim) or (problem.is_half and problem.target is Role.W):
             return False
         return all(self._provider.serves(strip.problem, self._algorithm) for strip in self._strips(problem))
 
@@ -45,7 +47,7 @@ class Strips:
             accumulate = part.problem.target is Role.W
 
     def _strips(self, problem: ConvProblem) -> tuple[Tile, ...]:
-        return _strips(problem, self._dim, self._size)
+        return _strips(problem, self.dim, self.size)
 
 
 @lru_cache(maxsize=1024)

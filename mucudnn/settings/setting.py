@@ -164,7 +164,7 @@ SETTINGS = {
         "MUCUDNN_ENGINES",
         lambda: "heuristic",
         "heuristic or all",
-        "the engines of cuDNN that are tried: those that its heuristics propose, or all that serve",
+        "the engines of cuDNN that are tried: the best that its heuristics propose, or all that serve",
         _one_of("heuristic", "all"),
     ),
     "benchmark_devices": Setting(

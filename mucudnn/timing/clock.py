@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from mucudnn.devices import Clock, Work
 from mucudnn.devices.host import HOST_CLOCK
 
-REPETITIONS = 5
-"""Timed calls at most, of which the median is taken."""
-
 ENOUGH = 0.01
 """Seconds of calls after which there are no more."""
 
@@ -50,26 +47,28 @@ share of it."""
 
 def first_seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
     """Seconds of the first call. On a GPU one call before it is not timed, as the first call also loads its kernels."""
-    clock.warm_up(work)
-    return clock.seconds(work)
+    return clock.first(work)
 
 
 def seconds(work: Work, clock: Clock = HOST_CLOCK) -> float:
     """Median seconds of a call after a first one. If the first takes longer than `BUDGET` it is the only call, as its
     warm-up is then a small part of it."""
     first = first_seconds(work, clock)
-    return first if first > BUDGET else again_seconds(work, math.inf, clock)
+    return first if first > BUDGET else again_seconds(work, math.inf, clock, 0.0, first)
 
 
-def again_seconds(work: Work, most: float, clock: Clock = HOST_CLOCK, before: float = 0.0) -> float:
+def again_seconds(
+    work: Work, most: float, clock: Clock = HOST_CLOCK, before: float = 0.0, expected: float | None = None
+) -> float:
     """Median seconds of calls after a first one. The calls end as soon as one takes more than `most` seconds.
 
     Args:
         before: seconds of the first call, if calls count only from the one on that is not much faster than that before.
+        expected: about the seconds of a call, if that is known.
     """
     times: list[float] = []
-    while not times or (len(times) < REPETITIONS and sum(times) < ENOUGH and times[-1] <= most):
-        seconds = clock.seconds(work)
+    while not times or (len(times) < clock.repetitions and sum(times) < ENOUGH and times[-1] <= most):
+        seconds = expected = clock.seconds(work, expected)
         if not times and seconds < FALLING * before:
             before = seconds
         else:
@@ -109,16 +108,16 @@ def _pairs(work: Work, baseline: Work, clock: Clock) -> Iterator[tuple[float, fl
     theirs = clock.seconds(baseline) if mine > LONG else 0.0
     is_long = theirs > LONG
     if is_long:
-        yield (mine if mine < theirs else clock.seconds(work)), theirs
+        yield (mine if mine < theirs else clock.seconds(work, mine)), theirs
     for number in itertools.count():
         is_repeated = not is_long and number % 2 == 1
         if is_repeated:
             work()
-        mine = clock.seconds(work)
+        mine = clock.seconds(work, mine)
         if theirs <= PAIRS_BUDGET or mine >= DECISIVE * theirs:
             if is_repeated:
                 baseline()
-            theirs = clock.seconds(baseline)
+            theirs = clock.seconds(baseline, theirs or None)
         yield mine, theirs
 
 

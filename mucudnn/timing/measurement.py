@@ -112,6 +112,21 @@ class Measurement:
             return None
         return max(found) + rounding_bytes(self.problem, size < extent(self.problem, dim))
 
+    def workspaces(self, schedule: Schedule) -> Iterator[int]:
+        """Bytes of each launch of a division; on a GPU from the database where they were asked for before.
+
+        Raises:
+            LaunchError: where an algorithm does not serve a part after all.
+        """
+        if not self._device.uses_cudnn:
+            return schedule.workspaces
+
+        def ask(provider: Provider, algorithm: str, part: ConvProblem) -> int:
+            need = self._need(provider, algorithm, part)
+            return provider.workspace(part, algorithm) if need is None else need  # which raises what cuDNN says
+
+        return schedule.needs(ask)
+
     def is_known(self, candidate: Candidate, dim: Dim, size: int) -> bool:
         """Whether a launch is on record."""
         problem = middle(self.problem, dim, size).problem
@@ -139,7 +154,7 @@ class Measurement:
         try:
             seconds = clock.first_seconds(work, self._clock)
             if seconds <= min(abandon, clock.BUDGET):
-                seconds = clock.again_seconds(work, most, self._clock)
+                seconds = clock.again_seconds(work, most, self._clock, 0.0, seconds)
         except LaunchError as error:
             _log.warning("%s %s: not usable: %s", self.problem.direction, self.problem, error)
             return None

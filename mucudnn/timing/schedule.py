@@ -108,10 +108,14 @@ class Schedule:
         Raises:
             LaunchError: where an algorithm does not serve a part after all.
         """
+        return self.needs(lambda provider, algorithm, part: provider.workspace(part, algorithm))
+
+    def needs(self, ask: Callable[[Provider, str, ConvProblem], int]) -> Iterator[int]:
+        """As `workspaces`, from somebody who knows what an algorithm of a provider needs for a part."""
         for run in self._runs:
             for tile in run.tiles:
                 try:
-                    yield run.provider.workspace(tile.problem, run.algorithm) + self._rounding
+                    yield ask(run.provider, run.algorithm, tile.problem) + self._rounding
                 except RuntimeError as error:
                     raise LaunchError(run.algorithm, tile.extent, error) from error
 

@@ -15,7 +15,7 @@ import torch
 from simulated_arithmetic import DTYPES, LEGACY, NOTES, ORDER, TENSORS, at, compute, spoil
 
 from mucudnn.convolution.problem import Role
-from mucudnn.providers.cudnn.backend import Kind, Name
+from mucudnn.providers.cudnn.backend import Behavior, Kind, Name
 from mucudnn.providers.cudnn.legacy import ALGORITHMS
 from mucudnn.providers.cudnn.library import Library
 
@@ -26,6 +26,7 @@ class SimulatedCudnn(Library):
     """
     Attributes:
         failing: names that fail when they run: "eng1", "legacy_fft".
+        compiled: the engines that are compiled at run time.
         executed: the names of what ran, in order.
         finalized: how many plans were made of every engine.
         live: how many descriptors there are.
@@ -34,6 +35,7 @@ class SimulatedCudnn(Library):
     def __init__(self) -> None:
         self.path, self.version = "simulated", 92800
         self.failing: set[str] = set()
+        self.compiled: set[int] = set()
         self.executed: list[str] = []
         self.finalized: Counter[int] = Counter()
         self.streams: list[int] = []
@@ -120,7 +122,8 @@ class SimulatedCudnn(Library):
         elif name == Name.ENGINE_NUMERICAL_NOTE:
             found = NOTES[object_[Name.ENGINE_GLOBAL_INDEX][0]]
         elif name == Name.ENGINE_BEHAVIOR_NOTE:
-            found = []
+            is_compiled = object_[Name.ENGINE_GLOBAL_INDEX][0] in self.compiled
+            found = [Behavior.RUNTIME_COMPILATION] if is_compiled else []
         elif name == Name.EXECUTION_PLAN_WORKSPACE_SIZE:
             found = [self._workspace(object_)]
         else:

@@ -15,7 +15,8 @@ from test_workspace import PROVIDERS, widened
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.optimizer import Division, Option
-from mucudnn.planning.planner import WIDTHS, Planner
+from mucudnn.planning.offers import WIDTHS
+from mucudnn.planning.planner import Planner
 from mucudnn.providers.strips import Strips, strips_of
 from mucudnn.settings import Settings
 from mucudnn.timing.schedule import Schedule

@@ -8,20 +8,18 @@ from collections.abc import Sequence
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
-from mucudnn.providers.cudnn.backend import HeuristicMode
+from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import Form, form
 from mucudnn.providers.cudnn.graph import Configuration, ExecutionPlan, Graph
 from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
+from mucudnn.providers.cudnn.proposals import Proposal, offered, ranked
 from mucudnn.recent import Recent
 
 SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""
-
-FIRST = 4
-"""The heuristic's first proposals, of whatever engines, that are offered beside the first of each further engine."""
 
 
 class _Ready:
@@ -41,8 +39,9 @@ MOST_PROBLEMS = 4096
 class Engines:
     """cuDNN's engines with settings of their knobs, each an algorithm: "eng17_k2=3".
 
-    Offered are those that cuDNN's heuristic A and its fallback list propose and that torch's settings allow; with
-    `every`, also all other engines that serve the problem, their knobs at the defaults.
+    Offered are the best of those that cuDNN's heuristic A and its fallback list propose and that torch's settings
+    allow; with `every`, all other engines, too, their knobs at the defaults. What is offered need not serve the problem
+    after all: only a plan tells, and none is made for the names.
     """
 
     def __init__(self, place: Place, every: bool = False) -> None:
@@ -50,17 +49,30 @@ class Engines:
         self._every = every
         self._lock = threading.RLock()
         self._plans: Plans[_Ready] = Plans(self._made)
-        self._known: Recent[tuple[object, ...], tuple[tuple[str, ...], dict[str, str]]] = Recent(MOST_PROBLEMS)
+        self._known: Recent[tuple[object, ...], tuple[dict[str, bool], dict[str, str]]] = Recent(MOST_PROBLEMS)
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
-        key = self._key(problem)
-        with self._lock:
-            return self._chosen_for(key, problem)[0]
+        return tuple(self._chosen_for(problem)[0])
+
+    def is_compiled(self, problem: ConvProblem, algorithm: str) -> bool:
+        """Whether one of the algorithms is compiled at run time, so that a plan of it takes long to make."""
+        return self._chosen_for(problem)[0].get(algorithm, False)
+
+    @property
+    def plans_made(self) -> int:
+        """How many plans cuDNN was asked for so far."""
+        return self._plans.made
 
     def refused(self, problem: ConvProblem) -> dict[str, str]:
-        """Why configurations that cuDNN proposes are not offered now."""
-        with self._lock:
-            return self._chosen_for(self._key(problem), problem)[1]
+        """Why configurations that cuDNN proposes are not offered now, or are but do not serve, which takes plans."""
+        names, reasons = self._chosen_for(problem)
+        found = dict(reasons)
+        for name in names:
+            try:
+                self.workspace(problem, name)
+            except CudnnError as error:
+                found[name] = str(error)
+        return found
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         try:
@@ -95,47 +107,45 @@ class Engines:
             graph = Graph(self._place.library, device, put, accumulate)
             return _Ready(put, graph.plan(graph.engine(configuration.engine), configuration.knobs))
 
-    def _key(self, problem: ConvProblem) -> tuple[object, ...]:
-        return problem, is_tf32(), is_deterministic()
+    def _chosen_for(self, problem: ConvProblem) -> tuple[dict[str, bool], dict[str, str]]:
+        """Whether each algorithm that is offered is compiled, and of the others that were proposed, why not."""
+        key = problem, is_tf32(), is_deterministic()
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._chosen(problem)
+            return self._known[key]
 
-    def _chosen_for(self, key: tuple[object, ...], problem: ConvProblem) -> tuple[tuple[str, ...], dict[str, str]]:
-        if key not in self._known:
-            self._known[key] = self._chosen(problem)
-        return self._known[key]
-
-    def _chosen(self, problem: ConvProblem) -> tuple[tuple[str, ...], dict[str, str]]:
-        """The algorithms that are offered, and of the others that were proposed, why not."""
+    def _chosen(self, problem: ConvProblem) -> tuple[dict[str, bool], dict[str, str]]:
         put = form(problem)
         if put is None:
-            return (), {}
-        considered: dict[str, str | None] = {}
+            return {}, {}
         with self._place.planning() as device:
             try:
                 graph = Graph(self._place.library, device, put, accumulate=False)
             except CudnnError as error:
-                return (), {"every engine": str(error)}
-            for configuration in self._proposed(problem, graph, device):
-                considered[str(configuration)] = self._reason(problem, graph, configuration)
-        for name, reason in considered.items():
-            if reason is None:
-                try:
-                    self.workspace(problem, name)
-                except CudnnError as error:
-                    considered[name] = str(error)
-        refused = {name: reason for name, reason in considered.items() if reason is not None}
-        return tuple(name for name in considered if name not in refused), refused
+                return {}, {"every engine": str(error)}
+            lists = self._proposed(problem, device)
+            found, reasons = offered(ranked([[self._proposal(problem, graph, one) for one in each] for each in lists]))
+            if self._every:
+                met = {configuration.engine for each in lists for configuration in each}
+                rest = (Configuration(index) for index in range(graph.engines) if index not in met)
+                others = [self._proposal(problem, graph, configuration) for configuration in rest]
+                reasons |= {str(one.configuration): one.reason for one in others if one.reason is not None}
+                found += [one for one in others if one.reason is None]
+        return {str(one.configuration): one.compiled for one in found}, reasons
 
-    def _reason(self, problem: ConvProblem, graph: Graph, configuration: Configuration) -> str | None:
-        """Why a configuration is not to be offered now, as far as that is known without a plan of it."""
+    def _proposal(self, problem: ConvProblem, graph: Graph, configuration: Configuration) -> Proposal:
+        """Whether a configuration may be offered now, as far as that is known without a plan of it."""
         try:
             engine = graph.engine(configuration.engine)
         except CudnnError as error:
-            return str(error)
-        return refusal(problem, engine.notes) or erratum(problem, configuration, self._place.library.version)
+            return Proposal(configuration, reason=str(error))
+        reason = refusal(problem, engine.notes) or erratum(problem, configuration, self._place.library.version)
+        return Proposal(configuration, Behavior.RUNTIME_COMPILATION in engine.behavior, reason)
 
-    def _proposed(self, problem: ConvProblem, graph: Graph, device: Device) -> list[Configuration]:
-        """Without repetition, in the order of their merit."""
-        found: dict[Configuration, None] = {}
+    def _proposed(self, problem: ConvProblem, device: Device) -> list[list[Configuration]]:
+        """A list for each of the sizes, the best first, the fallbacks last."""
+        found: list[list[Configuration]] = []
         for size in SIZES:
             put = form(problem.with_extent(size))
             assert put is not None, "the mini-batch has no part in it"
@@ -143,13 +153,6 @@ class Engines:
                 sized = Graph(self._place.library, device, put, accumulate=False)
             except CudnnError:
                 continue  # too large for cuDNN, say
-            met: set[int] = set()
-            for number, configuration in enumerate(sized.proposed(HeuristicMode.A)):
-                if number < FIRST or configuration.engine not in met:
-                    found[configuration] = None
-                met.add(configuration.engine)
-            found |= dict.fromkeys(sized.proposed(HeuristicMode.FALLBACK))
-        if self._every:
-            met = {configuration.engine for configuration in found}
-            found |= {Configuration(index): None for index in range(graph.engines) if index not in met}
-        return list(found)
+            modes = HeuristicMode.A, HeuristicMode.FALLBACK
+            found.append([configuration for mode in modes for configuration in sized.proposed(mode)])
+        return found

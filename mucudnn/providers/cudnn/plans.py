@@ -14,7 +14,7 @@ from mucudnn.recent import Recent
 MOST_KNOWN = 65536
 """Plans of which the workspace, or the refusal, is remembered."""
 
-MOST_RECENT = 32
+MOST_RECENT = 64
 """Plans that are kept although nobody holds them: what was just asked for its workspace is often run next."""
 
 
@@ -31,6 +31,9 @@ class Plans(Generic[P]):
 
     A finalized plan takes about 200 KiB, and planning one layer asks for thousands. So what is remembered of each is
     its workspace, or cuDNN's refusal; the plan itself lives as long as the schedule that runs it.
+
+    Attributes:
+        made: how many were made so far, those that cuDNN refused among them.
     """
 
     def __init__(self, make: Callable[..., P]) -> None:
@@ -38,6 +41,7 @@ class Plans(Generic[P]):
         Args:
             make: the plan of a key's elements; raises CudnnError where there is none. Called by one thread at a time.
         """
+        self.made = 0
         self._make = make
         self._lock = threading.RLock()
         self._known: Recent[tuple[Hashable, ...], int | tuple[str, int, str]] = Recent(MOST_KNOWN)
@@ -69,6 +73,7 @@ class Plans(Generic[P]):
                 raise CudnnError(*known)
             found = self._held.get(key)
             if found is None:
+                self.made += 1
                 try:
                     found = self._make(*key)
                 except CudnnError as error:

@@ -40,15 +40,17 @@ def found(problem: ConvProblem, providers: Any) -> dict[str, Any]:
 def _on(device: torch.device, problem: ConvProblem, providers: Any) -> dict[str, Any]:
     try:
         served: tuple[Provider, ...] = providers(device)
+        refused = {
+            name: reason
+            for provider in served
+            if isinstance(provider, Engines | Legacy)
+            for name, reason in provider.refused(problem).items()
+        }
+        named = [name for provider in served for name in provider.algorithms(problem)]
         return {
             "gpu": torch.cuda.get_device_name(device),
-            "algorithms": [name for provider in served for name in provider.algorithms(problem)],
-            "refused": {
-                name: reason
-                for provider in served
-                if isinstance(provider, Engines | Legacy)
-                for name, reason in provider.refused(problem).items()
-            },
+            "algorithms": [name for name in named if name not in refused],
+            "refused": refused,
         }
     except RuntimeError as error:  # a driver that is too old, say
         return {"gpu": str(device), "algorithms": [], "refused": {"everything": _line(error)}}

@@ -1,0 +1,89 @@
+"""Affordable parts: those that live planning may try where every question for a workspace makes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.tile import extent
+from mucudnn.optimizer import PartSizes, micro_batch_sizes
+from mucudnn.planning.offers import Offers
+from mucudnn.planning.plan_budget import PlanBudget
+from mucudnn.providers import STOCK
+from mucudnn.timing.measurement import Candidate, Measurement
+from mucudnn.timing.survey import Task
+
+MOST_FURTHER = 6
+"""Sizes of an algorithm that are asked for below the largest one."""
+
+
+class AffordableParts:
+    """The sizes of parts of one problem that fit a limit, all of them asked for.
+
+    First come the largest sizes of every algorithm, then, size by size, smaller ones of each, until the budget of plans
+    is spent.
+
+    Attributes:
+        offered: who serves parts along which dim; torch's own kernel among them, of which no sizes are asked for here.
+        fitting: {size: bytes} of the others.
+    """
+
+    def __init__(
+        self,
+        offers: Offers,
+        measurement: Measurement,
+        allowed: float,
+        policy: str,
+        may_win: Callable[[Candidate], bool],
+    ) -> None:
+        """
+        Args:
+            allowed: bytes of workspace.
+            policy: which sizes are tried.
+            may_win: whether an algorithm is of interest; otherwise nothing is asked of it.
+        """
+        self._measurement, self._allowed, self._policy = measurement, allowed, policy
+        self._budget = PlanBudget(measurement.problem, lambda: offers.plans_made)
+        self.offered: dict[Task, Candidate] = {}
+        self.fitting: dict[Task, dict[int, int]] = {}
+        problem = measurement.problem
+        batches = offers.along_batch(problem)
+        wanted = {task: one for task, one in batches.items() if task[1] != STOCK and may_win(one)}
+        self._budget.wait(wanted.values())
+        self._ask(wanted)
+        for further in (offers.along_space, offers.in_strips):
+            served = {name for (_, name), fitting in self.fitting.items() if fitting}
+            left = [name for _, name in wanted if name not in served and self._is_too_large(wanted[Dim.BATCH, name])]
+            self._ask(offers.named(problem, further(measurement, allowed, left)))
+        stock = [one for (_, name), one in batches.items() if name == STOCK]
+        self.offered |= {(dim, STOCK): one for dim in {dim for dim, _ in self.offered} | {Dim.BATCH} for one in stock}
+
+    def _ask(self, candidates: dict[Task, Candidate]) -> None:
+        tried: dict[Task, PartSizes] = {}
+        for task, candidate in candidates.items():
+            self._budget.begin(task[1])
+            tried[task] = sizes = self._sizes(task[0], candidate)
+            largest = sizes.largest(sizes.sizes[-1]) if sizes.sizes else None
+            self.offered[task] = candidate
+            self.fitting[task] = {} if largest is None else {largest: int(sizes.expected(largest))}
+        for _ in range(MOST_FURTHER):
+            for task, fitting in ((task, self.fitting[task]) for task in candidates):
+                smaller = [size for size in tried[task].sizes if size < min(fitting, default=0)]
+                if smaller and self._budget.allows(task[0]) and tried[task].fits(smaller[-1]):
+                    fitting[smaller[-1]] = int(tried[task].expected(smaller[-1]))
+
+    def _sizes(self, dim: Dim, candidate: Candidate) -> PartSizes:
+        whole = extent(self._measurement.problem, dim)
+        sizes = set(micro_batch_sizes(self._policy, whole)) - (set() if dim is Dim.BATCH else {whole})
+
+        def ask(size: int) -> int | None:
+            return self._measurement.workspace(candidate, dim, size) if self._budget.allows(dim) else None
+
+        return PartSizes(sorted(sizes), self._allowed, ask)
+
+    def _is_too_large(self, candidate: Candidate) -> bool:
+        """Whether one sample is served, but needs more than the limit."""
+        if not self._budget.allows(Dim.HEIGHT):
+            return False
+        need = self._measurement.workspace(candidate, Dim.BATCH, 1)
+        return need is not None and need > self._allowed

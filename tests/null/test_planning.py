@@ -1,0 +1,120 @@
+"""What planning asks of the real cuDNN: plans, engines that are compiled at run time, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.optimizer import RelativeTimes
+from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
+from mucudnn.planning.prospects import Prospects
+from mucudnn.planning.trial_runner import plan_by_trials
+from mucudnn.providers.cudnn.backend import Behavior
+from mucudnn.providers.cudnn.card import Card
+from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.graph import Engine, Graph
+from mucudnn.settings import Settings
+from mucudnn.timing.store import Store
+
+GPU = torch.device("cuda", 0)
+MOST_PLANS, MOST_COMPILED, MOST_LAUNCHES = 40, 2, 300
+LIMITS = 2**20, 2**26
+
+
+@pytest.fixture(autouse=True)
+def only_counted(card: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No convolution is computed; torch is left with the precision that it had."""
+    monkeypatch.setenv("NULL_CARD_CONVOLUTIONS", "0")
+    monkeypatch.setenv("NULL_CARD_ARITHMETIC", "0")
+    precision = torch.backends.cudnn.conv.fp32_precision
+    yield
+    torch.backends.cudnn.conv.fp32_precision = precision
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines that were compiled for plans."""
+    found: list[Engine] = []
+    plan = Graph.plan
+
+    def watched(self: Graph, engine: Engine, *knobs: Any) -> Any:
+        if Behavior.RUNTIME_COMPILATION in engine.behavior:
+            found.append(engine)
+        return plan(self, engine, *knobs)
+
+    monkeypatch.setattr(Graph, "plan", watched)
+    return found
+
+
+def problem(direction: Direction, samples: int = 16) -> ConvProblem:
+    """A layer of 3x3."""
+    geometry = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1)}
+    return ConvProblem.of_convolution(direction, (samples, 64, 56, 56), (64, 64, 3, 3), **geometry)
+
+
+def planner(database: Path) -> Planner:
+    """One with providers of its own, which keep no plans of other tests."""
+    settings = Settings.from_environment({}, database=str(database), progress="off", check="off")
+    return Planner(settings, Store(str(database)), providers=(Engines(Card(0)),), device=GPU)
+
+
+def planned(way: str, wanted: ConvProblem, limit: float, database: Path) -> Plan:
+    found = planner(database)
+    measurement = found.measurement(wanted)
+    if way == "ahead":
+        return found.plan(measurement, limit)
+    return plan_by_trials(Prospects(found, measurement, limit, "powerOfTwo"), RelativeTimes())
+
+
+@pytest.mark.parametrize("way", ["ahead", "live"])
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_convolution_has_a_budget(
+    direction: Direction, precision: str, limit: int, way: str, card: Any, compiled: list[Engine], tmp_path: Path
+) -> None:
+    torch.backends.cudnn.conv.fp32_precision = precision
+    plans, launches = card.counted("plans"), card.counted("executed")
+    planned(way, problem(direction), limit, tmp_path / "times.sqlite")
+    assert 0 < card.counted("plans") - plans <= MOST_PLANS
+    assert 0 < card.counted("executed") - launches <= MOST_LAUNCHES
+    assert len(compiled) <= MOST_COMPILED
+
+
+def test_naming_engines_makes_no_plan(card: Any) -> None:
+    plans = card.counted("plans")
+    for direction in Direction:
+        assert Engines(Card(0)).algorithms(problem(direction))
+    assert card.counted("plans") == plans
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_second_run_makes_no_plan_but_those_that_it_uses(direction: Direction, card: Any, tmp_path: Path) -> None:
+    database = tmp_path / "times.sqlite"
+    first = planned("ahead", problem(direction), LIMITS[1], database)
+    plans, launches = card.counted("plans"), card.counted("executed")
+    again = planned("ahead", problem(direction), LIMITS[1], database)
+    assert card.counted("plans") == plans and card.counted("executed") == launches
+    assert again.division == first.division
+
+
+@pytest.mark.parametrize("limit", [*LIMITS, float("inf")])
+@pytest.mark.parametrize("direction", Direction)
+def test_no_launch_needs_more_than_was_promised(direction: Direction, limit: float, tmp_path: Path) -> None:
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    found = planner(tmp_path / "times.sqlite")
+    measurement = found.measurement(problem(direction))
+    plan = found.measured(measurement, limit)
+    providers = found.providers(plan.problem)
+    for dim, options in plan.options.items():
+        for option in options:
+            candidate = providers[option.algorithm], option.algorithm
+            asked = planner(tmp_path / "other.sqlite").measurement(plan.problem)
+            need = asked.workspace(candidate, dim, option.extent)
+            assert need is not None and need <= option.workspace <= limit
