@@ -13,9 +13,10 @@ from mucudnn.convolution.tile import dims, extent
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, RelativeTimes, Settled, Trial, Variant
 from mucudnn.planning.affordable_parts import AffordableParts
+from mucudnn.planning.candidate_sizes import Sizes
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import LEAST_SECONDS, Planner
-from mucudnn.planning.search import PARTS_MARGIN, Sizes
+from mucudnn.planning.search import PARTS_MARGIN
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.timing.environment import Environment

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import extent
-from mucudnn.optimizer import Costs, Forecast, Option, micro_batch_sizes
+from mucudnn.optimizer import Costs, Forecast, Option
+from mucudnn.planning.candidate_sizes import Sizes
 from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import MARGIN
 from mucudnn.providers import STOCK
@@ -225,48 +225,6 @@ class Search:
     def _add(self, algorithm: str, part: ConvProblem, seconds: float) -> None:
         kind = kind_of(algorithm, part, self._measurement.logbook.environment)
         self._costs.add(kind, self._group, sizes_of(part), seconds)
-
-
-class Sizes:
-    """The sizes of parts that a policy tries.
-
-    Attributes:
-        all: in ascending order, whether they fit or not.
-        few: of these, the powers of two, the whole and, along space, the even tiles; in ascending order.
-        smallest: the smallest power of two, or the whole, that fits; `None` where none does.
-    """
-
-    def __init__(self, measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str) -> None:
-        self._measurement, self._candidate, self._dim, self._allowed = measurement, candidate, dim, allowed
-        whole = extent(measurement.problem, dim)
-        sizes = set(micro_batch_sizes(policy, whole))
-        if candidate[1] == STOCK or dim is not Dim.BATCH:
-            sizes.discard(whole)
-        self.few: Sequence[int] = sorted(sizes.intersection(micro_batch_sizes("powerOfTwo", whole)))
-        self.smallest = next(filter(self.fits, self.few), None)
-        if dim is not Dim.BATCH and self.smallest is not None:
-            # Tiles overlap, so the best use of the limit is as few tiles as possible, of equal size.
-            most = self.largest(lambda size: True) or self.smallest
-            largest = bisect_left(range(whole), True, lo=most + 1, key=lambda size: not self.fits(size)) - 1
-            even = -(-whole // -(-whole // largest))
-            if self.fits(even):
-                sizes.add(even)
-                self.few = sorted({*self.few, even})
-        self.all = sorted(sizes)
-
-    def fitting(self, sizes: Iterable[int]) -> dict[int, int]:
-        """{size: bytes of workspace}, for those of the sizes whose parts the candidate serves within the limit."""
-        needs = {size: self._measurement.workspace(self._candidate, self._dim, size) for size in sizes}
-        return {size: need for size, need in needs.items() if need is not None and need <= self._allowed}
-
-    def fits(self, size: int) -> bool:
-        """Whether the candidate serves parts of a size within the limit."""
-        workspace = self._measurement.workspace(self._candidate, self._dim, size)
-        return workspace is not None and workspace <= self._allowed
-
-    def largest(self, is_wanted: Callable[[int], bool]) -> int | None:
-        """The largest of the few sizes that is wanted and fits."""
-        return next((size for size in reversed(self.few) if is_wanted(size) and self.fits(size)), None)
 
 
 def _between(size: int, seen: Mapping[int, float]) -> float:
