@@ -82,6 +82,7 @@ class TrialRunner:
         met = {(schedule.dim, algorithm) for algorithm, _ in schedule.division.runs()}
         compares = self._prospects.planner.compares and not met <= self._met
         other, by = self._second_result(operands) if compares else (None, STOCK)
+        found: dict[str, str] | None = None
         try:
             found = check(schedule, operands, other, by)
             if found is not None:

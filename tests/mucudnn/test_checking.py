@@ -28,6 +28,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import verdict
 from mucudnn.optimizer import Division, Option
+from mucudnn.planning import trial_runner
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS, STOCK, stock
@@ -236,6 +237,15 @@ def test_a_fast_algorithm_that_was_right_computes_the_second_results(
     assert peers[0] == STOCK and "fft" in (failures if later == "failing" else peers)
     assert later != "failing" or set(peers) == {STOCK}
     assert [algorithm for algorithm, _ in record.wrong] == (["fft"] if later == "wrong" else [])
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_error_within_a_check_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_runner, "check", Mock(side_effect=MemoryError("no room for a sample")))
+    x, w = torch.randn(4, 4, 48, 48), torch.randn(4, 4, 31, 31)
+    with mucudnn.patched(database=":memory:", planning="live"), pytest.raises(MemoryError, match="no room"):
+        for _ in range(40):
+            functional.conv2d(x, w, padding=15)
 
 
 @pytest.mark.usefixtures("eager")
