@@ -65,7 +65,7 @@ class _Call:
         self.surroundings = Surroundings.now(parts.device_type)
         # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
-        self._states = ModuleState(list(module.modules()), parts.count), RandomNumbers(parts.count, parts.device_type)
+        self._module_state = ModuleState(list(module.modules()), parts.count)
         self.wholes = Wholes(parts.count)
         self.results: list[Any] = []
         self._totals = Totals()
@@ -88,8 +88,7 @@ class _Call:
         versions = [(p, p._version) for p in self.module.parameters() if not p.is_inference()]
         if self._pager is not None:
             self._pager.new_call()
-        self.results = self.parts.run(self._paged(self._forward), self._states, self.surroundings)
-        self._states[1].hand_over()
+        self.results = self._run(self._forward, self.surroundings)
         if self._pager is not None and not self.tensors:
             self._pager.release_all()
         elif self._pager is not None:
@@ -102,6 +101,13 @@ class _Call:
                 f"parts in turn: {type(self.module).__name__} changes a parameter in forward, which every part would do"
                 " again; accepted: models that change buffers"
             )
+
+    def _run(self, work: Callable[[int], Any], surroundings: Surroundings) -> list[Any]:
+        """What every part gives. Each draws the caller's random numbers, which then go on behind the first part's."""
+        numbers = RandomNumbers(self.parts.count, self.parts.device_type)
+        results = self.parts.run(self._paged(work), (self._module_state, numbers), surroundings)
+        numbers.hand_over()
+        return results
 
     def _release(self, x: Tensor) -> None:
         """A tensor that a part has made goes to the caller."""
@@ -142,7 +148,7 @@ class _Call:
 
         result = tree_map(lambda x: _leaving(x, whole), result)
         containers.give_back(lambda item: tree_map(lambda x: _leaving(x, whole), item))
-        self._states[0].settle(part, whole)
+        self._module_state.settle(part, whole)
         return result if part == 0 else None
 
     def _entered(self, part: int, x: Tensor, number: int | None) -> Tensor:
@@ -180,8 +186,7 @@ class _Call:
             for number in sorted(self._gradients[part]):
                 wholes.of(part, self._gradients[part].pop(number), number)
 
-        surroundings = dataclasses.replace(self.surroundings, grad=False)
-        self.parts.run(self._paged(back), self._states, surroundings)
+        self._run(back, dataclasses.replace(self.surroundings, grad=False))
         found = [wholes.made.get(number) for number in range(len(self._inputs))]
         for parameter in self._parameters:
             found.append(self._totals.take(parameter, self._release))

@@ -22,6 +22,7 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.partition import Partition
 from distconv.turns.automatic import AUTO, chosen
 from distconv.turns.call import call_in_turn, is_cut
+from distconv.turns.methods import methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of, read
 from distconv.turns.world import is_part
 from mucudnn.sizes import parse_bytes
@@ -48,6 +49,7 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
 
     What it is given and gives are plain, whole tensors, and so are gradients. Where the model, or a module in it, is
     called from outside of it, inputs are cut, and each part is computed up to where it needs what another one makes.
+    So is a call of its method decode, if it has one.
 
     Args:
         model: is changed in place; its parameters stay as they are.
@@ -69,6 +71,7 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
         raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
     for module in original(model).modules():
         _turning[module] = way
+        turn_methods(type(module), _called)
     _take(way[0])
     return model
 
@@ -102,7 +105,8 @@ def script_in_turn(way: Way) -> Iterator[None]:
     _take(way[0])
     _script.append(way)
     try:
-        yield
+        with methods_of_new_modules(_called):
+            yield
     finally:
         _script.pop()
 
@@ -123,7 +127,9 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     way = own or (_script[-1] if _script else None)
     if way is None or (way[0] is not None and way[0].ranks == 1):
         return NotImplemented
-    first = next(module.parameters())
+    first = next(module.parameters(), None)
+    if first is None:
+        return NotImplemented
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     if not is_open() or any(isinstance(x, DTensor) or x.is_meta for x in (first, *leaves)):
         return NotImplemented

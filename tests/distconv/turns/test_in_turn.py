@@ -76,8 +76,9 @@ def numbers(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     torch.manual_seed(3)
     y = model(x * 1.0)
+    drawn = torch.rand(2)
     (y.square().mean() + y.flatten()[0]).backward()
-    found = {"output": y, "input": x.grad, "random": torch.rand(3)}
+    found = {"output": y, "input": x.grad, "random": torch.cat([drawn, torch.rand(3)])}
     found |= {name: parameter.grad for name, parameter in model.named_parameters()}
     found |= {f"{name} then": buffer.clone() for name, buffer in model.named_buffers()}
     with torch.inference_mode():

@@ -1,0 +1,105 @@
+"""Methods that programs call in place of a model, the decode of an autoencoder: their calls run in turn, too.
+
+Such a method may call the modules of a model one after another, and keep what they give for the next one, as decoders
+of videos keep the last frames. Within one call in turn all of that stays with its part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from distconv.refusal import UnsupportedOperation
+from distconv.turns.random_numbers import RandomNumbers
+
+NAMES = ("decode",)
+"""An encode is not among them: it may give an object of its own, in which parts would remain."""
+
+Call = Callable[[nn.Module, Any, Any], Any]
+"""What a call of a module gives in turn; NotImplemented, where it does not run so."""
+
+_MARK = "_distconv_in_turn"
+
+_refused: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""The methods of modules that hold what parts cannot compute: their modules run in turn one by one."""
+
+
+def turn_methods(kind: type[nn.Module], call: Call) -> None:
+    """From now on the methods of a class are computed by ``call``, where that does it."""
+    for base in kind.__mro__:
+        if not issubclass(base, nn.Module):
+            continue
+        for name in NAMES:
+            function = vars(base).get(name)
+            if inspect.isfunction(function) and not hasattr(function, _MARK):
+                setattr(base, name, _turned(function, name, call))
+
+
+@contextlib.contextmanager
+def methods_of_new_modules(call: Call) -> Iterator[None]:
+    """Within it, those of the class of every module that is made."""
+    init = nn.Module.__init__
+
+    @functools.wraps(init)
+    def making(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        turn_methods(type(module), call)
+        init(module, *args, **kwargs)
+
+    nn.Module.__init__ = making  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = init  # type: ignore[method-assign]
+
+
+def _turned(function: Callable[..., Any], name: str, call: Call) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if name not in _refused.get(module, ()):
+            numbers = RandomNumbers(1, next((p.device.type for p in module.parameters()), "cpu"))
+            before = _versions(module)
+            try:
+                with _as_forward(module, function):
+                    result = call(module, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            except UnsupportedOperation as error:
+                if _versions(module) != before:
+                    raise  # what has changed would change once more
+                numbers.hand_over()
+                _refused.setdefault(module, set()).add(name)
+                what = f"{type(module).__name__}.{name}"
+                print(f"distconv: in turn: the modules of {what} run one by one: {error}", file=sys.stderr, flush=True)
+        return function(module, *args, **kwargs)
+
+    setattr(method, _MARK, True)
+    return method
+
+
+def _versions(module: nn.Module) -> list[int]:
+    """How often each parameter and buffer was changed, as far as torch counts that."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return [x._version for x in tensors if not x.is_inference()]
+
+
+@contextlib.contextmanager
+def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Within it a call of the module is one of the method."""
+    own = module.__dict__
+    before = own.get("forward")
+    own["forward"] = functools.partial(function, module)
+    try:
+        yield
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
