@@ -36,7 +36,7 @@ SHARE = 0.1
 """The limit of the parts, of the memory of one process."""
 
 CASES: dict[str, tuple[int, str]] = {
-    "AutoencoderKL": (256, "height=8"),
+    "AutoencoderKL": (192, "height=8"),
     "AutoencoderKL-wide": (48, "height=8"),
     "AutoencoderKLWan": (48, "height=8"),
     "AutoencoderKLHunyuanVideo": (48, "height=8"),
@@ -59,9 +59,7 @@ parts in turn, and in eight parts in turn within a limit of {SHARE:.0%} of the m
   of that tensor, or to a thousandth of the largest of all where that is more.
 
 The narrow decoders compute an eighth of what wide ones compute for each byte, so the time that transfers take is the
-worst case. The decoder of CogVideoX also returns the last two frames of what every layer was given, for the frames
-that come next: these are results, which no limit counts, and they are most of what it holds. Those of Wan and LTX keep
-such frames, too.
+worst case. About 50 MiB of the parts' memory are plans and threads, whatever the size.
 """
 
 Record = dict[str, Any]
