@@ -102,7 +102,15 @@ def _pool(
     window = ((1, 1, *kernel), (1, 1, *stride), [(0, 0), (0, 0), *pads])
 
     def largest(p: Parameters, x: Any) -> Any:
-        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window, window_dilation=(1, 1, *dilation))
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *window)
+
+    def largest_apart(p: Parameters, x: Any) -> Any:
+        """Of shifted slices: reduce_window has no gradient with a dilation."""
+        for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
+            x = jnp.pad(x, [pads[axis - 2] if dim == axis else (0, 0) for dim in range(x.ndim)], constant_values=-jnp.inf)
+            ends = range(x.shape[axis] - d * (k - 1), x.shape[axis] + 1, d)
+            x = jnp.stack([jax.lax.slice_in_dim(x, i * d, end, s, axis) for i, end in enumerate(ends)]).max(0)
+        return x
 
     def mean(p: Parameters, x: Any) -> Any:
         total = jax.lax.reduce_window(x, 0.0, jax.lax.add, *window)
@@ -110,7 +118,9 @@ def _pool(
             return total / math.prod(kernel)
         return total / jax.lax.reduce_window(jnp.ones_like(x), 0.0, jax.lax.add, *window)
 
-    return largest if of == "max" else mean
+    if of == "mean":
+        return mean
+    return largest if set(dilation) == {1} else largest_apart
 
 
 def _adaptive(shape: Shape, of: str, size: Any) -> Function:
@@ -182,7 +192,9 @@ def _attention(shape: Shape, heads: int) -> Function:
             (tokens @ p[f"{name}.weight"].T).reshape(samples, -1, heads, channels // heads)
             for name in ("query", "key", "value")
         )
-        met = jax.nn.dot_product_attention(q, k, v).reshape(tokens.shape)
+        # By hand, as jax.nn.dot_product_attention takes its softmax in float32.
+        weights = jax.nn.softmax(jnp.einsum("nqhc,nkhc->nhqk", q, k) / math.sqrt(channels // heads))
+        met = jnp.einsum("nhqk,nkhc->nqhc", weights, v).reshape(tokens.shape)
         return (met @ p["out.weight"].T).swapaxes(1, 2).reshape(shape)
 
     return function

@@ -23,7 +23,7 @@ class Attention(nn.Module):
         tokens = x.flatten(2).transpose(1, 2)
         samples, count, channels = tokens.shape
         q, k, v = (
-            project(tokens).view(samples, count, self.heads, channels // self.heads).transpose(1, 2)
+            project(tokens).reshape(samples, count, self.heads, channels // self.heads).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
         met = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(samples, count, channels)

@@ -15,6 +15,7 @@ class Reference:
     """A layer's parameters, its input, the gradient that its output gets, and the numbers of one process."""
 
     def __init__(self, layer: Layer) -> None:
+        self.layer = layer
         torch.manual_seed(zlib.crc32(layer.name.encode()))
         module = build(layer)
         x = torch.randn(layer.shape, dtype=torch.float64, requires_grad=True)

@@ -70,18 +70,18 @@ def together(answers: list[Answer | Failure]) -> Answer:
 
 
 def answer(pool: RankPool, request: dict[str, Any]) -> Answer:
-    """The ranks' answer to a request, or hang."""
+    """The ranks' answer to a request; a hang, or a crash where a rank died."""
 
     def failed(answer: Answer | Failure) -> bool:
         return isinstance(answer, Failure) or answer[0] != "done"
 
     try:
-        found = together(pool.ask("compute", request, within=ANSWER_SECONDS, failed=failed))
+        answers = pool.ask("compute", request, within=ANSWER_SECONDS, failed=failed)
     except Hang as hang:
-        return "hang", str(hang)
-    if found[0] == "crash":
+        return "crash" if str(hang).endswith("died") else "hang", str(hang)
+    if any(answer != answers[0] for answer in answers):
         pool.close()  # messages may still be under way
-    return found
+    return together(answers)
 
 
 def main() -> None:
