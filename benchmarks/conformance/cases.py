@@ -174,7 +174,9 @@ def others() -> list[Layer]:
         Layer("nearest to 32x32", "resize", MAP, {"mode": "nearest", "size": (32, 32), "corners": False}),
         Layer("bilinear to 32x32", "resize", MAP, {"mode": "bilinear", "size": (32, 32), "corners": False}),
         Layer("bilinear to 27x23", "resize", MAP, {"mode": "bilinear", "size": (27, 23), "corners": False}),
-        Layer("bilinear to 31x31, aligned corners", "resize", MAP, {"mode": "bilinear", "size": (31, 31), "corners": True}),
+        Layer(
+            "bilinear to 31x31, aligned corners", "resize", MAP, {"mode": "bilinear", "size": (31, 31), "corners": True}
+        ),
         Layer("pixel shuffle 2", "shuffle", MAP, {"factor": 2}),
         Layer("softmax of channels", "softmax", MAP, {"dim": 1}),
         Layer("softmax of rows", "softmax", MAP, {"dim": 3}),

@@ -8,16 +8,17 @@
 A case is a layer, with its geometry, under one partition of its input into 2 or 4 parts: forward, the gradient of the
 input and those of all parameters, in float64, beside stock torch in one process. The libraries:
 
-    distconv     `parallelize` and `shard`; what it would gather because it is small counts as refused (real ranks, Gloo)
-    dtensor      torch's DTensor: `distribute_tensor`, `distribute_module` with replicated parameters; where channels are
-                 cut, also with parameters cut along them, and the better of the two counts (real ranks, Gloo)
-    jax          `jit` of arrays with a `NamedSharding`; XLA's partitioner does the rest (devices of one process); the
-                 layers are written anew in JAX, and each is first compared with torch's on one device
-    shardtensor  PhysicsNeMo's ShardTensor: `scatter_tensor`, the module as it is (real ranks, Gloo)
+    distconv  `parallelize` and `shard`; what it would gather because it is small counts as refused (real ranks, Gloo)
+    dtensor   torch's DTensor: `distribute_tensor`, `distribute_module` with replicated parameters; where channels are
+              cut, also with parameters cut along them, and the better of the two counts (real ranks, Gloo)
+    jax       `jit` of arrays with a `NamedSharding`; XLA's partitioner does the rest (devices of one process); the
+              layers are written anew in JAX, and each is first compared with torch's on one device
 
-Each is used as its documentation tells to use it, without a layout that is changed by hand inside a layer. JAX and
-PhysicsNeMo may live in environments of their own (--jax-python, --shardtensor-python), and are left out where they are
-not.
+Each is used as its documentation tells to use it, without a layout that is changed by hand inside a layer. JAX may live
+in an environment of its own (--jax-python), and is left out where it is not.
+
+Two libraries are not here, as neither could be checked on processors. PhysicsNeMo's ShardTensor (2.2.2) registers its
+sharded layers only where there is a GPU; LBANN's DistConv is built for GPUs from C++.
 
     right    output and all gradients equal to one process within 1e-9 of the largest element, on every rank
     wrong    numbers or shapes that differ
@@ -67,10 +68,9 @@ def kept(path: Path) -> dict[Key, Record]:
 
 def measure(options: argparse.Namespace, found: dict[Key, Record]) -> None:
     """Adds to ``found``, and to the file, the cases that are asked for."""
-    pythons = {"jax": options.jax_python, "shardtensor": options.shardtensor_python}
     peers = []
     for name in options.library:
-        python = pythons.get(name, sys.executable)
+        python = options.jax_python if name == "jax" else sys.executable
         if absent := missing(name, python):
             print(absent, file=sys.stderr)
         else:
@@ -116,9 +116,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--partition", action="append", help="only under this partition; may be given again")
     parser.add_argument("--library", action="append", choices=LIBRARIES, help="only this one; may be given again")
     parser.add_argument("--jax-python", metavar="PATH", default=sys.executable, help="a python that has jax")
-    parser.add_argument(
-        "--shardtensor-python", metavar="PATH", default=sys.executable, help="a python that has nvidia-physicsnemo"
-    )
     parser.add_argument("--again", action="append", default=[], choices=OUTCOMES, help="repeat cases of this outcome")
     parser.add_argument("--partial", type=Path, default=PARTIAL, help="what is kept between runs (%(default)s)")
     parser.add_argument("--save", action="store_true", help="write tables and figures to benchmarks/results")

@@ -107,7 +107,9 @@ def _pool(
     def largest_apart(p: Parameters, x: Any) -> Any:
         """Of shifted slices: reduce_window has no gradient with a dilation."""
         for axis, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), 2):
-            x = jnp.pad(x, [pads[axis - 2] if dim == axis else (0, 0) for dim in range(x.ndim)], constant_values=-jnp.inf)
+            x = jnp.pad(
+                x, [pads[axis - 2] if dim == axis else (0, 0) for dim in range(x.ndim)], constant_values=-jnp.inf
+            )
             ends = range(x.shape[axis] - d * (k - 1), x.shape[axis] + 1, d)
             x = jnp.stack([jax.lax.slice_in_dim(x, i * d, end, s, axis) for i, end in enumerate(ends)]).max(0)
         return x

@@ -48,4 +48,6 @@ def judge(answers: Sequence[Numbers], expected: Numbers) -> tuple[str, str]:
     error, where = max((difference(answer, expected) for answer in answers), key=lambda found: found[0])
     if error <= TOLERANCE:
         return "right", ""
-    return "wrong", f"{where} is off by {error:.1e}" if np.isfinite(error) else f"{where} is missing, not finite or of another shape"
+    return "wrong", f"{where} is off by {error:.1e}" if np.isfinite(
+        error
+    ) else f"{where} is missing, not finite or of another shape"

@@ -67,7 +67,9 @@ def _dims(name: str, shape: Shape) -> Any:
     return getattr(nn, f"{name}{len(shape) - 2}d")
 
 
-def _convolution(shape: Shape, filters: int, kernel: Any, groups: int = 1, mode: str = "zeros", **sizes: Any) -> nn.Module:
+def _convolution(
+    shape: Shape, filters: int, kernel: Any, groups: int = 1, mode: str = "zeros", **sizes: Any
+) -> nn.Module:
     sizes.pop("output_padding")
     return _dims("Conv", shape)(shape[1], filters, kernel, groups=groups, padding_mode=mode, **sizes)
 

@@ -45,7 +45,6 @@ LIBRARIES = {
     "distconv": Library("distconv", "distconv", _on_ranks("distconv")),
     "dtensor": Library("torch's DTensor", "torch", _on_ranks("dtensor")),
     "jax": Library("JAX, jit", "jax", _on_devices),
-    "shardtensor": Library("PhysicsNeMo's ShardTensor", "physicsnemo.domain_parallel", _on_ranks("shardtensor")),
 }
 
 

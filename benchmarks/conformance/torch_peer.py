@@ -1,6 +1,6 @@
 """A library for torch that computes cases on ranks over Gloo: reads a request per line, prints an answer to each.
 
-python benchmarks/conformance/torch_peer.py distconv 4    # or dtensor, or shardtensor; so many ranks
+python benchmarks/conformance/torch_peer.py distconv 4    # or dtensor; so many ranks
 
 A library's arm is a module with `versions()`, `begin()`, `WAYS`, `compute(...)` and `refused(error)`.
 """
