@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 from types import TracebackType
 from typing import Any
@@ -52,9 +53,10 @@ class Process:
         return json.loads(answer)
 
     def kill(self) -> None:
-        """Ends the processes at once."""
+        """Ends the processes at once, and those that they have started."""
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Ends the processes: by the end of their input, or by force after some seconds."""

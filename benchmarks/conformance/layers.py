@@ -12,7 +12,7 @@ from benchmarks.conformance.cases import Layer, Shape
 
 
 class Attention(nn.Module):
-    """Self-attention over all positions of a map, the channels being the features."""
+    """Self-attention over all positions of a map, the channels being the features, in products and a softmax."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
@@ -26,7 +26,8 @@ class Attention(nn.Module):
             project(tokens).reshape(samples, count, self.heads, channels // self.heads).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        met = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(samples, count, channels)
+        weights = functional.softmax(q @ k.transpose(-2, -1) / (channels // self.heads) ** 0.5, -1)
+        met = (weights @ v).transpose(1, 2).reshape(samples, count, channels)
         return self.out(met).transpose(1, 2).reshape(x.shape)
 
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.conformance.cases import Layer
-from benchmarks.conformance.layers import build
 from benchmarks.conformance.judge import read, write
+from benchmarks.conformance.layers import build
 from benchmarks.rank_pool import Failure, Hang, RankPool
 
 ANSWER_SECONDS = 45.0
