@@ -83,12 +83,12 @@ def kind_of(partition: str) -> str:
 
 
 def _convolution(name: str, kernel: Any, shape: Shape = MAP, **options: Any) -> Layer:
-    """One of 8 filters; numbers given once hold for every spatial dim."""
+    """Of 8 filters; numbers given once hold for every spatial dim."""
     return Layer(name, "convolution", shape, _sizes(shape, {"kernel": kernel, "filters": 8, **options}))
 
 
 def _transposed(name: str, kernel: Any, shape: Shape = MAP, **options: Any) -> Layer:
-    return Layer(name, "transposed", shape, _sizes(shape, {"kernel": kernel, "filters": 8, **options}))
+    return Layer(f"transposed {name}", "transposed", shape, _sizes(shape, {"kernel": kernel, "filters": 8, **options}))
 
 
 def _pool(name: str, of: str, kernel: Any, shape: Shape = MAP, **options: Any) -> Layer:
