@@ -20,6 +20,8 @@ ANSWER_SECONDS = 600.0
 Outcome = tuple[str, str]
 """(right, wrong, refused, crash or hang; what the library said, or what is wrong)."""
 
+BEST_FIRST = ("right", "refused", "crash", "hang", "wrong")
+
 
 @dataclass(frozen=True)
 class Library:
@@ -73,15 +75,13 @@ class Peer:
         self._ways: list[str] = []
 
     def outcome(self, case: Case, directory: Path, expected: Numbers) -> Outcome:
-        """What becomes of a case, whose numbers lie in ``directory``: right if it is in one of the library's ways."""
-        first: Outcome | None = None
+        """What becomes of a case, whose numbers lie in ``directory``: the best of the library's ways."""
+        found: list[Outcome] = []
         for way in self._ways_of(case):
-            found = self._attempt(case, directory, expected, way)
-            if found[0] == "right":
-                return found
-            first = first or found
-        assert first is not None
-        return first
+            found.append(self._attempt(case, directory, expected, way))
+            if found[-1][0] == "right":
+                break
+        return min(found, key=lambda outcome: BEST_FIRST.index(outcome[0]))
 
     def _ways_of(self, case: Case) -> list[str]:
         if not self._ways:
