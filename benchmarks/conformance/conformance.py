@@ -49,7 +49,7 @@ from benchmarks.conformance.cases import Case, cases
 from benchmarks.conformance.judge import write
 from benchmarks.conformance.peers import LIBRARIES, Peer, missing
 from benchmarks.conformance.reference import Reference
-from benchmarks.conformance.tables import OUTCOMES, about, tables
+from benchmarks.conformance.tables import OUTCOMES, about, figures, tables
 from benchmarks.table import RESULTS, save, show
 
 PARTIAL = RESULTS / "conformance-partial.jsonl"
@@ -89,15 +89,10 @@ def measure(options: argparse.Namespace, found: dict[Key, Record]) -> None:
                         write(Path(directory, "given.npz"), asked.given)
                         write(Path(directory, "expected.npz"), asked.expected)
                     outcome, said = peer.outcome(case, Path(directory), asked.expected)
-                    about = {"family": family, "date": str(datetime.date.today()), "versions": peer.versions}
-                    found[key] = {
-                        "library": peer.name,
-                        "layer": case.layer.name,
-                        "partition": case.partition,
-                        "outcome": outcome,
-                        "said": said,
-                        **about,
-                    }
+                    told = {"outcome": outcome, "said": said, "versions": peer.versions}
+                    named = {"library": peer.name, "family": family, "layer": case.layer.name}
+                    date = str(datetime.date.today())
+                    found[key] = {**named, "partition": case.partition, "date": date, **told}
                     print(json.dumps(found[key]), file=file, flush=True)
         finally:
             for peer in peers:
@@ -135,7 +130,13 @@ def main() -> None:
     shown = tables(records)
     show(shown)
     if options.save:
-        save("conformance", "The same layers by several libraries", about(records, __doc__ or ""), records, shown)
+        save(
+            "conformance",
+            "The same layers by several libraries",
+            about(records, __doc__ or ""),
+            figures(records),
+            shown,
+        )
 
 
 if __name__ == "__main__":
