@@ -79,9 +79,10 @@ def answer(pool: RankPool, request: dict[str, Any]) -> Answer:
         answers = pool.ask("compute", request, within=ANSWER_SECONDS, failed=failed)
     except Hang as hang:
         return "crash" if str(hang).endswith("died") else "hang", str(hang)
-    if any(answer != answers[0] for answer in answers):
-        pool.close()  # messages may still be under way
-    return together(answers)
+    found = together(answers)
+    if found[0] == "crash":
+        pool.close()  # messages that are still under way would meet those of the next case
+    return found
 
 
 def main() -> None:
