@@ -14,8 +14,8 @@ input and those of all parameters, in float64, beside stock torch in one process
     jax       `jit` of arrays with a `NamedSharding`; XLA's partitioner does the rest (devices of one process); the
               layers are written anew in JAX, and each is first compared with torch's on one device
 
-Each is used as its documentation tells to use it, without a layout that is changed by hand inside a layer. JAX may live
-in an environment of its own (--jax-python), and is left out where it is not.
+Each is used as its documentation tells to use it, without a layout that is changed by hand inside a layer. JAX (pip
+install '.[jax]') may live in an environment of its own (--jax-python), and is left out where there is none.
 
 Two libraries are not here, as neither could be checked on processors. PhysicsNeMo's ShardTensor (2.2.2) registers its
 sharded layers only where there is a GPU; LBANN's DistConv is built for GPUs from C++.

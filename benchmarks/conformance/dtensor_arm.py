@@ -22,6 +22,7 @@ WAYS = ("", "channel")
 
 REFUSALS = re.compile(
     r"not supported|unsupported|not implemented|does not support|not have a sharding strategy"
+    r"|Sharding propagation failed|cannot unflatten"
     r"|(must|should) be .* for tensor parallel convolution|It requires that",
     re.IGNORECASE,
 )
