@@ -3,6 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests at once: one more than CI has cores, since many wait for what ranks do.
+WORKERS ?= 3
+
 # What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
 QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
@@ -12,7 +15,7 @@ QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 .PHONY: test quick test-torch newest test-newest test-null test-frameworks test-scripts lint demo gpu docs dist clean
 
 test: .venv/ready
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 quick: .venv/ready
 	$(BIN)/python -m pytest -k 'not gloo and not mpi' $(QUICK)
@@ -25,7 +28,7 @@ TESTS ?=
 OTHER := .venv-torch-$(TORCH)$(if $(filter-out python3,$(PYTHON)),-$(notdir $(PYTHON)))
 
 test-torch: $(OTHER)/ready
-	$(OTHER)/bin/python -m pytest --numprocesses 2 --dist worksteal $(TESTS)
+	$(OTHER)/bin/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(TESTS)
 
 newest: .venv-torch-$(NEWEST)/ready
 
