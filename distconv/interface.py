@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv import settings
-from distconv.channels import check_algorithm
-from distconv.gpu import take_gpu
-from distconv.mesh import MeshToChoose, adopt, make_mesh, settled
-from distconv.mesh_options import channel_algorithms
 from distconv.model.checkpoint import whole_state
 from distconv.model.parallelize import distributed_script, parallelize, shard
 from distconv.model.parameters import partition_of
 from distconv.model.shard_gather import gather
-from distconv.partition import Partition
+from distconv.place.gpu import take_gpu
 from distconv.reading.opening import open
-from distconv.refusal import UnsupportedOperation
 from distconv.rules.installation import install_rules
-from distconv.rules.texts import described
+from distconv.rules.values.texts import described
+from distconv.settings.channels import check_algorithm
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, settled
+from distconv.tensors.mesh_options import channel_algorithms
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.redistribution import redistribute
 from distconv.turns.turning import in_turn
 

@@ -56,7 +56,7 @@ def imports() -> Graph:
 
 
 def room_of(module: str) -> str:
-    """The room that a module is in: "mucudnn.timing", "distconv.partition", or "mucudnn" for what a package shows."""
+    """The room that a module is in: "mucudnn.timing", "distconv.settings", or "mucudnn" for what a package shows."""
     if module.startswith("mucudnn.optimizer"):
         return "mucudnn.optimizer"
     return ".".join(module.split(".")[:2])

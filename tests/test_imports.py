@@ -78,6 +78,36 @@ def test_no_module_and_no_room_imports_itself_in_a_circle() -> None:
     assert rooms.circle(rooms.rooms(modules)) == []
 
 
+MOST_ROOMS_OF_DISTCONV, MOST_ARROWS_OF_DISTCONV = 20, 90
+"""The most rooms of distconv, and the most imports from one of them to another."""
+
+
+def test_distconv_has_few_rooms_and_few_arrows_between_them() -> None:
+    every = rooms.rooms(rooms.imports())
+    of_distconv = {room for room in every if rooms.package_of(room) == "distconv"}
+    assert len(of_distconv) <= MOST_ROOMS_OF_DISTCONV
+    assert sum(len(every[room] & of_distconv) for room in of_distconv) <= MOST_ARROWS_OF_DISTCONV
+
+
+def test_families_of_rules_do_not_import_each_other_in_a_circle() -> None:
+    modules = rooms.imports()
+    families: dict[str, set[str]] = {}
+    for module, targets in modules.items():
+        if module.startswith(RULES):
+            its = {family_of(target) for target in targets if target.startswith(RULES)}
+            families.setdefault(family_of(module), set()).update(its - {family_of(module)})
+    assert len(families) > 12
+    assert rooms.circle(families) == []
+
+
+RULES = "distconv.rules."
+
+
+def family_of(module: str) -> str:
+    """The folder of a rule, or the module itself where it lies beside the folders."""
+    return module.removeprefix(RULES).partition(".")[0]
+
+
 def test_mucudnns_rooms_import_from_the_floors_beneath() -> None:
     floors = {room: floor for floor, row in enumerate(FLOORS) for room in row}
     between = {

@@ -11,7 +11,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distconv.partition import AXES, Partition
+from distconv.settings.partition import AXES, Partition
 from mucudnn.networks.models import ResNet, UNet3d
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import distconv
-from distconv.channels import ChannelMap, weight_dims
+from distconv.settings.channels import ChannelMap, weight_dims
 
 Step = Callable[[], object]
 

@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from benchmarks.distributed.scaling_tables import RESULT, save_rows, tables
 from benchmarks.table import RESULTS, show
-from distconv.partition import Partition
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Plan, Planner
 from distconv.performance.imagined import imagined_job
@@ -33,6 +32,7 @@ from distconv.performance.layers import trace
 from distconv.performance.machine import Machine, read
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
+from distconv.settings.partition import Partition
 from mucudnn.networks.models import CosmoFlow, MeshTangling, ResNet, UNet3d
 from mucudnn.optimizer import DoesNotFit
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import distconv
 from benchmarks.models.entry import IN_TURN, Entry
 from distconv.rules import whole as small
-from distconv.user_lines import line_of
+from distconv.tensors.user_lines import line_of
 
 small.MOST_BYTES = 0  # the models are tried on small inputs, and shall show what runs on large ones
 

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import distconv
 from benchmarks.operators.samples import Module, ModuleSample, Operator, Sample
-from distconv.mesh import placements
 from distconv.rules import whole as small
+from distconv.tensors.mesh import placements
 
 TOLERANCE = 1e-9
 """The largest difference from one process, relative to the largest element, in float64."""

@@ -29,13 +29,13 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.table import Table, save, show
-from distconv.partition import Partition
 from distconv.performance.costs import without, without_gradients
 from distconv.performance.events import Step
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.machine import Machine, read
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import message_seconds, replay
+from distconv.settings.partition import Partition
 from mucudnn.networks.models import NETWORKS
 
 HERE = Path(__file__).resolve().parent

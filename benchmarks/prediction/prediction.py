@@ -33,7 +33,6 @@ from benchmarks.prediction.cases import CASES, CHOSEN, EVERY
 from benchmarks.process import Process
 from benchmarks.table import Table, conditions, save, show
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition
 from distconv.performance.automatic import decide
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.first_call import ModelCall
@@ -44,7 +43,8 @@ from distconv.performance.layers import LayerGraph, trace
 from distconv.performance.machine import Machine, read
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import replay
-from distconv.refusal import UnsupportedOperation
+from distconv.settings.partition import Partition
+from distconv.tensors.refusal import UnsupportedOperation
 
 RESULT = "prediction-cpu"
 RANK = Path(__file__).with_name("rank.py")

@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import distconv
 from distconv import settings
 from distconv.job.data import loading
-from distconv.mesh import make_mesh
-from distconv.partition import Partition
 from distconv.settings import StoreOption
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 from mucudnn.networks.models import UNet3d
 
 KEPT = StoreOption(4.0, False)

@@ -34,8 +34,8 @@ import numpy
 
 from benchmarks.process import Process
 from benchmarks.table import Table, conditions, save, show
-from distconv.partition import Partition
 from distconv.reading.conversion import chunk_shape
+from distconv.settings.partition import Partition
 
 RESULT = "reading-cpu"
 RANKS = 4

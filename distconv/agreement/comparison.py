@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.account import ACCOUNT
 from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
-from distconv.mesh import whole_group
+from distconv.tensors.mesh import whole_group
+from distconv.transfer.account import ACCOUNT
 from distconv.transfer.gathering import all_gather
 
 ANSWER = timedelta(seconds=10)

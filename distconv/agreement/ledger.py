@@ -32,9 +32,9 @@ from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison, Noted
 from distconv.agreement.disagreement import Site
 from distconv.agreement.turns import Turns, state
-from distconv.mesh import is_ours
-from distconv.mesh_options import batch_norm_statistics
 from distconv.settings import value
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.transfer.tracing import is_traced
 
 CALLS = 64

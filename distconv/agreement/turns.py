@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Noted
 from distconv.agreement.disagreement import Site
-from distconv.layouts import coordinate
-from distconv.mesh import is_the_programs, sharded_dims
+from distconv.tensors.layouts import coordinate
+from distconv.tensors.mesh import is_the_programs, sharded_dims
 
 BYTES = 1 << 18
 """What a rank looks at in one comparison, or one tensor where that is larger: a fraction of a millisecond on a host."""

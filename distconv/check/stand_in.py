@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
-from distconv.dtensors import wrap
-from distconv.layouts import local_shape
-from distconv.mesh import is_ours
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_shape
+from distconv.tensors.mesh import is_ours
 
 
 def stand_in(func: Any, args: Sequence[Any], kwargs: dict[str, Any], of: DTensor) -> Any:

@@ -19,11 +19,11 @@ from distconv.check.collectives import alone
 from distconv.check.findings import Findings
 from distconv.check.watch import Watch
 from distconv.interface import distributed_script, parallelize
-from distconv.mesh import make_mesh
 from distconv.model.gradients import Bucket
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition
-from distconv.user_lines import line_of
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
+from distconv.tensors.user_lines import line_of
 
 Inputs = Sequence[tuple[int, ...]]
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from distconv.check.collectives import bytes_sent
 from distconv.check.findings import Layer, Refusal
 from distconv.check.stand_in import first_of_ours, stand_in
-from distconv.memory_of_tensors import Memory
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.memory import Memory
+from distconv.tensors.refusal import UnsupportedOperation
 
 GRADIENTS = "gradients of parameters"
 OUTSIDE = "outside of the model"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
-from distconv.channels import check_algorithm
 from distconv.commands.check_parts import in_turn
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read
-from distconv.partition import AXES, Partition
+from distconv.settings.channels import check_algorithm
+from distconv.settings.partition import AXES, Partition
 from mucudnn import program
 from mucudnn.commands.network import INPUT, USUAL, add_batch, shape
 from mucudnn.commands.output import add_wide, print_json, show

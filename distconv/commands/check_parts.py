@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from distconv import private_names
 from distconv.job.launcher import BadInput
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
 from mucudnn import program
 from mucudnn.commands.output import print_json
 from mucudnn.sizes import format_bytes
@@ -38,7 +38,7 @@ def in_turn(
     private_names.check()
     import torch
 
-    from distconv.refusal import UnsupportedOperation
+    from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.automatic import exceeded, extents_of
     from distconv.turns.choosing import choose
     from distconv.turns.following import follow

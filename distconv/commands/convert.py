@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from distconv.job.launcher import BadInput
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
 
 DESCRIPTION = """\
 Copies arrays into a folder of Zarr, once: in chunks of which no two ranks read the same, compressed, each with a

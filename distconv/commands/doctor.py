@@ -10,8 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from distconv.addresses import LOOPBACK, is_loopback, loopback_variables
 from distconv.job.launcher import mpiexec
+from distconv.place.addresses import LOOPBACK, is_loopback, loopback_variables
 
 DESCRIPTION = """\
 Shows which backends can carry messages between ranks on this machine, and at which addresses the processes of a job

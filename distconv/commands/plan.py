@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
 from distconv.model.strategy import as_toml, layer_text
-from distconv.partition import AXES
+from distconv.settings.partition import AXES
 from mucudnn.commands.network import NAMES
 from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes, parse_bytes

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from distconv import private_names, settings
-from distconv.channels import check_algorithm
-from distconv.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.commands.parts import run_in_turn
 from distconv.job.keeper import Watcher, keep_rank
 from distconv.job.launcher import BadInput, Job, is_launcher, part, start
 from distconv.model.strategy import Strategy, as_toml, read
-from distconv.partition import AXES, Partition
 from distconv.place import Place, find_place
+from distconv.settings.channels import check_algorithm
+from distconv.settings.choosing import NothingChosen, Question, ask, environment_of_settings
+from distconv.settings.partition import AXES, Partition
 
 NAME = "run"
 

@@ -96,7 +96,7 @@ def _points(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: int,
     from distconv.performance.imagined import imagined_job, mesh_of
     from distconv.performance.recording import record_step
     from distconv.performance.replay import replay
-    from distconv.refusal import UnsupportedOperation
+    from distconv.tensors.refusal import UnsupportedOperation
 
     points: list[dict[str, Any]] = []
     batch = shapes[0][0]
@@ -125,9 +125,9 @@ def _points(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: int,
 
 def _partitions(options: Any, model: Any, shapes: list[tuple[int, ...]], ranks: int) -> list[Any]:
     """Samples alone, where there are as many as ranks; and what is asked for, or the most promising other one."""
-    from distconv.partition import Partition
     from distconv.performance.candidates import partitions, worthwhile
     from distconv.performance.layers import trace
+    from distconv.settings.partition import Partition
 
     batch = shapes[0][0]
     samples = [Partition((("sample", ranks),))] if ranks <= batch else []

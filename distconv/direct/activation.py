@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from distconv.direct.border import FromRoot, ToRoot, apply
 from distconv.direct.paths import paths, running
 from distconv.direct.where import Where, where
-from distconv.dtensors import wrap
-from distconv.mesh import is_ours
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.mesh import is_ours
 
 
 class Activation(DTensor):

@@ -13,8 +13,6 @@ from distconv.direct.activation import Activation, activation, is_parameter
 from distconv.direct.border import apply
 from distconv.direct.paths import path
 from distconv.direct.where import Where
-from distconv.layouts import dim_axes
-from distconv.mesh_options import batch_norm_statistics
 from distconv.rules.normalization.batch import batch_share
 from distconv.rules.normalization.combining import (
     Share,
@@ -30,6 +28,8 @@ from distconv.rules.normalization.statistics import (
     normalize_backward,
     vector_layout,
 )
+from distconv.tensors.layouts import dim_axes
+from distconv.tensors.mesh_options import batch_norm_statistics
 
 
 class _Call(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.direct.where import Where, where
-from distconv.dtensors import wrap
-from distconv.layouts import undoes_shard
-from distconv.rules.copies import watch_changes
+from distconv.rules.whole.copies import watch_changes
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import undoes_shard
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved, relaid
 

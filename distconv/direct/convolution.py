@@ -13,12 +13,12 @@ from distconv.direct.border import apply
 from distconv.direct.paths import path
 from distconv.direct.shares import again
 from distconv.direct.where import Where, where
-from distconv.layouts import local_shape
-from distconv.mesh_options import channel_algorithm
-from distconv.rules.channel_split import channel_layout, parameter_layout
 from distconv.rules.convolution import convolution_gradients, convolved
 from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
+from distconv.rules.operands.channel_split import channel_layout, parameter_layout
+from distconv.tensors.layouts import local_shape
+from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.needs import OWN
 from mucudnn.runtime.shim import marks_local_work
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from distconv.direct.activation import Activation, activation
 from distconv.direct.border import fitting
 from distconv.direct.paths import path
-from distconv.dtensors import wrap
+from distconv.tensors.dtensors import wrap
 
 
 def _property(name: str) -> Any:

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.direct.border import FromRoot, ToRoot, apply, fitting
 from distconv.direct.where import Where
-from distconv.dtensors import wrap
-from distconv.layouts import local_shape, replicated
-from distconv.partition import ownership
-from distconv.refusal import UnsupportedOperation
+from distconv.settings.partition import ownership
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_shape, replicated
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.redistribution import moved
 
 

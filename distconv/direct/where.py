@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.dtensors import row_major_spec
-from distconv.layouts import local_shape
+from distconv.tensors.dtensors import row_major_spec
+from distconv.tensors.layouts import local_shape
 from mucudnn.recent import Recent
 
 MOST_PLANS = 1024

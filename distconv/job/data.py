@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from distconv.choosing import ranks_here
 from distconv.job.random_state import as_text, from_text, set_generators, state_of_generators
 from distconv.job.samples import Samples
-from distconv.partition import shards_data
 from distconv.reading.fetching import install
 from distconv.settings import StoreOption
+from distconv.settings.choosing import ranks_here
+from distconv.settings.partition import shards_data
 
 BATCHES = 32
 """The ranks agree on their random state at least once in so many batches."""

@@ -22,7 +22,7 @@ from distconv.job.launcher import BadInput
 from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.output import Prefixed
 from distconv.reading.fault import of_a_library
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 from mucudnn import program
 
 CAUSE_SECONDS = 6.0  # within which it becomes known why another rank does not answer any more

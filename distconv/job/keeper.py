@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from distconv import settings
-from distconv.addresses import LOOPBACK, is_on_one_machine, listening_store
 from distconv.job.files.private import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices, shell_code
@@ -23,6 +22,7 @@ from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_desc
 from distconv.job.signals import ASKING, Signals, endings_are_exits, endings_are_ignored
 from distconv.job.watch import STOP_SECONDS, Watch
 from distconv.place import Place
+from distconv.place.addresses import LOOPBACK, is_on_one_machine, listening_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distconv import private_names, settings
-from distconv.addresses import LOOPBACK, loopback_variables
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.keeper import Watcher, accompany, keep_launcher, part_into_ranks
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition, shards_data
 from distconv.place import MPI_VARIABLES, Place
+from distconv.place.addresses import LOOPBACK, loopback_variables
+from distconv.settings.partition import Partition, shards_data
 from mucudnn.commands.arguments import check_writable
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel import distributed as data_parallel
 
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 
 _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
 """Modules whose questions are answered as things are: those that distribute the script."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.job.slab_exchange import SlabExchange
-from distconv.mesh import whole_group
 from distconv.reading.expression import empty
 from distconv.reading.fault import ReadError, as_read_error, note
 from distconv.reading.sample import Sample, sample
@@ -22,6 +21,7 @@ from distconv.reading.share import Share
 from distconv.reading.source import shown
 from distconv.reading.statistic import Statistic, identity
 from distconv.reading.view import Region
+from distconv.tensors.mesh import whole_group
 
 
 class SampleStatistics:

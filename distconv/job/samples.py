@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from distconv.dtensors import wrap
 from distconv.job.batches import BATCH, END, FAULT, Agreement, Batch
 from distconv.job.cutting import OwnIndices
 from distconv.job.sample_statistics import SampleStatistics
@@ -25,6 +24,7 @@ from distconv.reading.sample import Numbers, sample
 from distconv.reading.share import Share
 from distconv.reading.source import Source
 from distconv.settings import StoreOption
+from distconv.tensors.dtensors import wrap
 
 
 class Samples:

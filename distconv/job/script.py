@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv import settings
-from distconv.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
-from distconv.gathering.record import record
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
@@ -27,9 +25,11 @@ from distconv.job.signals import interrupts_are_exceptions, questions_end_nothin
 from distconv.job.summary import local_gain, summed_up
 from distconv.job.surroundings import surroundings
 from distconv.job.trace import traced
-from distconv.mesh import make_mesh
 from distconv.model.strategy import Strategy
 from distconv.place import Place
+from distconv.settings.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
+from distconv.tensors.gathering.record import record
+from distconv.tensors.mesh import make_mesh
 from mucudnn import program
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from distconv.account import ACCOUNT, most_held
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.transfer.account import ACCOUNT, most_held
 from mucudnn.reporting.gain import gained
 from mucudnn.sizes import format_bytes
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.gathering.memory import free_on_host
 from distconv.job.slab_exchange import SlabExchange, Task
 from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.store import Key, Store
 from distconv.settings import StoreOption
+from distconv.tensors.gathering.memory import free_on_host
 
 GIB = 1 << 30
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
-from distconv.account import ACCOUNT
 from distconv.job.summary import ending_well
+from distconv.transfer.account import ACCOUNT
 
 STEPS = 10
 """The number of recorded optimizer steps; a program without any is recorded as a whole."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.mesh import mesh_like, splits_channels
 from distconv.model.strategy import Strategy
+from distconv.tensors.mesh import mesh_like, splits_channels
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.choosing import NothingChosen, Question, ask, environment_of_settings, one_line, ranks_here, told_to_all
-from distconv.mesh import MeshToChoose, make_mesh
-from distconv.mesh_options import channel_algorithms
 from distconv.model.strategy import Strategy
+from distconv.settings.choosing import (
+    NothingChosen,
+    Question,
+    ask,
+    environment_of_settings,
+    one_line,
+    ranks_here,
+    told_to_all,
+)
+from distconv.tensors.mesh import MeshToChoose, make_mesh
+from distconv.tensors.mesh_options import channel_algorithms
 
 
 def choose(

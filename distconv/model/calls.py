@@ -23,13 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distconv import user_lines
-from distconv.account import ACCOUNT
 from distconv.agreement.ledger import ledger, note_state
 from distconv.direct.activation import Activation
 from distconv.direct.paths import is_open
-from distconv.gathering.calls import model_call
-from distconv.mesh import is_ours, is_the_programs
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
@@ -40,10 +36,14 @@ from distconv.model.results import handed_over
 from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
 from distconv.model.shard_gather import to_shards
 from distconv.model.whole_calls import is_for_whole, run_whole
-from distconv.plain_tensors import plain, watchers
-from distconv.refusal import UnsupportedOperation
 from distconv.rules.normalization.running import is_a_modules
 from distconv.rules.registry import checks
+from distconv.tensors import user_lines
+from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.mesh import is_ours, is_the_programs
+from distconv.tensors.plain_tensors import plain, watchers
+from distconv.tensors.refusal import UnsupportedOperation
+from distconv.transfer.account import ACCOUNT
 from distconv.transfer.redistribution import relaid
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from distconv.mesh import is_ours
 from distconv.model.shard_gather import whole
+from distconv.tensors.mesh import is_ours
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ def whole_state(state: T) -> T:
 
 @contextlib.contextmanager
 def saving_whole() -> Iterator[None]:
-    """A context in which safetensors writes sharded tensors whole, as pickles do (see `distconv.rules.pickles`).
+    """A context in which safetensors writes sharded tensors whole, as pickles do (`distconv.rules.values.protocols`).
 
     Every rank must call it, as ranks that run one script do.
     """

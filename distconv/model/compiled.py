@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.mesh import whole_group
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_statistics import move_statistics_last
-from distconv.user_lines import asked_for
+from distconv.tensors.mesh import whole_group
+from distconv.tensors.user_lines import asked_for
 from mucudnn.warning import warn
 
 

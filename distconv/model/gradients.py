@@ -28,16 +28,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.account import ACCOUNT
 from distconv.agreement.ledger import compare_if_due
 from distconv.direct.activation import activation
 from distconv.direct.shares import counted_part
 from distconv.direct.shares import use as use_parameter
 from distconv.direct.where import where
-from distconv.dtensors import wrap
-from distconv.layouts import replicated
-from distconv.mesh import sharded_dims, whole_group
-from distconv.rules.own_parts import Added, wrapped
+from distconv.rules.operands.own_parts import Added, wrapped
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
+from distconv.tensors.mesh import sharded_dims, whole_group
+from distconv.transfer.account import ACCOUNT
 from distconv.transfer.group import joint_group
 
 FIRST_BUCKET_BYTES = 1 << 20

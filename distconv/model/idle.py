@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.partition import AXES, Kind, nested_ownership
+from distconv.settings.partition import AXES, Kind, nested_ownership
 
 _told: set[str] = set()
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.mesh import placements
+from distconv.tensors.mesh import placements
 
 
 def refuse_images(value: Any, what: str, mesh: DeviceMesh) -> None:

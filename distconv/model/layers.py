@@ -7,8 +7,8 @@ import math
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.channels import ChannelMap, weight_dims
-from distconv.partition import Partition, shards_channels
+from distconv.settings.channels import ChannelMap, weight_dims
+from distconv.settings.partition import Partition, shards_channels
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from distconv.mesh import is_ours
 from distconv.rules.whole import whole_value
+from distconv.tensors.mesh import is_ours
 
 MAKERS = ("tensor", "as_tensor", "asarray")
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from distconv.mesh import is_ours
+from distconv.tensors.mesh import is_ours
 from distconv.transfer.redistribution import relaid
 
 

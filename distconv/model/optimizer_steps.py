@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.dtensors import wrap
-from distconv.layouts import has_partial
-from distconv.mesh import is_ours
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import has_partial
+from distconv.tensors.mesh import is_ours
 
 ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 """The functions, each in the module of its name; adamw is adam with another decay."""

@@ -20,10 +20,6 @@ from distconv.agreement.ledger import before_step, finish, ledger, note_state
 from distconv.direct import discover
 from distconv.direct.activation import open_functions
 from distconv.direct.checkpoints import open_checkpoints
-from distconv.gathering.record import record
-from distconv.implicit_replication import mix_plain_tensors
-from distconv.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
-from distconv.mesh_options import batch_norm_statistics
 from distconv.model import automatic
 from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
@@ -36,11 +32,15 @@ from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.model.whole_calls import graphs_of_whole_models
-from distconv.plain_tensors import plain
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
 from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
+from distconv.tensors.gathering.record import record
+from distconv.tensors.implicit_replication import mix_plain_tensors
+from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
+from distconv.tensors.mesh_options import batch_norm_statistics
+from distconv.tensors.plain_tensors import plain
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,8 +1,8 @@
 """Parameters in shards: a rank keeps its part of a weight, of its gradient and of the optimizer's state.
 
 A module's parameter is replaced by a DTensor of the same whole value, cut along the axes that shard channels as
-distconv.channels says. A parameter that no axis shards stays a plain tensor. A script's lists and optimizers may still
-hold the old parameter: whatever is done with that is done with the new one.
+`distconv.settings.channels` says. A parameter that no axis shards stays a plain tensor. A script's lists and optimizers
+may still hold the old parameter: whatever is done with that is done with the new one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distconv.layouts import replicated
-from distconv.mesh import is_ours
-from distconv.mesh_options import channel_algorithm
 from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.replacement import HOOKS, hand_on, sharded
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.tensors.layouts import replicated
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.redistribution import moved
 
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import replicated
-from distconv.mesh import is_ours
 from distconv.model.shard_gather import whole
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
+from distconv.tensors.mesh import is_ours
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distconv.agreement.ledger import ledger, settle
-from distconv.layouts import added_up
-from distconv.mesh import is_ours
 from distconv.model.meeting import brought
 from distconv.model.shard_gather import cut, gather, whole
+from distconv.tensors.layouts import added_up
+from distconv.tensors.mesh import is_ours
 
 LARGEST_PLAIN = 64 << 10
 """Bytes of the largest result that a script is given as a plain tensor."""

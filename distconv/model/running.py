@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from distconv.direct.activation import from_dtensor
-from distconv.gathering.calls import model_call
-from distconv.mesh import is_ours, is_the_programs
 from distconv.model.assignment import Assignment
 from distconv.model.gradients import uses
 from distconv.model.meeting import Meeting
 from distconv.rules.normalization.running import waiting
+from distconv.tensors.gathering.calls import model_call
+from distconv.tensors.mesh import is_ours, is_the_programs
 
 
 class _Reading(dict[str, Any]):

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.agreement.ledger import settle
-from distconv.dtensors import wrap
-from distconv.layouts import added_up
-from distconv.mesh import placements
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import added_up
+from distconv.tensors.mesh import placements
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import unsharded
 

@@ -1,7 +1,7 @@
 """Strategy: the partition of each layer, given by patterns of layer names, in a program or in a file.
 
 {"layer3.*": "channel=4", "*": "sample=4"}          the first pattern that matches a layer's name decides
-{"layer3.*": "channel=4,algorithm=y", ...}           how channels are split there, as `distconv.channels` names it
+{"layer3.*": "channel=4,algorithm=y", ...}           how channels are split there (distconv.settings.channels)
 
 workspace_limit = "64MiB"                            the same as a file, strategy.toml; what mucudnn may use
 [layers]
@@ -20,8 +20,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distconv.channels import check_algorithm
-from distconv.partition import Partition, shards_channels
+from distconv.settings.channels import check_algorithm
+from distconv.settings.partition import Partition, shards_channels
 from mucudnn.sizes import parse_bytes
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-from distconv.mesh import is_ours
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.user_lines import asked_for
 from distconv.transfer.tracing import is_traced
-from distconv.user_lines import asked_for
 from mucudnn.warning import warn
 
 _FUNCTIONS = (

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from distconv.addresses import LOOPBACK, listening_store
 from distconv.mpi.backend import BACKEND
 from distconv.mpi.world import WORLD
+from distconv.place.addresses import LOOPBACK, listening_store
 
 
 def init_process_group(

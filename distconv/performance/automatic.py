@@ -1,8 +1,8 @@
 """Chooses, once, the partition of every layer of a model for a number of ranks on this machine.
 
-`distconv.choosing` starts this as a separate process, and reads what it has written:
+`distconv.settings.choosing` starts this as a separate process, and reads what it has written:
 
-    python -m distconv.choosing QUESTION ANSWER.json
+    python -m distconv.settings.choosing QUESTION ANSWER.json
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from pathlib import Path
 import torch
 
 from distconv import settings
-from distconv.choosing import NothingChosen, Question, one_line
 from distconv.model.automatic import read as read_model
-from distconv.partition import Partition
 from distconv.performance.calibration import as_toml
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Planner
@@ -35,6 +33,8 @@ from distconv.performance.machine import HERE, Machine, MachineError, here, read
 from distconv.performance.recording import record_step
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay
+from distconv.settings.choosing import NothingChosen, Question, one_line
+from distconv.settings.partition import Partition
 from mucudnn import program
 from mucudnn.timing import progress
 from mucudnn.version import VERSION

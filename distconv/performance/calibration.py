@@ -21,15 +21,15 @@ from torch import nn
 
 from distconv import settings
 from distconv.interface import parallelize, shard
-from distconv.mesh import make_mesh
 from distconv.model.gradients import BUCKET_BYTES
-from distconv.partition import Partition
 from distconv.performance.events import Step
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.machine import Device, Host, Machine, Network, Node
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import Times, replay
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 
 RUNS = 7
 SIZES = (2**8, 2**12, 2**16, 2**20, 2**22)

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from distconv.model.strategy import Strategy
-from distconv.partition import AXES, Kind, Partition
 from distconv.performance.layers import Layer, LayerGraph
+from distconv.settings.partition import AXES, Kind, Partition
 from mucudnn.spelling import meant
 
 MOST = 40

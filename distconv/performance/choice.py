@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.strategy import layer_text
-from distconv.partition import Partition
 from distconv.performance.candidates import fits
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
 from distconv.performance.crowd import Unmeasurable
@@ -22,6 +21,7 @@ from distconv.performance.machine import Machine
 from distconv.performance.patterns import patterns
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, replay
+from distconv.settings.partition import Partition
 from mucudnn.optimizer import DoesNotFit, assign_reusing
 from mucudnn.timing import progress
 

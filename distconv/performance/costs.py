@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.layouts import box_at
-from distconv.mesh import placements
 from distconv.model.gradients import BUCKET_BYTES
 from distconv.performance.events import Kernel, Start, Step, Wait
 from distconv.performance.layers import Layer
 from distconv.performance.machine import Machine
 from distconv.performance.replay import message_seconds, replay
+from distconv.tensors.layouts import box_at
+from distconv.tensors.mesh import placements
 
 Numbers = npt.NDArray[np.float64]
 

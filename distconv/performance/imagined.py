@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv import settings
-from distconv.dtensors import wrap
-from distconv.layouts import local_shape
-from distconv.mesh import make_mesh, placements
-from distconv.partition import Partition
 from distconv.rules.convolution.kernels import as_on_a_processor
+from distconv.settings.partition import Partition
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_shape
+from distconv.tensors.mesh import make_mesh, placements
 
 _was: dict[int, int] = {}
 """Which rank this process is in imagined jobs, by their size."""

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distconv.dtensors import wrap
 from distconv.interface import parallelize
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import enable
@@ -28,6 +27,7 @@ from distconv.model.strategy import Strategy
 from distconv.performance.events import Event, Operator, Start, Step, Wait
 from distconv.performance.imagined import empty_shard
 from distconv.performance.without_data import made
+from distconv.tensors.dtensors import wrap
 
 
 def record_step(

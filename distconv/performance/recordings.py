@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from torch import nn
 
 from distconv import settings
-from distconv.channels import weight_dims
 from distconv.model.layers import layer_of
 from distconv.model.strategy import Strategy, layer_text
-from distconv.partition import Partition, shards_channels
 from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph, alike
 from distconv.performance.recording import record_step
-from distconv.refusal import UnsupportedOperation
+from distconv.settings.channels import weight_dims
+from distconv.settings.partition import Partition, shards_channels
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 class Recordings:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy
 
-from distconv.partition import AXES, Kind, Partition
 from distconv.reading import opening
+from distconv.settings.partition import AXES, Kind, Partition
 
 CHUNK_BYTES = 16 << 20
 """The most that a chunk takes before it is compressed, where it can be cut further."""

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.dtensors import wrap
-from distconv.layouts import local_box
-from distconv.mesh import placements
 from distconv.reading import array_functions
 from distconv.reading.array import LazyArray
 from distconv.reading.expression import Converted, Stored
 from distconv.reading.source import Hdf5, Raw, Source, ZarrStore
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_box
+from distconv.tensors.mesh import placements
 
 _FUNCTIONS = array_functions  # imported, they are known
 

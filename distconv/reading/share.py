@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.partition import AXES, Interval, Kind, ownership
 from distconv.reading.view import Region
+from distconv.settings.partition import AXES, Interval, Kind, ownership
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from distconv.reading.array import LazyArray
 from distconv.reading.expression import Computed, Converted, Expression, viewed
 from distconv.reading.memory import Lazy, Memory, Step
 from distconv.reading.view import View
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 
 from_numpy = torch.from_numpy
 """As it is where nothing stands in for it."""

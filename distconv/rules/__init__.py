@@ -1,6 +1,7 @@
 """Rules: what an operator does when its tensors are DTensors with sharded samples, channels or space.
 
-Every module of this package is imported with distconv and registers its rules, so a new rule is a new file. The files
-that others share are `registry` (which rule runs), `stock` (what torch does by itself) and `channel_split` (what layers
-with sharded channels move). CONTRIBUTING.md shows how to write a rule, with an example.
+A folder is a family of operators. Every module is imported with distconv and registers its rules, so a new rule is a
+new file in its family. What families share is in `registry` (which rule runs), `stock` (what torch does by itself),
+`operands` (the layout in which an operator computes) and `whole` (operators that run on gathered tensors). No two
+families import each other. CONTRIBUTING.md shows how to write a rule, with an example.
 """

@@ -17,12 +17,12 @@ from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from distconv.dtensors import wrap
-from distconv.layouts import replicated
-from distconv.mesh import is_ours
-from distconv.refusal import UnsupportedOperation, complete, operands_of, refuse
 from distconv.rules.outside import answered
-from distconv.user_lines import asked_for
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of, refuse
+from distconv.tensors.user_lines import asked_for
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 """The tables in which DTensor keeps its operators; their names differ between releases."""

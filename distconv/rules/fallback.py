@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
-from distconv.refusal import UnsupportedOperation, refuse
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
-from distconv.rules.plain_updates import whole_beside
 from distconv.rules.registry import is_tensor, rule, unruled
 from distconv.rules.stock import leave
 from distconv.rules.whole import NO_RULE, whole_or_refused
+from distconv.rules.whole.plain_updates import whole_beside
+from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
 
 

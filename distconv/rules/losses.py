@@ -14,29 +14,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import Layout, added_up, dim_axes, find_layout, layout, local_box, local_shape, replicated
-from distconv.mesh import sharded_dims
-from distconv.refusal import refuse
-from distconv.rules.broadcasting import aligned
 from distconv.rules.decompositions import without_strategy
 from distconv.rules.operands import part_of
-from distconv.rules.reduction import all_reduce
+from distconv.rules.operands.broadcasting import aligned
+from distconv.rules.operands.layouts import common_layout
+from distconv.rules.operands.sums import all_reduce
 from distconv.rules.registry import above_autograd, rule
 from distconv.rules.whole import whole_or_refused
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import Layout, dim_axes, local_box, local_shape, replicated
+from distconv.tensors.mesh import sharded_dims
+from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 
 NONE, MEAN, SUM = 0, 1, 2  # aten's numbers of the reductions
-
-
-def common_layout(*tensors: Any) -> Layout:
-    """The layout of the first sharded tensor, or of the first DTensor."""
-    for tensor in tensors:
-        if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
-            mesh, placements = layout(tensor)
-            return mesh, added_up(placements)
-    mesh, placements = find_layout(*tensors)
-    return mesh, replicated(mesh)
 
 
 def _axes(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:

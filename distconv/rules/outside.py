@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distconv.gathering.calls import in_model_call
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.gathering.calls import in_model_call
+from distconv.tensors.refusal import UnsupportedOperation
 
 instead: list[Callable[[Any, Sequence[Any], dict[str, Any], UnsupportedOperation], Any]] = []
 """What computes an operator on whole tensors, given its arguments and the refusal: one function, of

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from distconv.gathering.calls import in_model_call
-from distconv.gathering.record import admit
-from distconv.layouts import undoes_shard
-from distconv.mesh import is_ours
-from distconv.plain_tensors import entering, plain
-from distconv.refusal import UnsupportedOperation, complete, operands_of
 from distconv.rules.outside import answered, may_run_whole
 from distconv.rules.stock import leave, leave_to_torch
-from distconv.user_lines import asked_for
+from distconv.tensors.gathering.calls import in_model_call
+from distconv.tensors.gathering.record import admit
+from distconv.tensors.layouts import undoes_shard
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.plain_tensors import entering, plain
+from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of
+from distconv.tensors.user_lines import asked_for
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -227,7 +227,7 @@ def _views_normal(func: Any, args: Sequence[Any]) -> bool:
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
 
-    Ours and a program's own DTensors treat the plain one differently (see `distconv.implicit_replication`).
+    Ours and a program's own DTensors treat the plain one differently (see `distconv.tensors.implicit_replication`).
     """
     left_alone = {handled._schema.name for handled in DTensor._op_dispatcher._custom_op_handlers}
 
@@ -256,7 +256,7 @@ def install_guard() -> None:
             pairs = zip(before.placements, after.placements, strict=True)
             target = [b if b.is_replicate() and a.is_partial("sum") else a for b, a in pairs]
             if undoes_shard(before.mesh, before.placements, target):
-                # A gathered view would not tell its tensor of changes, as `distconv.rules.copies` does.
+                # A gathered view would not tell its tensor of changes, as `distconv.rules.whole.copies` does.
                 if not in_model_call() and not _is_view(suggested.op):
                     itemsize = before.tensor_meta.dtype.itemsize if before.tensor_meta is not None else 1
                     admit(suggested.op, math.prod(before.shape) * itemsize, before.mesh)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from distconv.implicit_replication import as_the_program_set
-from distconv.refusal import refuse
 from distconv.rules.decompositions import has_strategy, without_strategy
+from distconv.tensors.implicit_replication import as_the_program_set
+from distconv.tensors.refusal import refuse
 from distconv.transfer.graph_collectives import kept
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
 from distconv.testing.step import LEFT, TASK, leaves_of
 
 SECONDS = 300  # that a step may take on the ranks, with their start

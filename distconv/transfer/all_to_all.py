@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.account import ACCOUNT
+from distconv.transfer.account import ACCOUNT
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from distconv.mesh import is_ours
+from distconv.tensors.mesh import is_ours
 from distconv.transfer.unread import read_all, side
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")

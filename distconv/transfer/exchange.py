@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.memory_format import memory_format
+from distconv.tensors.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distconv.account import ACCOUNT
+from distconv.transfer.account import ACCOUNT
 from distconv.transfer.all_to_all import as_sent
 from distconv.transfer.graph_collectives import arrived, started
 from distconv.transfer.tracing import is_traced

@@ -7,7 +7,7 @@ import math
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.mesh import whole_group
+from distconv.tensors.mesh import whole_group
 from distconv.transfer.tracing import planned
 
 

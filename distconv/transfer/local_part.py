@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import dim_axes, has_partial, local_shape, owners, replicated, undoes_shard
-from distconv.mesh import sharded_dims
-from distconv.partition import ownership
-from distconv.refusal import UnsupportedOperation
+from distconv.settings.partition import ownership
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import dim_axes, has_partial, local_shape, owners, replicated, undoes_shard
+from distconv.tensors.mesh import sharded_dims
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved

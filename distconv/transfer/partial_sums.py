@@ -7,8 +7,8 @@ import math
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from distconv.dtensors import wrap
-from distconv.layouts import added_up
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import added_up
 from distconv.transfer.all_reduce import MAX, MIN, PRODUCT, SUM, all_reduced
 from distconv.transfer.group import joint_group
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import added_up, box_at, replicated
-from distconv.memory_format import memory_format, shows_memory_format
-from distconv.mesh import is_ours, mesh_like, placements, whole_group
-from distconv.partition import Partition
-from distconv.refusal import UnsupportedOperation
+from distconv.settings.partition import Partition
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import added_up, box_at, replicated
+from distconv.tensors.memory_format import memory_format, shows_memory_format
+from distconv.tensors.mesh import is_ours, mesh_like, placements, whole_group
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, unpacked
 from distconv.transfer.tracing import planned

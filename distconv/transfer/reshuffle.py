@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from distconv.layouts import local_box
-from distconv.mesh import sharded_dims, whole_group
+from distconv.tensors.layouts import local_box
+from distconv.tensors.mesh import sharded_dims, whole_group
 from distconv.transfer.route import Route
 from distconv.transfer.tracing import constant, planned
 

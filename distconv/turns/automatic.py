@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distconv.partition import AXES, Kind, Partition
+from distconv.settings.partition import AXES, Kind, Partition
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed, follow
 from mucudnn.sizes import format_bytes

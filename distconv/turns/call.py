@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distconv.direct.border import fitting
 from distconv.direct.where import where
-from distconv.dtensors import wrap
-from distconv.mesh import placements
 from distconv.model.containers import Containers
 from distconv.model.images import refuse_images
 from distconv.model.shard_gather import to_shards
-from distconv.plain_tensors import plain
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.mesh import placements
+from distconv.tensors.plain_tensors import plain
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.turns.gradients import SECOND, Source, Totals, anchor, of_part
 from distconv.turns.module_state import ModuleState

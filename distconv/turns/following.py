@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from distconv.memory_of_tensors import Memory
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.pager import Pager, instead

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distconv.model.gradients import Bucket
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 class Source(torch.autograd.Function):

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.random_numbers import RandomNumbers
 
 NAMES = ("decode",)

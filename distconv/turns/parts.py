@@ -12,10 +12,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv import settings
-from distconv.mesh import adopt
 from distconv.model.gradients import kinds
 from distconv.model.parallelize import enable
-from distconv.partition import AXES, Kind, Partition
+from distconv.settings.partition import AXES, Kind, Partition
+from distconv.tensors.mesh import adopt
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
 from distconv.turns.group import Meetings

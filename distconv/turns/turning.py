@@ -19,7 +19,7 @@ from distconv.direct.paths import is_open
 from distconv.model.calls import elsewhere
 from distconv.model.compiled import original
 from distconv.model.whole_calls import is_for_whole, run_whole
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
 from distconv.turns.automatic import AUTO, chosen
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.methods import methods_of_new_modules, turn_methods

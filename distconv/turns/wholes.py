@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from distconv.direct.activation import Activation
-from distconv.layouts import added_up, has_partial, local_box
-from distconv.memory_format import memory_format
+from distconv.tensors.layouts import added_up, has_partial, local_box
+from distconv.tensors.memory_format import memory_format
 from distconv.transfer.redistribution import relaid
 
 

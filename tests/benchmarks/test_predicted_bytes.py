@@ -15,10 +15,10 @@ from benchmarks.distributed.cases import CASES
 from benchmarks.distributed.channels import BATCH, KERNEL
 from benchmarks.distributed.wide import SHAPE
 from benchmarks.table import RESULTS
-from distconv.partition import Partition
 from distconv.performance.events import Start, Step
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.recording import on_meta, record_step
+from distconv.settings.partition import Partition
 from mucudnn.networks.models import ResNet
 
 COUNTED: dict[str, Any] = json.loads((RESULTS / "distributed-cpu.json").read_text())

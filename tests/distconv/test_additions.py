@@ -14,7 +14,7 @@ from reference import errors
 from torch import nn
 
 import distconv
-from distconv.partition import AXES, Axis, Kind, Partition
+from distconv.settings.partition import AXES, Axis, Kind, Partition
 from tests.distconv.rules.test_operators import SHAPES, compare
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def cumulative_sums(partition: str) -> dict[str, Any]:
 
 
 def test_a_rule_is_one_file_and_one_row(ranks: Callable[[int], Ranks]) -> None:
-    assert (ROOT / "distconv" / "rules" / "cumulative.py").read_text() == example("rule")
+    assert (ROOT / "distconv" / "rules" / "reductions" / "cumulative.py").read_text() == example("rule")
     for wrong in ranks(3).run(cumulative_sums, "height=3"):
         assert not wrong
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 from jobs import ENVIRONMENT, SCRIPTS, command, needs_mpi
 
-from distconv.addresses import INTERFACE_VARIABLES, is_loopback, is_on_one_machine, loopback_variables
+from distconv.place.addresses import INTERFACE_VARIABLES, is_loopback, is_on_one_machine, loopback_variables
 
 NOT_SET = {name: value for name, value in ENVIRONMENT.items() if name not in INTERFACE_VARIABLES}
 

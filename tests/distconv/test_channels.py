@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.channels import Block, ChannelMap, block, boxes, check_algorithm, moved, weight_dims
 from distconv.model.layers import parameter_placements
-from distconv.partition import Partition
+from distconv.settings.channels import Block, ChannelMap, block, boxes, check_algorithm, moved, weight_dims
+from distconv.settings.partition import Partition
 
 LAYERS = st.builds(
     lambda channels, filters, groups, transposed: ChannelMap(channels * groups, filters * groups, groups, transposed),

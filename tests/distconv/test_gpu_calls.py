@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ranks import missing_for_mpi
 from torch.utils.data import DataLoader, TensorDataset
 
-from distconv.gpu import take_gpu
 from distconv.job import data
 from distconv.job.data import loading
 from distconv.job.to_device import ToDevice
 from distconv.model import parallelize
+from distconv.place.gpu import take_gpu
 
 
 def test_what_ranks_import_before_they_are_forked_asks_for_no_gpu() -> None:
@@ -35,7 +35,7 @@ def refuse(*_): raise SystemExit("a GPU was asked for")
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
     setattr(torch.cuda, name, refuse)
 from distconv.job.launcher import Job, part
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
 os.environ["DISTCONV_STARTER"] = str(os.getppid())
 result = part(Job(Partition.parse("sample=2"), "script.py"))
 raise SystemExit(result if isinstance(result, int) else 0)

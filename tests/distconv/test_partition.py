@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from distconv.mesh import _placements
-from distconv.partition import Partition, nested_ownership, ownership
+from distconv.settings.partition import Partition, nested_ownership, ownership
+from distconv.tensors.mesh import _placements
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import distconv
-from distconv.refusal import in_words, placements_in_words
+from distconv.tensors.refusal import in_words, placements_in_words
 
 pytestmark = pytest.mark.gloo
 

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
-from distconv.layouts import dim_axes, find_layout, local_box, owners, replicated
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
 from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
 from distconv.rules.attention.rotation import rotation
-from distconv.rules.own_parts import brought, wrapped
+from distconv.rules.operands.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd, rule
+from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, replicated
 from distconv.transfer.redistribution import relaid
 
 

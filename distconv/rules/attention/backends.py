@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from distconv.refusal import refuse
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
+from distconv.tensors.refusal import refuse
 
 BACKENDS = (
     *("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.rules.attention.rotation import Turn, blocks
 from distconv.rules.attention.tiles import Gradients, Running, Scores, attend, attend_backward
-from distconv.rules.reduction import all_reduce, precise
+from distconv.rules.operands.sums import all_reduce, precise
 from distconv.transfer.all_reduce import MAX
 from mucudnn.convolution.geometry import Interval
 

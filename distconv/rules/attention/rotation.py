@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.layouts import coordinate
+from distconv.tensors.layouts import coordinate
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, window
 from distconv.transfer.tracing import planned

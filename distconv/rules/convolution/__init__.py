@@ -6,10 +6,11 @@ also gives exactly the rank's share of the weight's gradient, since every (input
 the input. So a step moves the input's halo once and the gradient's halo once, and saves neither. While the halos of a
 large shard travel, the rank convolves what it owns; narrow edges are corrected when they have arrived (edges).
 
-Where channels are sharded, a rank convolves with its block of the weight (see distconv.channels). It first fetches the
-channels that the block reads, and afterwards the ranks add up their partial results at the owners of the filters.
-Fetched channels are not kept for backward: dL/dweight fetches them again. A rank computes while channels travel: it
-first makes what others wait for, and uses what it owns before what arrives. A small layer is computed in one piece.
+Where channels are sharded, a rank convolves with its block of the weight (see `distconv.settings.channels`). It first
+fetches the channels that the block reads, and afterwards the ranks add up their partial results at the owners of the
+filters. Fetched channels are not kept for backward: dL/dweight fetches them again. A rank computes while channels
+travel: it first makes what others wait for, and uses what it owns before what arrives. A small layer is computed in one
+piece.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.mesh_options import channel_algorithm
-from distconv.rules.as_gradient import as_gradient
-from distconv.rules.channel_split import held_as, layer_input, parameter_layout
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
+from distconv.rules.operands.as_gradient import as_gradient
+from distconv.rules.operands.channel_split import held_as, layer_input, parameter_layout
 from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved

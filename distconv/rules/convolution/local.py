@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distconv.channels import Run
 from distconv.rules.convolution import kernels
 from distconv.rules.convolution.plan import ConvolutionPlan, Margins
+from distconv.settings.channels import Run
 from distconv.transfer.route import part
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.providers.onednn import BLOCK

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 
-from distconv.channels import ChannelMap
-from distconv.layouts import box_at, coordinate, local_shape, owners, shard_axes
-from distconv.rules.channel_split import Split, make_split
 from distconv.rules.convolution.edges import Edges, around, edges
 from distconv.rules.convolution.kernels import goes_to_onednn
+from distconv.rules.operands.channel_split import Split, make_split
+from distconv.settings.channels import ChannelMap
+from distconv.tensors.layouts import box_at, coordinate, local_shape, owners, shard_axes
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Need, Piece, window
 from distconv.transfer.tracing import planned

@@ -11,11 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.dtensors import wrap
-from distconv.layouts import dim_axes, layout, replicated
-from distconv.mesh_options import batch_norm_statistics
-from distconv.rules.as_gradient import as_gradient
-from distconv.rules.channel_split import norm_input
 from distconv.rules.normalization.combining import (
     Share,
     of_all,
@@ -35,7 +30,12 @@ from distconv.rules.normalization.statistics import (
     share,
     vector_layout,
 )
+from distconv.rules.operands.as_gradient import as_gradient
+from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import dim_axes, layout, replicated
+from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.transfer.local_part import local_as
 
 aten = torch.ops.aten

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.mesh import sharded_dims
-from distconv.mesh_options import batch_norm_statistics
-from distconv.rules.as_gradient import as_gradient
-from distconv.rules.channel_split import norm_input
 from distconv.rules.normalization.batch import batch_share
 from distconv.rules.normalization.combining import Share
 from distconv.rules.normalization.statistics import vector_layout
-from distconv.rules.own_parts import Added, brought, wrapped
-from distconv.rules.reduction import precise
+from distconv.rules.operands.as_gradient import as_gradient
+from distconv.rules.operands.channel_split import norm_input
+from distconv.rules.operands.own_parts import Added, brought, wrapped
+from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
+from distconv.tensors.mesh import sharded_dims
+from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.transfer.all_reduce import all_reduced
 
 aten = torch.ops.aten

@@ -15,10 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import dim_axes, layout, local_box, owners
-from distconv.rules.as_gradient import as_gradient
-from distconv.rules.channel_split import norm_input
 from distconv.rules.normalization.combining import (
     Share,
     combined,
@@ -39,7 +35,11 @@ from distconv.rules.normalization.statistics import (
     split_axes,
     vector_layout,
 )
+from distconv.rules.operands.as_gradient import as_gradient
+from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.registry import above_autograd, rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import dim_axes, layout, local_box, owners
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.local_part import local_as

@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import input_layout
 from distconv.rules.normalization.combining import (
     Share,
     of_all,
@@ -28,6 +26,8 @@ from distconv.rules.normalization.statistics import (
     share,
 )
 from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import input_layout
 from distconv.transfer.local_part import local_as
 
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import _StopRecomputationError
 
-from distconv.layouts import owners
 from distconv.rules.normalization.combining import Share, of_all
 from distconv.rules.normalization.vectors import gathered
+from distconv.tensors.layouts import owners
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import is_traced

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import box_at
-from distconv.mesh import sharded_dims
 from distconv.rules.normalization.combining import Share
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import box_at
+from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.tracing import is_traced, planned

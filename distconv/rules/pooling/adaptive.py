@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from distconv.dtensors import wrap
-from distconv.layouts import coordinate, input_layout, local_box, owners, shard_axes
-from distconv.rules.as_gradient import cut_as_gradient
+from distconv.rules.operands.as_gradient import cut_as_gradient
+from distconv.rules.operands.sums import lowest, precise
 from distconv.rules.pooling.operator import forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved, placed
-from distconv.rules.reduction import lowest, precise
 from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import coordinate, input_layout, local_box, owners, shard_axes
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import Piece, window

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import local_shape
-from distconv.rules.along import layout_beside
-from distconv.rules.losses import common_layout
+from distconv.rules.operands.layouts import common_layout, layout_beside
 from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_shape
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.memory_format import memory_format
+from distconv.tensors.memory_format import memory_format
 
 
 def spatial_dims(func: Any) -> int:

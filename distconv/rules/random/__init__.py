@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.dtensors import wrap
-from distconv.layouts import Layout, layout, local_box, refuse_partial
-from distconv.memory_format import CHANNELS_LAST, shows_memory_format
-from distconv.refusal import UnsupportedOperation, refuse
+from distconv.rules.operands.sums import settled
 from distconv.rules.random.graph import drawn_apart, drawn_whole
 from distconv.rules.random.own import coordinates, numbers_of, own_numbers, seed_of_shards
 from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill, in_place
-from distconv.rules.reduction import settled
 from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import Layout, layout, local_box, refuse_partial
+from distconv.tensors.memory_format import CHANNELS_LAST, shows_memory_format
+from distconv.tensors.refusal import UnsupportedOperation, refuse
+from distconv.tensors.user_lines import asked_for
 from distconv.transfer.local_part import local_as
 from distconv.transfer.tracing import is_traced
-from distconv.user_lines import asked_for
 from mucudnn.warning import warn
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from distconv.layouts import Layout
-from distconv.mesh import sharded_dims
+from distconv.tensors.layouts import Layout
+from distconv.tensors.mesh import sharded_dims
 
 
 def seed_of_shards() -> torch.Tensor:

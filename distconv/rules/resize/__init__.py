@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.dtensors import wrap
-from distconv.layouts import added_up, coordinate, input_layout, layout, local_shape, owners, shard_axes
-from distconv.memory_format import memory_format
-from distconv.mesh import is_ours
-from distconv.mesh import placements as partition_placements
-from distconv.refusal import refuse
-from distconv.rules.reduction import precise
+from distconv.rules.operands.sums import precise
 from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, antialiased_taps, linear_taps, nearest_taps
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import added_up, coordinate, input_layout, layout, local_shape, owners, shard_axes
+from distconv.tensors.memory_format import memory_format
+from distconv.tensors.mesh import is_ours
+from distconv.tensors.mesh import placements as partition_placements
+from distconv.tensors.refusal import refuse
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.group import joint_group

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from distconv.agreement.disagreement import Disagreement
 from distconv.job.data import loading
-from distconv.mesh import make_mesh
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 
 pytestmark = pytest.mark.gloo
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from distconv.job.data import crowd_of_workers, loading
-from distconv.mesh import make_mesh
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 
 
 def mesh_of(partition: str):

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from distconv import settings
-from distconv.addresses import listening_store
 from distconv.job.link import Beats, Link
+from distconv.place.addresses import listening_store
 
 SECONDS = 2.0
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from jobs import ENVIRONMENT, command
 from ranks import Ranks
 
-from distconv.account import ACCOUNT, held, most_held
 from distconv.job.summary import Share, ending_well, told
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.transfer.account import ACCOUNT, held, most_held
 from distconv.transfer.all_reduce import AllReduce, all_reduced
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import all_gather

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv
-from distconv.memory_of_tensors import Memory
+from distconv.tensors.memory import Memory
 
 pytestmark = pytest.mark.gloo
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distconv.model import idle
-from distconv.partition import Partition
 from distconv.performance.imagined import imagined_job, mesh_of
+from distconv.settings.partition import Partition
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import distconv
-from distconv.gathering import record
 from distconv.rules import whole
+from distconv.tensors.gathering import record
 
 pytestmark = pytest.mark.gloo
 

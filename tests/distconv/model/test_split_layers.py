@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distconv
-from distconv.channels import ChannelMap, weight_dims
-from distconv.dtensors import wrap
 from distconv.model.layers import parameter_placements
-from distconv.partition import Partition
+from distconv.settings.channels import ChannelMap, weight_dims
+from distconv.settings.partition import Partition
+from distconv.tensors.dtensors import wrap
 from distconv.transfer.local_part import local_as
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -15,7 +15,6 @@ import torch
 from jobs import ENVIRONMENT, SCRIPTS
 from torch import nn
 
-from distconv.partition import Partition
 from distconv.performance.calibration import _line, as_toml
 from distconv.performance.calls import prepared
 from distconv.performance.choice import Planner
@@ -27,6 +26,7 @@ from distconv.performance.kernels import Measured
 from distconv.performance.layers import trace
 from distconv.performance.machine import parse, read
 from distconv.performance.recording import on_meta, record_step
+from distconv.settings.partition import Partition
 
 MATRIX = Shape((8, 8), (8, 1), torch.float32)
 

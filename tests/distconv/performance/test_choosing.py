@@ -19,7 +19,6 @@ from ranks import Ranks
 from torch import nn
 
 import distconv
-from distconv.choosing import Question
 from distconv.model.automatic import write
 from distconv.performance.automatic import Choice, choose, main
 from distconv.performance.calibration import as_toml
@@ -27,6 +26,7 @@ from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta
+from distconv.settings.choosing import Question
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from distconv.partition import Partition
 from distconv.performance.automatic import ONE, decide
 from distconv.performance.crowd import Unmeasurable
 from distconv.performance.events import Call, Kernel, Shape
@@ -18,6 +17,7 @@ from distconv.performance.kernels import Measured
 from distconv.performance.layers import trace
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta
+from distconv.settings.partition import Partition
 
 MATRIX = Shape((8, 8), (8, 1), torch.float32)
 

@@ -15,7 +15,6 @@ from small_machine import TEXT
 from torch import nn
 
 from distconv.model.strategy import Strategy
-from distconv.partition import Partition
 from distconv.performance.candidates import allowed, fits, fixed_layers, partitions, worthwhile
 from distconv.performance.choice import Planner
 from distconv.performance.events import Event, Kernel, Operator, Shape, Start, Step, Wait
@@ -26,6 +25,7 @@ from distconv.performance.patterns import patterns
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import Times, message_seconds, replay
+from distconv.settings.partition import Partition
 from mucudnn.optimizer import DoesNotFit
 
 

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from distconv.__main__ import main
-from distconv.partition import Partition
 from distconv.performance.choice import Planner
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.machine import read
 from distconv.performance.pictures import plan_figure, save, scaling_figure
 from distconv.performance.recording import on_meta
+from distconv.settings.partition import Partition
 
 
 def texts(figure: Figure) -> list[str]:

@@ -11,7 +11,6 @@ import torch
 
 from distconv.job.launcher import BadInput, Job, check
 from distconv.model.strategy import Strategy, as_toml, read
-from distconv.partition import Partition
 from distconv.performance import machine as machines
 from distconv.performance.choice import Planner
 from distconv.performance.divisions import Divisions, divided_here, problems, shares
@@ -19,6 +18,7 @@ from distconv.performance.events import Call, Kernel, Shape
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
 from distconv.performance.recording import on_meta
+from distconv.settings.partition import Partition
 from mucudnn.convolution.problem import Direction
 from mucudnn.optimizer import Division, DoesNotFit, Option
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distconv.partition import Partition, ownership
 from distconv.reading.conversion import CHUNK_BYTES, chunk_shape
+from distconv.settings.partition import Partition, ownership
 
 needs_zarr = pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="zarr is not installed")
 

@@ -19,7 +19,7 @@ from distconv.reading.interception import lazily
 from distconv.reading.source import Source
 from distconv.reading.tensor import LazyTensor
 from distconv.reading.tensor import is_lazy as is_lazy_tensor
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 
 SHAPE = (3, 4, 5, 6)
 WHOLE = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)

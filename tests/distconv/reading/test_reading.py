@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 import distconv
 from distconv.agreement.disagreement import Disagreement
 from distconv.job.data import loading
-from distconv.mesh import make_mesh
-from distconv.partition import Partition
 from distconv.reading.fault import ReadError
 from distconv.reading.source import Source
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 
 pytestmark = pytest.mark.gloo
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from distconv.job.data import loading
-from distconv.mesh import make_mesh
-from distconv.partition import Partition
 from distconv.reading.source import Source
 from distconv.settings import StoreOption
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 
 SAMPLES, SHAPE, EPOCHS = 5, (2, 6, 9, 8), 2
 OF_SAMPLE = 2 * int(np.prod(SHAPE))  # bytes

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset
 from distconv.agreement.disagreement import Disagreement
 from distconv.job import supply
 from distconv.job.data import loading
-from distconv.mesh import make_mesh
-from distconv.partition import Partition
 from distconv.reading.fault import ReadError
 from distconv.reading.source import Source
 from distconv.reading.store import Store
 from distconv.settings import StoreOption
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import make_mesh
 
 SAMPLES, SHAPE, EPOCHS = 7, (2, 6, 9, 8), 3
 OF_SAMPLE = int(np.prod(SHAPE)) * 4 + int(np.prod(SHAPE[1:])) + 8  # bytes of a volume, a label and an age

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
 import distconv
-from distconv.rules.along import layout_beside
+from distconv.rules.operands.layouts import layout_beside
 
 pytestmark = pytest.mark.gloo
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional, grad
 
-from distconv.partition import ownership
 from distconv.rules.convolution import edges as module
 from distconv.rules.convolution.edges import Edges, around, edges
+from distconv.settings.partition import ownership
 from mucudnn.convolution.geometry import Interval, Window, intersect, length
 
 

@@ -10,7 +10,7 @@ from ranks import Ranks
 from reference import Case, wrong
 from torch import Tensor, nn
 
-from distconv.rules.padding import index_map, restricted
+from distconv.rules.views.padding import index_map, restricted
 
 pytestmark = pytest.mark.gloo
 

@@ -13,8 +13,8 @@ from reference import Case, errors, wrong
 from torch import Tensor, nn
 
 import distconv
-from distconv.gathering.calls import model_call
 from distconv.rules.resize.taps import linear_taps, nearest_taps
+from distconv.tensors.gathering.calls import model_call
 
 pytestmark = pytest.mark.gloo
 

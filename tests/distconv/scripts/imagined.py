@@ -7,8 +7,6 @@ import json
 import small_network
 import torch.distributed as dist
 
-from distconv.mesh import placements
-from distconv.partition import Partition
 from distconv.performance.candidates import partitions
 from distconv.performance.choice import Planner
 from distconv.performance.costs import moved_bytes
@@ -17,6 +15,8 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.layers import trace
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta, record_step
+from distconv.settings.partition import Partition
+from distconv.tensors.mesh import placements
 from distconv.transfer.redistribution import redistribution
 from mucudnn.optimizer import DoesNotFit
 

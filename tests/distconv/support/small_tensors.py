@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from distconv.gathering.calls import model_call
 from distconv.rules import whole
+from distconv.tensors.gathering.calls import model_call
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from distconv.mesh import make_mesh
-from distconv.partition import Partition, ownership
+from distconv.settings.partition import Partition, ownership
+from distconv.tensors.mesh import make_mesh
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import FILL, OWN, Need, Piece, make_exchange_plan, wanted, window
 

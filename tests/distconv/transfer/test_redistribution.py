@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import distconv
-from distconv.mesh import placements
+from distconv.tensors.mesh import placements
 from distconv.transfer.redistribution import Box, make_redistribution_plan, volume
 
 PARTITIONS = {

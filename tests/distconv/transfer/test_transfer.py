@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 import distconv
-from distconv.layouts import local_shape, owners
+from distconv.tensors.layouts import local_shape, owners
 from distconv.transfer.exchange import exchange
 from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import distconv
 from distconv.__main__ import main
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
 from distconv.turns import automatic
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 import distconv
 from distconv.__main__ import main
-from distconv.memory_of_tensors import Memory
-from distconv.partition import Partition
+from distconv.settings.partition import Partition
+from distconv.tensors.memory import Memory
 from distconv.turns import pager
 from distconv.turns.following import follow
 from distconv.turns.parts import parts_of

@@ -20,7 +20,7 @@ import torch
 import distconv
 from distconv.job.ending import as_python_prints, refusal_of
 from distconv.job.files.private import files_of_rank
-from distconv.refusal import UnsupportedOperation
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 @pytest.fixture

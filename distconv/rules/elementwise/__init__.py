@@ -1,0 +1,201 @@
+"""Elementwise operators for which DTensor has no strategy, or a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.rules.decompositions import has_strategy
+from distconv.rules.operands import common_subscripts, operand
+from distconv.rules.operands.broadcasting import aligned
+from distconv.rules.operands.layouts import common_layout
+from distconv.rules.registry import rule
+from distconv.rules.stock import stock
+from distconv.rules.whole.plain_updates import whole_beside
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import Layout, has_partial, layout, refuse_partial, replicated
+from distconv.transfer.local_part import local_as
+from distconv.transfer.partial_sums import added
+from distconv.transfer.tracing import is_traced
+
+POLYNOMIALS = (
+    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
+    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
+)
+
+OPERATORS = (
+    *(f"{name}.Tensor" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),
+    *(f"bitwise_{name}.Tensor" for name in ("and", "or", "xor")),
+    *("maximum", "minimum", "where.self", "logical_and", "logical_or", "pow.Tensor_Tensor", "threshold_backward"),
+    *("leaky_relu_backward", "elu_backward", "gelu_backward", "silu_backward", "mish_backward", "softplus_backward"),
+    *("sigmoid_backward", "tanh_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward"),
+    *("log_sigmoid_backward", "_prelu_kernel_backward", "rrelu_with_noise_backward", "hardswish", "_prelu_kernel"),
+    *("masked_fill.Scalar", "masked_fill.Tensor", "lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv"),
+    *("atan2", "isclose", "mul.Scalar", "div.Scalar"),
+    # For these torch 2.11's DTensor would gather such a dim of a tensor alone, too.
+    *("leaky_relu", "elu", "celu", "hardsigmoid", "hardtanh", "threshold"),
+    *("mish", "softplus", "softshrink", "hardshrink"),
+    *("hardshrink_backward", "softshrink_backward", "logit_backward", "log_sigmoid_forward"),
+    *("fmin", "fmax", "hypot", "nextafter", "gcd", "lcm", "igamma", "igammac", "logaddexp", "logaddexp2", "heaviside"),
+    *("logical_xor", "complex", "polar", "floor_divide", "rsub.Tensor", "ldexp.Tensor", "div.Tensor_mode"),
+    *(f"{name}.Tensor" for name in ("copysign", "fmod", "remainder", "xlogy", "clamp", "clamp_min", "clamp_max")),
+    *(f"{name}.Tensor" for name in ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")),
+    *("special_zeta", "special_xlog1py", *(f"special_{name}" for name in POLYNOMIALS)),
+)
+"""Those that may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis."""
+
+MAYBE_EMPTY = ("aten::log_sigmoid_backward", "aten::rrelu_with_noise_backward")
+"""Their last tensor may be a stand-in without elements, which broadcasts to nothing."""
+
+
+@rule(*(f"aten::{name}" for name in OPERATORS))
+def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Local, on the layout of the sharded tensors."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if any(has_partial(tensor.placements) for tensor in distributed):
+        if has_strategy(func) and not any(_is_needed_whole(tensor, distributed) for tensor in distributed):
+            return stock(func, args, kwargs)
+        return elementwise(func, *(added(arg) if isinstance(arg, DTensor) else arg for arg in args), **kwargs)
+    mesh, placements = layout(distributed[0])
+    shape = distributed[0].shape
+    if len(distributed) == len(tensors) and all(
+        other.placements == placements and other.shape == shape and other.device_mesh == mesh for other in distributed
+    ):
+        locals = [_plain(arg) for arg in args]
+    else:
+        absent = [t for t in tensors[1:] if tuple(t.shape) == (0,)] if func._schema.name in MAYBE_EMPTY else ()
+        present = [tensor for tensor in tensors if not any(tensor is other for other in absent)]
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in present))
+        mesh, placements = sharding(present, shape)
+        locals = [
+            aligned(arg, mesh, placements, shape)
+            if isinstance(arg, Tensor) and not any(arg is other for other in absent)
+            else _plain(arg)
+            for arg in args
+        ]
+    if is_traced(distributed[0]._local_tensor) and func._schema.name.endswith("_backward"):
+        locals = _alike_in_memory(locals)
+    result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(
+            wrap(part, mesh, placements, shape)
+            if part.shape == result[0].shape
+            else wrap(part, mesh, replicated(mesh), part.shape)
+            for part in result
+        )
+    return wrap(result, mesh, placements, shape)
+
+
+def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
+    """Whether x is a partial sum that its axes cannot scatter as they shard another tensor.
+
+    It repeats along that dim, such as the sum of a row, or the dim's parts differ: DTensor would gather a dim shorter
+    than the axis, and a rank that gets nothing of a compiled graph's reduce-scatter would leave it out.
+    """
+    return any(
+        isinstance(along, Shard)
+        and (
+            other.dim() - along.dim > x.dim()
+            or x.shape[along.dim - other.dim()] == 1
+            or x.shape[along.dim - other.dim()] % x.device_mesh.size(axis) != 0
+        )
+        for other in tensors
+        if other.device_mesh == x.device_mesh
+        for axis, (own, along) in enumerate(zip(x.placements, other.placements, strict=True))
+        if own.is_partial()
+    )
+
+
+def _alike_in_memory(locals: list[Any]) -> list[Any]:
+    """Operands of a graph with the same strides: of unlike ones torch 2.13 does not know how, say, elu's gradient lies.
+
+    A view that the graph takes of it would fail where it runs.
+    """
+    traced = [x for x in locals if isinstance(x, Tensor) and is_traced(x) and x.numel() > 1]
+    if len({(x.shape, x.stride()) for x in traced}) < 2:
+        return locals
+    return [x.contiguous() if isinstance(x, Tensor) else x for x in locals]
+
+
+def _is_whole(placements: Sequence[Placement]) -> bool:
+    return all(placement.is_replicate() for placement in placements)
+
+
+def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequence[int]) -> Any:
+    """Computes repeated elements once: the gradient of a mean, expanded to a whole activation, stays one number."""
+    tensors = [arg for arg in locals if isinstance(arg, Tensor)]
+    repeated = [
+        dim
+        for dim in range(-len(shape), 0)
+        if shape[dim] > 1 and all(t.dim() < -dim or t.shape[dim] == 1 or not t.stride(dim) for t in tensors)
+    ]
+    if not repeated:
+        return func(*locals, **kwargs)
+    for index, arg in enumerate(locals):
+        if isinstance(arg, Tensor):
+            for dim in repeated:
+                arg = arg.narrow(dim, 0, 1) if arg.dim() >= -dim else arg
+            locals[index] = arg
+    result = func(*locals, **kwargs)
+    if isinstance(result, tuple):
+        return tuple(part.expand(shape) for part in result)
+    return result.expand(shape)
+
+
+@rule(
+    *(f"aten::{name}_.Tensor" for name in ("mul", "sub", "div")),
+    *("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_", "aten::addcmul_", "aten::addcdiv_"),
+    *(f"aten::{name}_" for name in ("leaky_relu", "elu", "celu", "silu", "mish", "threshold")),
+    *("aten::lerp_.Scalar", "aten::lerp_.Tensor", "aten::hardsigmoid_", "aten::hardtanh_", "aten::hardswish_"),
+    *("aten::clamp_min_", "aten::clamp_min_.Tensor", "aten::clamp_max_", "aten::clamp_max_.Tensor"),
+    *(f"aten::{name}_" for name in ("hypot", "nextafter", "gcd", "lcm", "igamma", "igammac", "heaviside", "atan2")),
+    *("aten::ldexp_", "aten::logical_and_", "aten::logical_or_", "aten::logical_xor_", "aten::div_.Tensor_mode"),
+    *(f"aten::{name}_.Tensor" for name in ("copysign", "fmod", "remainder", "xlogy", "clamp", "pow", "floor_divide")),
+    *(f"aten::bitwise_{name}_.Tensor" for name in ("and", "or", "xor", "left_shift", "right_shift")),
+    *("aten::__ilshift__.Tensor", "aten::__irshift__.Tensor", "aten::eq_.Tensor", "aten::ne_.Tensor"),
+    *(f"aten::{name}_.Tensor" for name in ("lt", "le", "gt", "ge")),
+)
+def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Local, on the layout of x; a plain x gets what the whole tensors give."""
+    if not isinstance(x, DTensor):
+        func(x, *[whole_beside(func, arg) for arg in args], **kwargs)
+        return x
+    if any(has_partial(t.placements) for t in (x, *args) if isinstance(t, DTensor)):
+        stock(func, (x, *args), kwargs)
+        return x
+    mesh, placements = layout(x)
+    for arg in args:
+        if isinstance(arg, Tensor) and arg.shape != x.shape and torch.broadcast_shapes(arg.shape, x.shape) != x.shape:
+            raise RuntimeError(f"{func}: a tensor {tuple(arg.shape)} does not broadcast to {tuple(x.shape)}")
+    locals = [aligned(arg, mesh, placements, x.shape) if isinstance(arg, Tensor) else arg for arg in args]
+    func(x._local_tensor, *locals, **kwargs)
+    if func is torch.ops.aten.copy_.default:
+        # Below autograd nothing counts the change of the part, which a compiled graph may have saved for backward.
+        torch.autograd.graph.increment_version(x._local_tensor)
+    return x
+
+
+def sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
+    """The layout of the result of tensors that broadcast to a shape."""
+    mesh, _ = common_layout(*tensors)
+    every = tuple(range(len(shape)))
+    operands = tuple(operand(tensor, mesh, every[len(shape) - tensor.dim() :]) for tensor in tensors)
+    chosen = common_subscripts(mesh, operands, tuple(shape), every)
+    return mesh, tuple(Replicate() if dim is None else Shard(dim) for dim in chosen)
+
+
+def _plain(arg: Any) -> Any:
+    return arg._local_tensor if isinstance(arg, DTensor) else arg
+
+
+@rule("aten::fill_.Tensor")
+def fill(func: Any, x: DTensor, value: Tensor) -> DTensor:
+    """Every element becomes the value."""
+    refuse_partial(func, x.placements, "its tensor")
+    func(x._local_tensor, local_as(value, x.device_mesh, replicated(x.device_mesh)))
+    return x

@@ -1,0 +1,116 @@
+"""Reading and writing at indices of a dim, and through masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from distconv.rules.elementwise import sharding
+from distconv.rules.indexing.lookup import read, write
+from distconv.rules.operands import part_of
+from distconv.rules.operands.layouts import common_layout
+from distconv.rules.reductions.along import Meeting, computed_along
+from distconv.rules.registry import rule
+from distconv.rules.whole import whole_or_refused
+from distconv.rules.whole.plain_updates import whole_beside
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import added_up, replicated
+from distconv.tensors.refusal import refuse
+from distconv.transfer.local_part import local_as
+
+ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
+"""Elements meet along the dim that the indices count."""
+
+
+@rule("aten::index_add", "aten::index_add_")
+def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> DTensor:
+    """Adds slices of source at the indices of a dim that is not sharded."""
+    mesh, placements = common_layout(source, x, index)
+    dim %= max(x.dim(), 1)
+    in_place = func._schema.name.endswith("_")
+    if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
+        if in_place and (not isinstance(x, DTensor) or x.placements not in (placements, replicated(mesh))):
+            raise refuse(func, f"its dim {dim} is sharded: {placements}")
+        added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
+        return _became(x, added) if in_place else added
+    numbers = local_as(index, mesh, replicated(mesh))
+    local = func(local_as(x, mesh, placements), dim, numbers, local_as(source, mesh, placements), alpha=alpha)
+    result = wrap(local, mesh, placements, x.shape)
+    return result if not in_place else x if x.placements == placements else _became(x, result)
+
+
+def _became(x: DTensor, result: DTensor) -> DTensor:
+    """x with the elements of a result. As the backward of index_select does with fresh zeros: from now on in shards."""
+    if x.placements == result.placements:
+        x._local_tensor.copy_(result._local_tensor)
+    else:
+        x._local_tensor, x._spec = result._local_tensor, result._spec
+    return x
+
+
+@rule("aten::index_select")
+def index_select(func: Any, x: DTensor, dim: int, index: Tensor) -> DTensor:
+    """Slices at the indices of a dim that is not sharded."""
+    if not isinstance(x, DTensor):
+        return whole_or_refused(func, (x, dim, index), {}, "indices of a plain tensor are sharded")
+    mesh, placements = common_layout(x)
+    dim %= max(x.dim(), 1)
+    if any(isinstance(p, Shard) and p.dim == dim and mesh.size(a) > 1 for a, p in enumerate(placements)):
+        return computed_along(func, (x, dim, index), {}, ALONG)
+    local = func(local_as(x, mesh, placements), dim, local_as(index, mesh, replicated(mesh)))
+    return wrap(local, mesh, placements, (*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]))
+
+
+@rule("aten::scatter.src", "aten::scatter.value", "aten::scatter_add")
+def scatter(func: Any, x: Tensor, dim: int, index: Tensor, source: Any) -> DTensor:
+    """x with the elements of source, or one number, at the indices of a dim that is not sharded."""
+    if len({tensor.dim() for tensor in (x, index, source) if isinstance(tensor, Tensor)}) > 1:
+        return whole_or_refused(func, (x, dim, index, source), {}, "its tensors differ in their number of dims")
+    dim %= max(x.dim(), 1)
+    tensors = [tensor for tensor in (index, source, x) if isinstance(tensor, Tensor)]
+    mesh, placements = sharding(tensors, x.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard) and mesh.size(axis) > 1:
+            alike = {tensor.shape[placement.dim] for tensor in tensors}
+            if placement.dim == dim or len(alike) > 1:
+                return computed_along(func, (x, dim, index, source), {}, ALONG)
+    locals = [part_of(each, mesh, placements) if isinstance(each, Tensor) else each for each in (x, index, source)]
+    return wrap(func(locals[0], dim, *locals[1:]), mesh, placements, x.shape)
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+@rule("aten::index.Tensor")
+def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
+    """x at some numbers; by a mask a result has as many elements as all shards together select."""
+    if any(_is_mask(index) for index in indices):
+        why = "by a mask; accepted: torch.where, masked_fill, or multiplication by the mask"
+        return whole_or_refused(func, (x, indices), {}, why)
+    return read(func, x, indices)
+
+
+@rule("aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+def assign(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *rest: Any) -> Tensor:
+    """x[numbers] = values, and x[mask] = number, on every shard."""
+    in_place = func._schema.name.endswith("_")
+    if not any(_is_mask(index) for index in indices):
+        return write(func, x, indices, values, *rest)
+    (mask, *others) = indices
+    if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
+        why = "through a mask; accepted: a mask of the tensor's shape and one number"
+        return whole_or_refused(func, (x, indices, values, *rest), {}, why)
+    mesh, placements = common_layout(x if isinstance(x, DTensor) else mask, values)
+    if isinstance(x, DTensor):
+        placements = added_up(x.placements)
+    number = local_as(values, mesh, replicated(mesh)).reshape(())
+    filled = local_as(x, mesh, placements).masked_fill(local_as(mask, mesh, placements), number)
+    result = wrap(filled, mesh, placements, x.shape)
+    if not in_place:
+        return result
+    return _became(x, result) if isinstance(x, DTensor) else x.copy_(whole_beside(func, result))

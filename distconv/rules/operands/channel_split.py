@@ -1,0 +1,176 @@
+"""Split channels: a layer's block on this rank, and the exchanges that fetch its channels and add up its filters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.settings.channels import Block, ChannelMap, block, boxes, weight_dims
+from distconv.settings.partition import shards_channels
+from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, replicated
+from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.refusal import refuse
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import window
+from distconv.transfer.tracing import planned
+from mucudnn.convolution.geometry import Interval
+
+
+@dataclass(frozen=True)
+class Split:
+    """This rank's block. With one rank along the channels everything is local, and the exchanges do nothing."""
+
+    axes: tuple[int, ...]
+    """The mesh axes that shard the channels of x and y."""
+    block: Block
+    channels: Exchange
+    """Brings the channels of x that the block reads; its adjoint adds up dL/dx."""
+    filters: Exchange
+    """Brings the filters of dL/dy that the block makes; its adjoint adds up y."""
+    weight: tuple[Placement, ...]
+    """The layout of the weight if each rank holds its block."""
+    vector: tuple[Placement, ...]
+    """The layout of a tensor with one number per filter."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank makes its filters of y alone."""
+        return self.filters.is_identity
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it also reads no other rank's channels."""
+        return self.is_local and self.channels.is_identity
+
+
+@planned(4096)
+def channel_layout(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """How x lies on the mesh once the ``channel`` and ``filter`` axes that replicate it shard its channels: a slice."""
+    names = mesh.mesh_dim_names or ()
+    return tuple(
+        Shard(1) if shards_channels(name) and placement.is_replicate() and mesh.size(axis) > 1 else placement
+        for axis, (name, placement) in enumerate(zip(names, placements, strict=True))
+    )
+
+
+def parameter_layout(
+    mesh: DeviceMesh, held: Sequence[Placement], placements: Sequence[Placement]
+) -> tuple[Placement, ...]:
+    """How a layer needs a parameter whose channels are sharded: whole along those axes that shard other dims of x.
+
+    So it is in a layer whose length is what were channels, as channel attention makes them.
+    """
+    names = mesh.mesh_dim_names or ()
+    return tuple(
+        Replicate() if shards_channels(name) and of in (Shard(0), Shard(1)) and p.is_shard() and p != Shard(1) else of
+        for name, of, p in zip(names, held, placements, strict=True)
+    )
+
+
+def layer_input(func: Any, x: Any, *others: Any) -> Layout:
+    """The layout of a layer's input, its channels sharded where the mesh has an axis for them."""
+    mesh, placements = input_layout(func, x, *others)
+    return mesh, channel_layout(mesh, placements)
+
+
+def norm_input(func: Any, x: Any, *others: Any) -> Layout:
+    """The layout in which a norm of each channel takes its input.
+
+    An axis that shards channels may shard another dim of x, as attention leaves its heads. Where the norm's weight is
+    sharded along it, x trades that dim for its channels: these are as many numbers, and nothing is gathered.
+    """
+    mesh, placements = layer_input(func, x, *others)
+    vectors = [other for other in others if isinstance(other, DTensor) and other.dim() == 1]
+    return mesh, tuple(
+        Shard(1) if p.is_shard() and any(vector.placements[axis].is_shard() for vector in vectors) else p
+        for axis, p in enumerate(placements)
+    )
+
+
+def split(
+    func: Any,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    layer: ChannelMap,
+    weight: Tensor,
+    inner: tuple[int, ...] = (),
+) -> Split:
+    """The split of a layer whose x lies as ``placements`` say, as ``channel_layout`` gives them.
+
+    The axes that shard the channels of x shard those of y, the ``inner`` ones within the others: not where y is a
+    DTensor, whose axes follow their order in the mesh.
+
+    A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. ``UnsupportedOperation``
+    for a weight that is sharded otherwise than by its first two dims over axes that shard channels.
+    """
+    return make_split(func, mesh, tuple(placements), layer, held_as(weight, mesh), inner, channel_algorithm(mesh))
+
+
+def held_as(weight: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The layout of a weight on a mesh; a plain one is whole."""
+    return tuple(weight.placements) if isinstance(weight, DTensor) else replicated(mesh)
+
+
+@planned(4096)
+def make_split(
+    func: Any,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    layer: ChannelMap,
+    held: tuple[Placement, ...],
+    inner: tuple[int, ...],
+    algorithm: str,
+) -> Split:
+    """The same, of a weight whose ranks hold it as ``held`` says."""
+    axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
+    names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
+    sizes = [mesh.size(axis) for axis in axes]
+    wanted = weight_dims(layer, algorithm, dict(zip(names, sizes, strict=True)))
+    dims = list(wanted)
+    for axis, placement in enumerate(held):
+        if placement.is_replicate() or mesh.size(axis) == 1:
+            continue
+        if axis not in axes or placement not in (Shard(0), Shard(1)):
+            accepted = "replicated" + (", or its first two dims sharded over axes that shard channels" if axes else "")
+            raise refuse(func, f"its weight is laid out as {held}; accepted: {accepted}")
+        dims[axes.index(axis)] = placement.dim
+    for at, axis in enumerate(axes):
+        # A shard can be cut by a later axis only.
+        if held[axis].is_replicate() and Shard(dims[at]) in held[axis + 1 :]:
+            dims[at] = 1 - dims[at]
+    try:
+        blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
+    except ValueError as error:
+        raise refuse(func, f"its weight, laid out as {held}, has {error}") from None
+    whole = [Shard(dims[axes.index(axis)]) if axis in axes else Replicate() for axis in range(mesh.ndim)]
+    return Split(
+        axes,
+        blocks[coordinate(mesh, axes)],
+        _exchange(mesh, axes, owners(mesh, axes, layer.channels), [one.channels for one in blocks]),
+        _exchange(mesh, axes, filter_owners(mesh, axes, inner, layer.filters), [one.filters for one in blocks]),
+        tuple(whole),
+        tuple(Shard(0) if axis in axes else Replicate() for axis in range(mesh.ndim)),
+    )
+
+
+def filter_owners(mesh: DeviceMesh, axes: tuple[int, ...], inner: tuple[int, ...], extent: int) -> tuple[Interval, ...]:
+    """The filters of y that each rank along the axes owns; the ``inner`` axes shard them within the others."""
+    order = sorted(range(len(axes)), key=lambda at: axes[at] in inner)
+    owned = owners(mesh, [axes[at] for at in order], extent)
+    places = list(itertools.product(*(range(mesh.size(axes[at])) for at in order)))
+    by_place = dict(zip(places, owned, strict=True))
+    here = itertools.product(*(range(mesh.size(axis)) for axis in axes))
+    return tuple(by_place[tuple(place[at] for at in order)] for place in here)
+
+
+def _exchange(
+    mesh: DeviceMesh, axes: tuple[int, ...], owned: tuple[Interval, ...], read: Sequence[Interval]
+) -> Exchange:
+    extent = max(stop for _, stop in owned)
+    return exchange(mesh, axes, 1, owned, tuple(window(interval, extent) for interval in read))

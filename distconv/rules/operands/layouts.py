@@ -1,0 +1,71 @@
+"""The layout in which an operator computes, from those of its operands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.tensors.layouts import Layout, added_up, find_layout, layout, replicated
+from distconv.tensors.mesh import sharded_dims
+
+
+def common_layout(*tensors: Any) -> Layout:
+    """The layout of the first sharded tensor, or of the first DTensor."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
+            mesh, placements = layout(tensor)
+            return mesh, added_up(placements)
+    mesh, placements = find_layout(*tensors)
+    return mesh, replicated(mesh)
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_beside(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], meeting: frozenset[int]
+) -> tuple[Placement, ...] | None:
+    """The layout in which no dim of ``meeting`` is sharded: its axes shard the longest other dims. None without one."""
+    result = list(placements)
+    held = list(local_extents(mesh, placements, shape, meeting))
+    for axis, dim in sharded_dims(mesh, placements):
+        if dim not in meeting:
+            continue
+        free = [other for other in range(len(shape)) if other not in meeting and held[other] > 1]
+        if mesh.size(axis) == 1:
+            result[axis] = Replicate()
+        elif not free:
+            return None
+        else:
+            best = max(free, key=lambda other: held[other])
+            result[axis] = Shard(best)
+            held[best] = -(-held[best] // mesh.size(axis))
+    return tuple(result)
+
+
+def local_extents(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], without: frozenset[int]
+) -> Sequence[int]:
+    """The largest extents that a rank holds, the shards of some dims left out."""
+    held = list(shape)
+    for axis, dim in sharded_dims(mesh, placements):
+        if dim not in without:
+            held[dim] = -(-held[dim] // mesh.size(axis))
+    return held
+
+
+def reduced_layout(
+    placements: Sequence[Placement], dims: Sequence[int], keepdim: bool, over: Placement
+) -> tuple[Placement, ...]:
+    """The layout of a reduction's result: ``over`` where an axis sharded a reduced dim."""
+    result: list[Placement] = []
+    for placement in placements:
+        if not isinstance(placement, Shard):
+            result.append(placement)
+        elif placement.dim in dims:
+            result.append(over)
+        else:
+            result.append(Shard(placement.dim - (0 if keepdim else sum(dim < placement.dim for dim in dims))))
+    return tuple(result)

@@ -1,0 +1,114 @@
+"""From DTensors to this rank's plain tensors and back, differentiable: autograd handles what lies between by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement
+
+from distconv.rules.operands.sums import all_reduce, towards_parameter
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import relaid
+from distconv.transfer.transfer import Transfer
+
+
+class _Local(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, summed: tuple[int, ...]) -> Tensor:
+        ctx.layout, ctx.summed = (x.device_mesh, tuple(x.placements), tuple(x.shape)), summed
+        return x._local_tensor[...]  # unlike a view of the same shape, it keeps all strides
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        mesh, placements, shape = ctx.layout
+        if ctx.summed:
+            if towards_parameter() and not torch.is_grad_enabled():
+                later = [Partial() if axis in ctx.summed else p for axis, p in enumerate(placements)]
+                return wrap(grad, mesh, later, shape), None
+            grad = Added.apply(grad, mesh, ctx.summed)
+        return wrapped(grad, mesh, placements, shape), None
+
+
+class _Wrapped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]
+    ) -> DTensor:
+        ctx.layout = mesh, placements
+        return wrap(local.detach(), mesh, placements, shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return brought(grad, *ctx.layout), None, None, None
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, transfer: Transfer, back: bool) -> Tensor:
+        ctx.way = transfer, back
+        result = transfer.adjoint(local) if back else transfer.fetch(local)
+        return result[...] if result is local else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        transfer, back = ctx.way
+        return carried(grad, transfer, not back), None, None
+
+
+def carried(local: Tensor, transfer: Transfer, back: bool = False) -> Tensor:
+    """The result of a transfer's fetch, or of its adjoint if ``back``. Differentiable."""
+    return _Carried.apply(local, transfer, back)
+
+
+class Added(torch.autograd.Function):
+    """The sum of the ranks' plain tensors along some axes; all ranks continue with the same result."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
+        ctx.along = mesh, axes
+        return all_reduce(local, mesh, axes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Where a script has added the plain sum to a DTensor, its gradient is one.
+        mesh, axes = ctx.along
+        grad = brought(grad, mesh, replicated(mesh)) if isinstance(grad, DTensor) else grad
+        return _Apart.apply(grad, mesh, axes), None, None
+
+
+class _Apart(torch.autograd.Function):
+    """A tensor that is equal on the ranks of some axes, and used separately on each: the gradients are added."""
+
+    @staticmethod
+    def forward(ctx: Any, alike: Tensor, mesh: DeviceMesh, axes: tuple[int, ...]) -> Tensor:
+        ctx.along = mesh, axes
+        return alike[...]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return Added.apply(grad, *ctx.along), None, None
+
+
+def wrapped(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """The DTensor whose part on this rank is ``local``. Differentiable."""
+    return _Wrapped.apply(local, mesh, tuple(placements), tuple(shape))
+
+
+def brought(
+    x: DTensor | Tensor, mesh: DeviceMesh, placements: Sequence[Placement], summed: Sequence[int] = ()
+) -> Tensor:
+    """This rank's part of a tensor laid out as the placements say; a plain one counts as replicated. Differentiable.
+
+    ``summed``: the axes along which the gradients of the ranks' parts, which are equal, are to be added.
+    """
+    if not isinstance(x, DTensor):
+        if not x.requires_grad:
+            return local_as(x, mesh, placements)
+        x = wrapped(x, mesh, replicated(mesh), x.shape)
+    return _Local.apply(relaid(x, mesh, placements), tuple(summed))

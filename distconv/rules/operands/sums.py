@@ -1,0 +1,70 @@
+"""Sums over ranks: the allreduce that rules share, and what each rank adds to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from distconv.tensors.layouts import Layout, layout
+from distconv.tensors.mesh import whole_group
+from distconv.tensors.refusal import refuse
+from distconv.transfer.all_reduce import SUM, all_reduced
+from distconv.transfer.partial_sums import added
+
+PARAMETER_USE = "_UseBackward"
+"""The autograd node of distconv.model.gradients that takes a parameter's gradient."""
+
+
+VIEWS = {
+    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")
+}
+"""The autograd nodes that may lie between a parameter and its use."""
+
+
+def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = SUM) -> Tensor:
+    """The reduction of ``local`` over mesh axes: one collective where the axes are one or all. A new tensor."""
+    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    result = local.clone(memory_format=torch.contiguous_format)
+    if math.prod(mesh.size(axis) for axis in axes) == mesh.size() and axes:
+        result = all_reduced(result, whole_group(mesh), op)
+    else:
+        for axis in axes:
+            result = all_reduced(result, mesh.get_group(axis), op)
+    return result.to(local.dtype)
+
+
+def settled(func: Any, x: DTensor) -> tuple[Tensor, Layout]:
+    """The local tensor and the layout of ``x``, its partial sums added. Refuses odd placements."""
+    x = added(x)
+    if any(placement.is_shard() and not isinstance(placement, Shard) for placement in x.placements):
+        raise refuse(func, f"its input is laid out as {x.placements}")
+    return x._local_tensor, layout(x)
+
+
+def towards_parameter() -> bool:
+    """Whether autograd is computing the gradient of a model's parameter, or of its transpose or view."""
+    node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
+    followers = [following for following, _ in node.next_functions if following] if node is not None else []
+    views = [following for following in followers if following.name() in VIEWS]
+    deeper = [following for view in views for following, _ in view.next_functions if following]
+    return any(following.name() == PARAMETER_USE for following in (*followers, *deeper))
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """In which sums of numbers of a dtype are kept."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def lowest(dtype: torch.dtype, largest: bool) -> float | int | bool:
+    """The smallest number of a type, or without ``largest`` the largest: it loses every comparison."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.inf
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max

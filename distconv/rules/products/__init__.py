@@ -1,0 +1,1 @@
+"""Products of matrices: linear layers, batches of products, and distances."""

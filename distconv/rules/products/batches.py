@@ -1,0 +1,227 @@
+"""Products of batches of matrices, such as queries with keys and weights with values of an attention written out.
+
+For every mesh axis a plan says what it shards of the product: batches (samples, heads), rows, columns, or the summed
+dim, whose partial products are added up. The layout that moves least is chosen, and rows stay where they are. So the
+scores q k^T are sharded as the queries are, the keys move to them, and a softmax over keys finds whole rows. Fetched
+operands are not kept: backward fetches them once more, and the ranks' gradients of them are added at their owners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.rules.operands.own_parts import Added, brought, carried, wrapped
+from distconv.rules.registry import above_autograd, rule
+from distconv.tensors.layouts import added_up, find_layout, replicated
+from distconv.transfer.tracing import planned
+from distconv.transfer.unsharding import Unsharding, unsharding
+
+aten = torch.ops.aten
+
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class ProductPlan:
+    """The layouts of a (..., n, k) and b (..., k, m) before and during the product, and of the product."""
+
+    first: tuple[Placements, Placements]
+    """Of a: as shards, and with the axes gathered that the product needs whole."""
+    second: tuple[Placements, Placements]
+    result: Placements
+    added: tuple[int, ...]
+    """The axes whose partial products are added up."""
+
+
+@planned(4096)
+def make_product_plan(
+    mesh: DeviceMesh, of_a: Placements, shape_a: tuple[int, ...], of_b: Placements, shape_b: tuple[int, ...]
+) -> ProductPlan:
+    """The plan of a product of matrices whose other dims broadcast: what each axis shards."""
+    shape = (*torch.broadcast_shapes(shape_a[:-2], shape_b[:-2]), shape_a[-2], shape_b[-1])
+    rows, columns, summed = (
+        Shard(len(shape_a) - 2),
+        Shard(len(shape_b) - 1),
+        (Shard(len(shape_a) - 1), Shard(len(shape_b) - 2)),
+    )
+    firsts, seconds, results, added = [], [], [], []
+    whole = Replicate()
+    for axis, (p, q) in enumerate(zip(of_a, of_b, strict=True)):
+        ranks = mesh.size(axis)
+        choices: list[tuple[Placement, Placement, Placement]] = []
+        for placement, own in ((p, shape_a), (q, shape_b)):
+            if isinstance(placement, Shard) and placement.dim < len(own) - 2 and own[placement.dim] > 1:
+                batch = placement.dim + len(shape) - len(own)
+                choices.append((_batch(batch, shape, shape_a), _batch(batch, shape, shape_b), Shard(batch)))
+        if p == rows:
+            choices.append((rows, whole, Shard(len(shape) - 2)))
+        if q == columns and p != rows:
+            choices.append((whole, columns, Shard(len(shape) - 1)))
+        if p == summed[0] or q == summed[1]:
+            choices.append((*summed, whole))
+        if ranks == 1 or not choices:
+            choices = [(whole, whole, whole)]
+
+        def cost(
+            choice: tuple[Placement, Placement, Placement], p: Placement = p, q: Placement = q, ranks: int = ranks
+        ) -> float:
+            first, second, _ = choice
+            sums = 2 * math.prod(shape) if choice[:2] == summed else 0
+            return _moved(p, first, shape_a, ranks) + _moved(q, second, shape_b, ranks) + sums
+
+        first, second, result = min(choices, key=cost)
+        firsts.append(first)
+        seconds.append(second)
+        results.append(result)
+        if (first, second) == summed:
+            added.append(axis)
+    # Of what every rank makes all, each rank has all of the gradient: nothing is to be added where a tensor came from.
+    parted = [isinstance(result, Shard) or axis in added for axis, result in enumerate(results)]
+    return ProductPlan(
+        (_kept(of_a, firsts, parted), tuple(firsts)),
+        (_kept(of_b, seconds, parted), tuple(seconds)),
+        tuple(results),
+        tuple(added),
+    )
+
+
+def _batch(dim: int, shape: Sequence[int], own: Sequence[int]) -> Placement:
+    """The placement of an operand along an axis that shards a batch dim of the product."""
+    at = dim - (len(shape) - len(own))
+    return Shard(at) if at >= 0 and own[at] > 1 else Replicate()
+
+
+def _moved(before: Placement, after: Placement, shape: Sequence[int], ranks: int) -> float:
+    """What moves to a rank, in shares (ranks - 1) / ranks of a tensor."""
+    if before == after or not isinstance(before, Shard):
+        return 0.0
+    return math.prod(shape) / (ranks if isinstance(after, Shard) else 1)
+
+
+def _kept(before: Placements, during: Sequence[Placement], parted: Sequence[bool]) -> Placements:
+    """The layout from which the product's is made by gathering alone, along the axes whose ranks make parts of it."""
+    return tuple(
+        p if isinstance(p, Shard) and not isinstance(to, Shard) and by else to
+        for p, to, by in zip(before, during, parted, strict=True)
+    )
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, of_a: Unsharding, of_b: Unsharding) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.transfers = of_a, of_b
+        return torch.matmul(of_a.fetch(a), of_b.fetch(b))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        a, b = ctx.saved_tensors
+        of_a, of_b = ctx.transfers
+        da = db = None
+        if ctx.needs_input_grad[0]:
+            wide = carried(b, of_b)
+            da = torch.matmul(grad, wide.transpose(-2, -1).conj())
+            da = carried(_of_shape(da, of_a, a), of_a, back=True)
+        if ctx.needs_input_grad[1]:
+            wide = carried(a, of_a)
+            db = torch.matmul(wide.transpose(-2, -1).conj(), grad)
+            db = carried(_of_shape(db, of_b, b), of_b, back=True)
+        return da, db, None, None
+
+
+def _of_shape(grad: Tensor, transfer: Unsharding, x: Tensor) -> Tensor:
+    """The gradient, summed over what was broadcast of the part of x that the transfer made."""
+    shape = list(x.shape)
+    for each in transfer.exchanges:
+        shape[each.dim] = each.plan.extent
+    return grad.sum_to_size(shape)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a (..., n, k) times b (..., k, m), of DTensors or plain tensors, other dims broadcast. Differentiable."""
+    if a.shape[-1] != b.shape[-2]:
+        raise RuntimeError(f"shapes cannot be multiplied: {tuple(a.shape)} and {tuple(b.shape)}")
+    if not isinstance(a, DTensor) and not isinstance(b, DTensor):  # beside a sharded tensor that is added
+        return torch.matmul(a, b)
+    mesh, _ = find_layout(a, b)
+    plan = make_product_plan(mesh, _lying(a, mesh), tuple(a.shape), _lying(b, mesh), tuple(b.shape))
+    parts, transfers = [], []
+    for x, (before, during) in ((a, plan.first), (b, plan.second)):
+        # Where each rank makes its own part of the product, of what all have alike, gradients are to be added.
+        alike = [
+            axis
+            for axis, (p, of) in enumerate(zip(before, plan.result, strict=True))
+            if p.is_replicate() and isinstance(of, Shard)
+        ]
+        parts.append(brought(x, mesh, before, alike))
+        transfers.append(unsharding(mesh, before, during, tuple(x.shape)))
+    if any(transfer.exchanges for transfer in transfers):
+        local = _Product.apply(*parts, *transfers)
+    else:
+        local = torch.matmul(*parts)
+    if plan.added:
+        local = Added.apply(local, mesh, plan.added)
+    return wrapped(
+        local, mesh, plan.result, (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
+    )
+
+
+def _lying(x: Tensor, mesh: DeviceMesh) -> Placements:
+    return tuple(added_up(x.placements)) if isinstance(x, DTensor) else replicated(mesh)
+
+
+@above_autograd("aten::matmul")
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``aten::matmul``; of tensors of one or two dims by the rules of what it is made of."""
+    if min(a.dim(), b.dim()) < 2 or max(a.dim(), b.dim()) < 3:
+        return aten.matmul.default.decompose(a, b)
+    return product(a, b)
+
+
+@above_autograd("aten::bmm")
+def batched(a: Tensor, b: Tensor) -> Tensor:
+    """a (batch, n, k) times b (batch, k, m)."""
+    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0]:
+        raise RuntimeError(f"bmm of {tuple(a.shape)} and {tuple(b.shape)}")
+    return product(a, b)
+
+
+@above_autograd("aten::baddbmm")
+def batched_and_added(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """beta x + alpha a b; where beta is 0, nothing of x is read."""
+    result = batched(a, b)
+    result = result if alpha == 1 else result * alpha
+    if beta == 0:
+        return result
+    return result + (x if beta == 1 else x * beta)
+
+
+def _alone(function: Any) -> Any:
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return run
+
+
+for _name, _function in (("matmul", matmul), ("bmm", batched), ("baddbmm", batched_and_added)):
+    rule(f"aten::{_name}")(_alone(_function))  # in inference mode
+
+
+@rule("aten::_euclidean_dist")
+def euclidean(func: Any, a: Tensor, b: Tensor) -> Tensor:
+    """|a_i - b_j| of points a (..., n, k) and b (..., m, k): the root of |a|^2 - 2 a b + |b|^2, as torch's own formula.
+
+    Its backward is made of operators that have rules.
+    """
+    a_squares, b_squares = a.square().sum(-1, True), b.square().sum(-1, True)
+    first = torch.cat([a * -2, a_squares, torch.ones_like(a_squares)], -1)
+    second = torch.cat([b, torch.ones_like(b_squares), b_squares], -1)
+    return product(first, second.mT).clamp_min(0).sqrt()

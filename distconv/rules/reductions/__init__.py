@@ -1,0 +1,199 @@
+"""Sums, means, variances, norms and extrema over sharded dims: the value of the whole tensor, with uneven shards too.
+
+A result is whole on every rank at once, so that whatever follows is plain, be it `.item()` or arithmetic. Only a sum
+that is a parameter's gradient stays partial: parameters add theirs up in buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from distconv.rules.operands.layouts import reduced_layout
+from distconv.rules.operands.sums import all_reduce, lowest, settled, towards_parameter
+from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.mesh import sharded_dims
+from distconv.transfer.all_reduce import MAX, MIN
+
+
+def canonical(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """The dims of a reduction, from 0; all where none are named. IndexError as one process raises it."""
+    if isinstance(dims, int):
+        dims = (dims,)
+    for dim in dims or ():
+        if not -max(ndim, 1) <= dim < max(ndim, 1):
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})"
+            )
+    return tuple(sorted({dim % ndim for dim in dims})) if dims and ndim else tuple(range(ndim))
+
+
+def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
+    return tuple(1 if dim in dims else extent for dim, extent in enumerate(shape) if keepdim or dim not in dims)
+
+
+def reduced_axes(mesh: DeviceMesh, placements: Sequence[Placement], dims: Sequence[int]) -> list[int]:
+    return [axis for axis, dim in sharded_dims(mesh, placements) if dim in dims]
+
+
+class Reduction:
+    """One tensor's reduction over dims: what its result's layout is, and how to make it from local results."""
+
+    def __init__(self, func: Any, x: DTensor, dims: int | Sequence[int] | None, keepdim: bool) -> None:
+        self.local, (self.mesh, self.placements) = settled(func, x)
+        self.dims, self.keepdim, self.whole = canonical(dims, x.dim()), keepdim, x.shape
+        self.axes = reduced_axes(self.mesh, self.placements, self.dims)
+        self.shape = reduced_shape(x.shape, self.dims, keepdim)
+        self.count = math.prod(x.shape[dim] for dim in self.dims)
+
+    def wrap(self, local: Tensor, over: Placement | None = None) -> DTensor:
+        placements = reduced_layout(self.placements, self.dims, self.keepdim, over or Replicate())
+        return wrap(local, self.mesh, placements, self.shape)
+
+    def sum(self, local: Tensor, **options: Any) -> Tensor:
+        """The whole sum of a local tensor, the reduced dims kept."""
+        return all_reduce(torch.sum(local, self.dims, keepdim=True, **options), self.mesh, self.axes)
+
+    def mean(self, local: Tensor, **options: Any) -> Tensor:
+        """The whole mean, not a number where there are no elements; the reduced dims kept."""
+        return self.sum(local, **options) * math.nan if not self.count else self.sum(local, **options) / self.count
+
+    def extremum(self, local: Tensor, largest: bool) -> Tensor:
+        """The whole maximum or minimum, the reduced dims kept."""
+        if not self.count:
+            raise IndexError(f"max(): Expected reduction dims of a tensor {tuple(self.whole)} to have non-zero size")
+        if any(not local.shape[dim] for dim in self.dims):
+            own = local.new_full(reduced_shape(local.shape, self.dims, True), lowest(local.dtype, largest))
+        else:
+            own = (torch.amax if largest else torch.amin)(local, self.dims, keepdim=True)
+        return all_reduce(own, self.mesh, self.axes, MAX if largest else MIN)
+
+    def shaped(self, kept: Tensor) -> Tensor:
+        """Without the reduced dims, unless they are kept."""
+        return kept if self.keepdim else kept.reshape(reduced_shape(kept.shape, self.dims, False))
+
+
+@rule("aten::sum", "aten::sum.dim_IntList")
+def total(
+    func: Any, x: DTensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DTensor:
+    """Sums over any dims. Partial where it is a parameter's gradient."""
+    gradient = towards_parameter()
+    if gradient and all(p.is_partial("sum") for p in x.placements if p.is_partial()):
+        dims = canonical(dims, x.dim())
+        local = torch.sum(x._local_tensor, dims, keepdim, dtype=dtype)
+        placements = reduced_layout(x.placements, dims, keepdim, Partial())
+        return wrap(local, x.device_mesh, placements, reduced_shape(x.shape, dims, keepdim))
+    work = Reduction(func, x, dims, keepdim)
+    return work.wrap(work.shaped(work.sum(work.local, dtype=dtype)))
+
+
+@rule("aten::mean", "aten::mean.dim")
+def mean(
+    func: Any, x: DTensor, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DTensor:
+    """The mean of all elements of the whole dims."""
+    if not (dtype or x.dtype).is_floating_point and not (dtype or x.dtype).is_complex:
+        raise RuntimeError(f"mean(): input dtype should be either floating point or complex dtypes. Got {x.dtype}")
+    work = Reduction(func, x, dims, keepdim)
+    return work.wrap(
+        work.shaped(work.sum(work.local, dtype=dtype) / work.count if work.count else work.sum(work.local) * math.nan)
+    )
+
+
+@rule("aten::amax", "aten::amin")
+def extremum(func: Any, x: DTensor, dims: Any = (), keepdim: bool = False) -> DTensor:
+    """The largest or smallest element over dims."""
+    work = Reduction(func, x, dims, keepdim)
+    return work.wrap(work.shaped(work.extremum(work.local, "amax" in func._schema.name)))
+
+
+@rule("aten::max", "aten::min")
+def extremum_of_all(func: Any, x: DTensor) -> DTensor:
+    """The largest or smallest element."""
+    work = Reduction(func, x, None, False)
+    return work.wrap(work.shaped(work.extremum(work.local, func._schema.name.endswith("max"))))
+
+
+def _moments(work: Reduction, correction: float | None) -> tuple[Tensor, Tensor]:
+    mean = work.mean(work.local)
+    squares = work.sum((work.local - mean).square())
+    degrees = max(work.count - (1.0 if correction is None else correction), 0.0)
+    return squares / degrees, mean
+
+
+@rule("aten::var.correction", "aten::std.correction")
+def spread(func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> DTensor:
+    """Variance, or standard deviation, with the correction of the whole count."""
+    work = Reduction(func, x, dims, keepdim)
+    variance, _ = _moments(work, correction)
+    return work.wrap(work.shaped(variance.sqrt() if "std" in func._schema.name else variance))
+
+
+@rule("aten::var_mean.correction", "aten::std_mean.correction")
+def spread_and_mean(
+    func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[DTensor, DTensor]:
+    """Variance, or standard deviation, and mean."""
+    work = Reduction(func, x, dims, keepdim)
+    variance, mean = _moments(work, correction)
+    first = variance.sqrt() if "std" in func._schema.name else variance
+    return work.wrap(work.shaped(first)), work.wrap(work.shaped(mean))
+
+
+@rule("aten::linalg_vector_norm")
+def vector_norm(
+    func: Any, x: DTensor, ord: float = 2, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> DTensor:
+    """(sum of |x|^ord)^(1/ord) over dims; the extreme |x| for an infinite ord, the count of non-zeros for 0."""
+    work = Reduction(func, x, dims, keepdim)
+    sizes = work.local.to(dtype or x.dtype).abs()
+    if math.isinf(ord):
+        result = work.extremum(sizes, ord > 0)
+    elif ord == 0:
+        result = work.sum((sizes != 0).to(sizes.dtype))
+    elif ord == 2:
+        result = work.sum(sizes.square()).sqrt()
+    else:
+        result = work.sum(sizes.pow(ord)).pow(1 / ord)
+    return work.wrap(work.shaped(result))
+
+
+@rule("aten::norm.Scalar", "aten::norm.ScalarOpt_dim")
+def norm(func: Any, x: DTensor, ord: float | None = 2, dims: Any = None, keepdim: bool = False) -> DTensor:
+    """The vector norm by its older names."""
+    return vector_norm(func, x, 2 if ord is None else ord, dims, keepdim)
+
+
+@rule("aten::logsumexp")
+def logsumexp(func: Any, x: DTensor, dims: Any, keepdim: bool = False) -> DTensor:
+    """log(sum(exp(x))) over dims, without overflow."""
+    work = Reduction(func, x, dims, keepdim)
+    peak = work.extremum(work.local, True)
+    peak = torch.where(peak.isinf(), torch.zeros_like(peak), peak)
+    return work.wrap(work.shaped(work.sum((work.local - peak).exp()).log() + peak))
+
+
+@rule("aten::all", "aten::all.dim", "aten::all.dims", "aten::any", "aten::any.dim", "aten::any.dims")
+def truth(func: Any, x: DTensor, dims: Any = None, keepdim: bool = False) -> DTensor:
+    """Whether all, or any, elements over dims are true."""
+    work = Reduction(func, x, dims, keepdim)
+    every = func._schema.name.endswith("all")
+    flags = work.local.bool()
+    own = functools.reduce(lambda t, dim: (torch.all if every else torch.any)(t, dim, keepdim=True), work.dims, flags)
+    return work.wrap(work.shaped(all_reduce(own, work.mesh, work.axes, MIN if every else MAX)))
+
+
+@rule("aten::count_nonzero", "aten::count_nonzero.dim_IntList")
+def count_nonzero(func: Any, x: DTensor, dims: Any = None) -> DTensor:
+    """The number of nonzero elements over dims."""
+    work = Reduction(func, x, dims, False)
+    return work.wrap(work.shaped(work.sum(work.local != 0)))

@@ -1,0 +1,167 @@
+"""Operators that combine elements along some dims and are independent along all others: running sums, sorting, Fourier
+transforms, gathering and scattering along a dim, and linear algebra on batches of matrices.
+
+Where none of the combined dims is sharded, every rank computes on its shard. Where one is, a single all-to-all moves
+its shards to other dims, so that a rank still holds no more than its share, and another brings the result back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from distconv.rules.operands.layouts import common_layout, layout_beside, reduced_layout
+from distconv.rules.registry import rule
+from distconv.rules.whole import permit, whole_or_refused
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_shape
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved
+
+Arguments = dict[str, Any]
+"""The arguments of an operator by name, defaults included."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Along which dims the elements of an operator's first tensor meet."""
+
+    dims: Callable[[Arguments, int], Iterable[int]]
+    """From the arguments and the number of dims."""
+    reduces: bool = False
+    """Whether results lack these dims, unless the argument keepdim is true."""
+    returns: bool = True
+    """Whether results are laid out as the first tensor was; else they stay where they were computed."""
+    empty: bool = True
+    """Whether the operator accepts tensors without elements. Else it gets one of one element a dim in their place."""
+
+
+def _along(name: str) -> Callable[[Arguments, int], Iterable[int]]:
+    def dims(arguments: Arguments, _: int) -> Iterable[int]:
+        value = arguments[name]
+        return [value] if isinstance(value, int) else value
+
+    return dims
+
+
+def _matrices(arguments: Arguments, ndim: int) -> Iterable[int]:
+    return (-2, -1)
+
+
+def _space(arguments: Arguments, ndim: int) -> Iterable[int]:
+    return range(-len(arguments["output_size"]), 0)
+
+
+def _slices(arguments: Arguments, ndim: int) -> Iterable[int]:
+    return [dim for dim in range(ndim) if dim != arguments["dim"] % ndim]
+
+
+MEETINGS: dict[str, Meeting] = {
+    **dict.fromkeys(
+        ("logcumsumexp", "_logcumsumexp", "cummax", "cummin", "sort", "sort.stable"),
+        Meeting(_along("dim")),
+    ),
+    **dict.fromkeys(
+        ("kthvalue", "mode", "median.dim", "nanmedian.dim"), Meeting(_along("dim"), reduces=True, empty=False)
+    ),
+    **dict.fromkeys(("gather", "index_copy", "scatter_reduce.two", "linalg_cross"), Meeting(_along("dim"))),
+    **dict.fromkeys(("index_fill.int_Scalar", "index_fill.int_Tensor", "index_reduce"), Meeting(_along("dim"))),
+    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), Meeting(_space, empty=False)),
+    **dict.fromkeys(("_fft_r2c", "_fft_c2r", "_fft_c2c"), Meeting(_along("dim"), empty=False)),
+    "renorm": Meeting(_slices),
+    **dict.fromkeys(("linalg_matrix_exp", "cholesky_inverse"), Meeting(_matrices)),
+    **dict.fromkeys(
+        (
+            *("cholesky", "linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh"),
+            *("linalg_eig", "_linalg_det", "_linalg_slogdet", "linalg_lu", "linalg_lu_factor_ex"),
+            *("geqrf", "linalg_ldl_factor_ex"),
+        ),
+        Meeting(_matrices, returns=False),
+    ),
+}
+"""The operators, each with its dims."""
+
+
+def named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
+    """The arguments of an operator by name, defaults included."""
+    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    return given | {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+
+
+@rule(*(f"aten::{name}" for name in MEETINGS))
+def along(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """On shards of the dims along which no elements meet."""
+    overload = func._schema.overload_name
+    name = func._schema.name.removeprefix("aten::") + (f".{overload}" if overload else "")
+    return computed_along(func, args, kwargs, MEETINGS[name])
+
+
+def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets: Meeting) -> Any:
+    """An operator on shards of the dims along which its elements do not meet."""
+    arguments = named(func, args, kwargs)
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    x, ndim = tensors[0], tensors[0].dim()
+    alike = [t for t in tensors if t.dim() == ndim]
+    if not any(isinstance(t, DTensor) for t in alike):
+        return whole_or_refused(func, args, kwargs, "beside a plain tensor of other dims it is not computed in parts")
+    mesh, placements = common_layout(*alike)
+    if not ndim or not x.numel() or any(p.is_shard() and not isinstance(p, Shard) for p in placements):
+        return whole_or_refused(func, args, kwargs, "it has no elements or no dims")
+    meeting = {dim % ndim for dim in meets.dims(arguments, ndim)}
+    # Along a dim in which its tensors differ they cannot be cut alike.
+    apart = meeting | {d for t in alike for d in range(ndim) if t.shape[d] != x.shape[d]}
+    target = layout_beside(mesh, placements, tuple(x.shape), frozenset(apart))
+    if target is None:
+        return whole_or_refused(func, args, kwargs, f"it needs whole dims {sorted(apart)}, and no other can be sharded")
+    others = [t for t in tensors if t.dim() != ndim and isinstance(t, DTensor)]
+    permit(func, others, f"it is needed whole beside one of other dims {tuple(x.shape)}")
+
+    def here(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        wanted = target if value.dim() == ndim else (Replicate(),) * mesh.ndim
+        return moved(value, mesh, wanted)._local_tensor if isinstance(value, DTensor) else local_as(value, mesh, wanted)
+
+    removed = sorted(meeting) if meets.reduces and not arguments.get("keepdim") else []
+    local = local_shape(mesh, target, x.shape)
+    own, named_own = [here(value) for value in args], {name: here(value) for name, value in kwargs.items()}
+    if meets.empty or 0 not in local:
+        results = func(*own, **named_own)
+    else:
+        results = _of_stand_ins(func, own, named_own, local, removed)
+    back = reduced_layout(placements, tuple(meeting), not removed, Replicate()) if meets.reduces else placements
+
+    def laid_out(local: Tensor) -> DTensor:
+        lying = [Shard(p.dim - sum(d < p.dim for d in removed)) if isinstance(p, Shard) else p for p in target]
+        shape = list(local.shape)
+        for p, q in zip(lying, target, strict=True):
+            if isinstance(p, Shard) and isinstance(q, Shard):
+                shape[p.dim] = x.shape[q.dim]
+        y = wrap(local, mesh, lying, shape)
+        return moved(y, mesh, back) if meets.returns else y
+
+    return tuple(map(laid_out, results)) if isinstance(results, tuple) else laid_out(results)
+
+
+def _of_stand_ins(
+    func: Any, args: list[Any], kwargs: dict[str, Any], shape: Sequence[int], removed: Sequence[int]
+) -> Any:
+    """The empty results of an empty shard, from an operator that accepts none: it gets one element a dim instead."""
+    empty = [dim for dim, extent in enumerate(shape) if not extent]
+
+    def stand_in(value: Any) -> Any:
+        same = isinstance(value, Tensor) and value.dim() == len(shape)
+        return value.new_zeros([max(extent, 1) for extent in value.shape]) if same else value
+
+    results = func(*map(stand_in, args), **{name: stand_in(value) for name, value in kwargs.items()})
+
+    def emptied(local: Tensor) -> Tensor:
+        for dim in empty:
+            local = local.narrow(dim - sum(other < dim for other in removed), 0, 0)
+        return local
+
+    return tuple(map(emptied, results)) if isinstance(results, tuple) else emptied(results)

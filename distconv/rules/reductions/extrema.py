@@ -1,0 +1,114 @@
+"""Positions of the largest or smallest elements: argmax, argmin, max and min along a dim, and topk, sharded or not.
+
+Each rank finds its own candidates. One gather of these, as many as the result has elements, decides. Of equal elements
+the first counts (but not for topk).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from distconv.rules.operands.layouts import reduced_layout
+from distconv.rules.operands.sums import lowest, settled
+from distconv.rules.reductions import reduced_axes, reduced_shape
+from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import dim_axes, local_box, owners
+from distconv.tensors.mesh import whole_group
+from distconv.transfer.exchange import exchange
+from distconv.transfer.gathering import all_gathered
+from distconv.transfer.needs import window
+
+
+def _first_best(values: Tensor, places: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
+    """Along dim 0, the best value at the smallest place."""
+    best = values.amax(0) if largest else values.amin(0)
+    nan = values.isnan().any(0) if values.is_floating_point() else torch.zeros_like(best, dtype=torch.bool)
+    wins = torch.where(nan, values.isnan(), values == best) if values.is_floating_point() else values == best
+    best = torch.where(nan, torch.full_like(best, math.nan), best) if values.is_floating_point() else best
+    return best, torch.where(wins, places, torch.iinfo(torch.int64).max).amin(0)
+
+
+def _gathered(local: Tensor, group: Any, ranks: int) -> Tensor:
+    """(ranks, ...) of every rank's tensor."""
+    return all_gathered(local.reshape(-1), ranks, group).view(ranks, *local.shape)
+
+
+def _located(func: Any, x: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
+    """(extreme values, their places along dim, or in the flat tensor where dim is None)."""
+    local, (mesh, placements) = settled(func, x)
+    if dim is not None and not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
+        raise IndexError(f"Dimension out of range (expected {-x.dim()} to {x.dim() - 1}, but got {dim})")
+    dims = tuple(range(x.dim())) if dim is None else (dim % max(x.dim(), 1),) if x.dim() else ()
+    if not math.prod(x.shape[d] for d in dims):
+        raise IndexError(f"{func}: a tensor {tuple(x.shape)} has no extreme element")
+    box = local_box(mesh, placements, x.shape)
+    over = [box[d] for d in dims]
+    places = torch.zeros((), dtype=torch.int64, device=local.device)
+    for d in dims:
+        places = places.unsqueeze(-1) * x.shape[d] + torch.arange(*box[d], device=local.device)
+    rest = [d for d in range(x.dim()) if d not in dims]
+    flat = local.permute(*dims, *rest).reshape(math.prod(b - a for a, b in over), *(local.shape[d] for d in rest))
+    places = places.reshape(-1, *[1] * len(rest)).expand_as(flat)
+    if flat.shape[0]:
+        value, place = _first_best(flat, places, largest)
+    else:
+        value = flat.new_full(flat.shape[1:], lowest(flat.dtype, largest))
+        place = torch.full(flat.shape[1:], torch.iinfo(torch.int64).max, device=flat.device)
+    axes = [axis for axis in reduced_axes(mesh, placements, dims) if mesh.size(axis) > 1]
+    groups: list[tuple[Any, int]] = [(mesh.get_group(axis), mesh.size(axis)) for axis in axes]
+    if len(groups) > 1 and math.prod(ranks for _, ranks in groups) == mesh.size():
+        groups = [(whole_group(mesh), mesh.size())]
+    for group, ranks in groups:
+        value, place = _first_best(_gathered(value, group, ranks), _gathered(place, group, ranks), largest)
+    result = reduced_layout(placements, dims, keepdim, Replicate())
+    shape = reduced_shape(x.shape, dims, keepdim)
+    if keepdim:
+        kept = [1 if d in dims else local.shape[d] for d in range(x.dim())]
+        value, place = value.reshape(kept), place.reshape(kept)
+    return wrap(value, mesh, result, shape), wrap(place, mesh, result, shape)
+
+
+@rule("aten::max.dim", "aten::min.dim")
+def extremum_along(func: Any, x: DTensor, dim: int, keepdim: bool = False) -> tuple[DTensor, DTensor]:
+    """The extreme values along dim and where they are."""
+    return _located(func, x, dim, keepdim, func._schema.name.endswith("max"))
+
+
+@rule("aten::argmax", "aten::argmin")
+def place_of_extremum(func: Any, x: DTensor, dim: int | None = None, keepdim: bool = False) -> DTensor:
+    """The position of the extreme value, along dim or in the flat tensor."""
+    return _located(func, x, dim, keepdim, func._schema.name.endswith("max"))[1]
+
+
+@rule("aten::topk")
+def topk(
+    func: Any, x: DTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[DTensor, DTensor]:
+    """The k largest or smallest elements along dim and where they are, on every rank; equal ones in any order."""
+    local, (mesh, placements) = settled(func, x)
+    dim %= max(x.dim(), 1)
+    if not 0 <= k <= (x.shape[dim] if x.dim() else 1):
+        raise RuntimeError(f"topk of {k} elements along dim {dim} of a tensor {tuple(x.shape)}")
+    axes = dim_axes(mesh, placements, dim)
+    shape = (*x.shape[:dim], k, *x.shape[dim + 1 :])
+    if not axes:
+        values, places = func(local, k, dim, largest, sorted)
+        return wrap(values, mesh, placements, shape), wrap(places, mesh, placements, shape)
+    first, last = local_box(mesh, placements, x.shape)[dim]
+    values, places = func(local, min(k, last - first), dim, largest, False)
+    owned = owners(mesh, axes, x.shape[dim])
+    ends = list(itertools.accumulate((min(k, stop - start) for start, stop in owned), initial=0))
+    candidates = exchange(
+        mesh, axes, dim, tuple(itertools.pairwise(ends)), (window((0, ends[-1]), ends[-1]),) * len(owned)
+    )
+    values, which = func(candidates.fetch(values), k, dim, largest, sorted)
+    places = candidates.fetch(places + first).gather(dim, which)
+    after = tuple(Replicate() if axis in axes else placement for axis, placement in enumerate(placements))
+    return wrap(values, mesh, after, shape), wrap(places, mesh, after, shape)

@@ -1,0 +1,66 @@
+"""How Python and other libraries copy, pickle and convert a distributed tensor.
+
+A file that a job has written holds the whole tensor as a plain one, whatever object it is an attribute of: a process
+without distconv can read it.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import TracingContext
+from torch.distributed.tensor import DTensor
+
+from distconv.rules.registry import method
+from distconv.rules.whole import whole_value
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.gathering.calls import script_code
+
+
+@method("__deepcopy__")
+def deepcopy(stock: Any, x: DTensor, memo: dict[int, Any]) -> DTensor:
+    """A copy of this rank's shard, its gradient and its attributes. As of any tensor, only of a leaf."""
+    if id(x) in memo:
+        return memo[id(x)]
+    if not x.is_leaf:
+        return stock(x, memo)
+    with torch.no_grad():
+        new: Any = wrap(x._local_tensor.clone(), x.device_mesh, x.placements, x.shape)
+    if isinstance(x, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=x.requires_grad)
+    else:
+        new.requires_grad_(x.requires_grad)
+    memo[id(x)] = new
+    new.__dict__.update(copy.deepcopy(x.__dict__, memo))
+    if x.grad is not None:
+        new.grad = copy.deepcopy(x.grad, memo)
+    return new
+
+
+@method("__reduce_ex__")
+def reduced(stock_method: Any, x: DTensor, protocol: int) -> Any:
+    """That of the whole tensor, with the attributes that a program has set on this one. All ranks must pickle it."""
+    with script_code():  # a file is the script's, even where a hook writes it
+        whole = whole_value("pickle", x.detach(), alike=False).clone()
+    plain = (
+        nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole.requires_grad_(x.requires_grad)
+    )
+    plain.__dict__.update(x.__dict__)
+    return plain.__reduce_ex__(protocol)
+
+
+@method("untyped_storage")
+def untyped_storage(stock_method: Any, x: DTensor) -> Any:
+    """That of this rank's shard: two DTensors share it where one process's tensors would."""
+    if TracingContext.try_get() is not None:  # torch.compile keeps apart what a tensor and its shard seem to hold
+        return stock_method(x)
+    return x._local_tensor.untyped_storage()
+
+
+@method("as_subclass")
+def as_subclass(stock: Any, x: DTensor, cls: type) -> DTensor:
+    """Its result is a DTensor: one of the subclass, as the subclass would make of it, it cannot be."""
+    return x

@@ -1,0 +1,290 @@
+"""Views: shards stay where they are if every rank owns the same elements before and after, else one all-to-all moves
+them.
+
+A view splits into groups of dims that merge into one another, or divide. A group without a sharded dim, or with one dim
+before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the other:
+flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes its
+partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations (``height``
+to the last but one), else to those dims of the group with which nothing moves. If a sharded dim of extent 1 disappears,
+the result is replicated: every rank gets its element.
+
+The backward of a view divides what its forward merged, and must give the gradient the layout of the forward's input.
+The autograd node that computed the input keeps that layout, and the backward finds it there, as its next node.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from distconv.rules.registry import rule
+from distconv.rules.whole.copies import copy_of
+from distconv.settings.partition import AXES, Kind
+from distconv.tensors.dtensors import wrap, wrap_strided
+from distconv.tensors.layouts import box_at, layout, local_shape, refuse_partial, replicated
+from distconv.tensors.mesh import sharded_dims
+from distconv.transfer.local_part import everywhere, local_as
+from distconv.transfer.reshuffle import is_run, make_reshuffle
+
+Group = tuple[tuple[int, ...], tuple[int, ...]]
+
+_VIEWED = "distconv.viewed"
+"""In an autograd node's metadata: {number of an output: (its mesh, placements and shape)} of what has been viewed."""
+
+
+def whole_size(size: Sequence[int], elements: int) -> tuple[int, ...]:
+    """The size of a view, -1 filled in. RuntimeError where the elements do not fit."""
+    known = math.prod(extent for extent in size if extent != -1)
+    if not known and -1 in size:
+        raise RuntimeError(
+            f"cannot reshape tensor of {elements} elements into shape {list(size)}: -1 may be any extent"
+        )
+    result = tuple(elements // known if extent == -1 else extent for extent in size)
+    if math.prod(result) != elements or sum(extent == -1 for extent in size) > 1:
+        raise RuntimeError(f"shape '{list(size)}' is invalid for input of size {elements}")
+    return result
+
+
+@functools.lru_cache(maxsize=4096)
+def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, ...]:
+    """The smallest runs of dims, before and after, with equal numbers of elements."""
+    groups: list[Group] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        ins, outs = [i] if i < len(before) else [], [j] if j < len(after) else []
+        left, right = before[i] if ins else 1, after[j] if outs else 1
+        i, j = i + len(ins), j + len(outs)
+        while left != right:
+            if (left < right and i < len(before)) or j == len(after):
+                left, i, ins = left * before[i], i + 1, [*ins, i]
+            else:
+                right, j, outs = right * after[j], j + 1, [*outs, j]
+        groups.append((tuple(ins), tuple(outs)))
+    return tuple(groups)
+
+
+def _usual(mesh: DeviceMesh, axis: int, dims: Sequence[int], ndim: int) -> int | None:
+    """The dim that an axis shards in activations, if it is one of several."""
+    if len(dims) == 1:
+        return dims[0]
+    row = AXES[(mesh.mesh_dim_names or ())[axis]]
+    usual = row.dim_of(ndim)
+    return usual if ndim >= 3 and usual in dims and row.kind is not Kind.CHANNELS else None
+
+
+def _spread(
+    mesh: DeviceMesh,
+    free: Sequence[int],
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: list[Placement],
+    after: tuple[int, ...],
+    group: Group,
+) -> None:
+    """Lets some axes shard dims that a dim divides into: so that nothing moves, or else no rank is left without any."""
+    dims = [dim for dim in group[1] if after[dim] > 1] or group[1][:1]
+    for choice in itertools.product(dims, repeat=len(free)):
+        for axis, dim in zip(free, choice, strict=True):
+            result[axis] = Shard(dim)
+        if _keeps(mesh, placements, before, tuple(result), after, group):
+            return
+    parts = {
+        dim: math.prod(mesh.size(axis) for axis, p in enumerate(result) if p == Shard(dim) and axis not in free)
+        for dim in dims
+    }
+    for axis in free:
+        even = (dim for dim in dims if after[dim] % (parts[dim] * mesh.size(axis)) == 0)
+        dim = next(even, max(dims, key=lambda dim: after[dim] // parts[dim]))
+        result[axis], parts[dim] = Shard(dim), parts[dim] * mesh.size(axis)
+
+
+@functools.lru_cache(maxsize=4096)
+def view_layout(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    wanted: tuple[Placement, ...] | None = None,
+) -> tuple[Placement, ...]:
+    """The layout of a view. A sharded dim that divides goes where ``wanted`` has its axis, if that is a choice."""
+    result = list(placements)
+    for ins, outs in dim_groups(before, after):
+        sharded = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins]
+        if not sharded:
+            continue
+        free = []
+        for axis in sharded:
+            there = None if wanted is None else wanted[axis]
+            usual = there.dim if isinstance(there, Shard) and there.dim in outs else None
+            usual = _usual(mesh, axis, outs, len(after)) if usual is None else usual
+            if usual is None:
+                free.append(axis)
+            else:
+                result[axis] = Shard(usual)
+        if free:
+            _spread(mesh, free, placements, before, result, after, (ins, outs))
+    return tuple(result)
+
+
+@functools.lru_cache(maxsize=4096)
+def _merges(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], before: tuple[int, ...], after: tuple[int, ...]
+) -> bool:
+    """Whether several dims, some of them sharded, become others: the view back has a choice of dims to shard."""
+    dims = {dim for _, dim in sharded_dims(mesh, placements)}
+    return any(len(ins) > 1 and not dims.isdisjoint(ins) for ins, _ in dim_groups(before, after))
+
+
+def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
+    """Keep how the input of a view lies, for the view's backward."""
+    node: Any = x.grad_fn
+    if node is not None:
+        mesh, placements = layout(x)
+        node.metadata.setdefault(_VIEWED, {})[x.output_nr] = mesh, tuple(placements), shape
+
+
+def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
+    """In the backward of a view: how the view's input lay, whose gradient is being computed."""
+    if torch._C._current_graph_task_id() == -1:
+        return None
+    node = torch._C._current_autograd_node()
+    if node is None or not node.next_functions:
+        return None
+    source: Any = node.next_functions[0][0]
+    if source is None:
+        return None
+    leaf = getattr(source, "variable", None)
+    if leaf is not None:
+        found = (*layout(leaf), tuple(leaf.shape)) if isinstance(leaf, DTensor) else None
+    else:
+        found = source.metadata.get(_VIEWED, {}).get(node.next_functions[0][1])
+    return found[1] if found is not None and (found[0], found[2]) == (mesh, shape) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def stays(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: tuple[Placement, ...],
+    after: tuple[int, ...],
+) -> bool:
+    """Whether every rank owns the same elements before and after."""
+    groups = dim_groups(before, after) if math.prod(before) else ()
+    return all(_keeps(mesh, placements, before, result, after, group) for group in groups)
+
+
+def _keeps(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: tuple[Placement, ...],
+    after: tuple[int, ...],
+    group: Group,
+) -> bool:
+    """The same of one group of dims."""
+    ins, outs = group
+    axes = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins and mesh.size(axis) > 1]
+    if not axes or (len(ins) == len(outs) == 1):
+        return True
+    for coordinates in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
+        at = dict(zip(axes, coordinates, strict=True))
+        here = [at.get(axis, 0) for axis in range(mesh.ndim)]
+        runs = []
+        for lying, shape, dims in ((placements, before, ins), (result, after, outs)):
+            box = box_at(mesh, lying, shape, here)
+            runs.append(is_run([box[dim] for dim in dims], [shape[dim] for dim in dims]))
+        if runs[0] is None or runs[0] != runs[1]:
+            return False
+    return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    before: tuple[int, ...],
+    result: tuple[Placement, ...],
+    after: tuple[int, ...],
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """The shapes without their last dims that are not sharded, and the elements of these, which move together."""
+    sharded = {dim for _, dim in sharded_dims(mesh, placements)}, {dim for _, dim in sharded_dims(mesh, result)}
+    ends, row = [len(before), len(after)], 1
+    for ins, outs in reversed(dim_groups(before, after)):
+        if sharded[0].intersection(ins) or sharded[1].intersection(outs):
+            break
+        ends, row = [ends[0] - len(ins), ends[1] - len(outs)], row * math.prod(before[dim] for dim in ins)
+    return before[: ends[0]], after[: ends[1]], row
+
+
+@rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
+def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
+    """x with another shape of as many elements."""
+    before, after = tuple(x.shape), whole_size(size, x.numel())
+    if not math.prod(before):
+        return _empty_view(x, before, after)
+    given, x = x, everywhere(x, _vanishing(before, after))
+    mesh, placements = layout(x)
+    result = view_layout(mesh, placements, before, after, _remembered(mesh, after))
+    if _merges(mesh, placements, before, after):
+        _remember(x, before)
+    local = x._local_tensor
+    moves = not stays(mesh, tuple(placements), before, result, after)
+    if moves:
+        refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
+        outer, rows, row = _rows(mesh, tuple(placements), before, result, after)
+        local = make_reshuffle(mesh, (tuple(placements), outer), (result, rows)).fetch(local, row)
+    part = local.reshape(local_shape(mesh, result, after))
+    y = wrap(part, mesh, result, after)
+    if "unsafe" in func._schema.name or (func._schema.name == "aten::reshape" and _view_of(given, after) is None):
+        return y  # in one process it is a copy, too
+    if not moves and x is given and _view_of(local, tuple(part.shape)) is not None:
+        if y._local_tensor is part:
+            return y
+        strides = _view_of(x, after)
+        if strides is not None:
+            return wrap_strided(part, mesh, result, after, strides)
+    return copy_of(y, given, functools.partial(_written, tuple(placements), moves))
+
+
+def _view_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The strides of a view of ``x`` as it lies in memory; None where it has none, as a part may."""
+    return _view_strides(tuple(x.shape), x.stride(), shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _view_strides(before: tuple[int, ...], strides: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return torch.empty_strided(before, strides, device="meta").view(after).stride()
+    except RuntimeError:
+        return None
+
+
+def _written(placements: tuple[Placement, ...], moves: bool, x: DTensor, y: DTensor) -> None:
+    """Writes a view of x that moved shards, or elements of dims of extent 1, back to x; x was viewed as placed so."""
+    mesh, shape, local = x.device_mesh, tuple(x.shape), y._local_tensor
+    if moves:
+        local = make_reshuffle(mesh, (placements, shape), (tuple(y.placements), tuple(y.shape))).adjoint(local)
+    local = local.reshape(local_shape(mesh, placements, shape))
+    x._local_tensor.copy_(local_as(wrap(local, mesh, placements, shape), mesh, x.placements))
+
+
+@functools.lru_cache(maxsize=4096)
+def _vanishing(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
+    """The dims, of extent 1, that become none."""
+    return tuple(dim for ins, outs in dim_groups(before, after) if not outs for dim in ins)
+
+
+def _empty_view(x: DTensor, before: tuple[int, ...], after: tuple[int, ...]) -> DTensor:
+    """Without elements nothing moves, so any layout will do."""
+    mesh, placements = layout(x)
+    result = tuple(placements) if before == after else replicated(mesh)
+    return wrap(x._local_tensor.new_empty(local_shape(mesh, result, after)), mesh, result, after)

@@ -1,0 +1,171 @@
+"""Operators that insert, remove, repeat and reorder dims, and views that change their tensor in place.
+
+If a removed dim of extent 1 was sharded, the result is replicated: its one element comes to all ranks
+(``broadcasting``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from distconv.rules.operands.sums import settled
+from distconv.rules.registry import rule
+from distconv.rules.views.padding import restricted
+from distconv.rules.whole.copies import copy_of
+from distconv.tensors.dtensors import wrap, wrap_strided
+from distconv.tensors.layouts import dim_axes, has_partial, layout, local_shape, owners
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.local_part import everywhere, local_as
+from distconv.transfer.needs import Piece
+from distconv.transfer.tracing import planned
+
+aten = torch.ops.aten
+
+
+def _single(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:
+    """The dims of extent 1 among those named, all where none are. IndexError as one process raises it."""
+    if dims is None:
+        return [dim for dim, extent in enumerate(x.shape) if extent == 1]
+    found = set()
+    for dim in (dims,) if isinstance(dims, int) else dims:
+        if not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
+            limits = f"[{-max(x.dim(), 1)}, {max(x.dim(), 1) - 1}]"
+            raise IndexError(f"Dimension out of range (expected to be in range of {limits}, but got {dim})")
+        found.add(dim % max(x.dim(), 1))
+    return sorted(dim for dim in found if x.dim() and x.shape[dim] == 1)
+
+
+@rule("aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims")
+def squeeze(func: Any, x: DTensor, dims: int | Sequence[int] | None = None) -> DTensor:
+    """x without some of its dims of extent 1."""
+    gone = _single(x, dims)
+    here = everywhere(x, gone)
+    mesh, placements = layout(here)
+    after = [Shard(p.dim - sum(dim < p.dim for dim in gone)) if isinstance(p, Shard) else p for p in placements]
+    left = [dim for dim in range(x.dim()) if dim not in gone]
+    local = here._local_tensor
+    local = local.squeeze(gone) if gone else aten.alias.default(local)
+    strides = [x.stride(dim) for dim in left]
+    y = wrap_strided(local, mesh, after, [x.shape[dim] for dim in left], strides)
+    return y if here is x else copy_of(y, x, functools.partial(_written, gone, placements))
+
+
+def _written(gone: Sequence[int], placements: Sequence[Placement], x: DTensor, y: DTensor) -> None:
+    """Writes x without some dims of extent 1, all of which every rank has, back to x."""
+    local = y._local_tensor
+    for dim in gone:
+        local = local.unsqueeze(dim)
+    x._local_tensor.copy_(local_as(wrap(local, x.device_mesh, placements, x.shape), x.device_mesh, x.placements))
+
+
+@rule("aten::expand")
+def expand(func: Any, x: DTensor, size: Sequence[int], *, implicit: bool = False) -> DTensor:
+    """x with dims of extent 1 repeated, and new ones before them. A partial sum is added up before it grows."""
+    if has_partial(x.placements):
+        local, (mesh, placements) = settled(func, x)
+        x = wrap(local, mesh, placements, x.shape)
+    shape, strides = _expanded(x, size)
+    new = len(shape) - x.dim()
+    here = everywhere(x, [dim for dim in range(x.dim()) if x.shape[dim] == 1 != shape[dim + new]])
+    mesh, placements = x.device_mesh, _shifted(x.placements, new)
+    y = wrap_strided(here._local_tensor.expand(local_shape(mesh, placements, shape)), mesh, placements, shape, strides)
+    return y if here is x else copy_of(y, x)
+
+
+def _expanded(x: Tensor, size: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the whole; RuntimeError as one process raises it."""
+    whole = torch.empty_strided(x.shape, x.stride(), device="meta").expand(size)
+    return tuple(whole.shape), whole.stride()
+
+
+def _shifted(placements: Sequence[Placement], by: int) -> tuple[Placement, ...]:
+    return tuple(Shard(p.dim + by) if isinstance(p, Shard) else p for p in placements)
+
+
+@rule("aten::repeat")
+def repeat(func: Any, x: DTensor, repeats: Sequence[int]) -> DTensor:
+    """x several times along each dim, and along new ones before them; laid out as x is."""
+    shape = tuple(torch.empty(x.shape, device="meta").repeat(repeats).shape)
+    new = len(shape) - x.dim()
+    local, (mesh, placements) = settled(func, x)
+    own = list(repeats)
+    for dim in range(x.dim()):
+        axes = dim_axes(mesh, placements, dim)
+        if axes and repeats[new + dim] != 1:
+            local = _repetition(mesh, axes, dim, x.shape[dim], repeats[new + dim]).fetch(local)
+            own[new + dim] = 1
+    return wrap(local.repeat(own), mesh, _shifted(placements, new), shape)
+
+
+@planned(1024)
+def _repetition(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, times: int) -> Exchange:
+    """The exchange that brings a rank its interval of a dim that is repeated several times."""
+    whole = (Piece(times, 0, 0),) if extent == 1 else (Piece(extent, 0),) * times
+    needs = tuple(restricted(whole, interval) for interval in owners(mesh, axes, extent * times))
+    return exchange(mesh, axes, dim, owners(mesh, axes, extent), needs)
+
+
+@rule(
+    *("aten::squeeze_", "aten::squeeze_.dim", "aten::squeeze_.dims"),
+    *("aten::unsqueeze_", "aten::t_", "aten::transpose_"),
+)
+def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
+    """x itself becomes the view."""
+    packet = getattr(aten, func._schema.name[len("aten::") : -1])
+    y = packet(x, *args)
+    x._local_tensor, x._spec = y._local_tensor, y._spec
+    return return_and_correct_aliasing(func, (x, *args), {}, x)
+
+
+@rule("aten::detach", "aten::alias")
+def same(func: Any, x: DTensor) -> DTensor:
+    """x without its graph."""
+    return wrap_strided(func(x._local_tensor), x.device_mesh, x.placements, x.shape, x.stride())
+
+
+@rule("aten::t")
+def transposed(func: Any, x: DTensor) -> DTensor:
+    """A matrix with its dims exchanged; a vector as it is."""
+    return _in_order(x, range(func(x._local_tensor).dim())[::-1])
+
+
+@rule("aten::transpose.int")
+def exchanged(func: Any, x: DTensor, one: int, other: int) -> DTensor:
+    """x with two dims exchanged."""
+    local = func(x._local_tensor, one, other)  # which raises where a dim is none
+    order = list(range(local.dim()))
+    if order:
+        order[one], order[other] = order[other], order[one]
+    return _in_order(x, order)
+
+
+@rule("aten::permute")
+def permuted(func: Any, x: DTensor, dims: Sequence[int]) -> DTensor:
+    """x with its dims in another order."""
+    return _in_order(x, [dim % x.dim() for dim in dims])
+
+
+def _in_order(x: DTensor, order: Sequence[int]) -> DTensor:
+    after = [type(p)(order.index(p.dim)) if isinstance(p, Shard) else p for p in x.placements]
+    shape, strides = ([of[dim] for dim in order] for of in (x.shape, x.stride()))
+    return wrap_strided(x._local_tensor.permute(tuple(order)), x.device_mesh, after, shape, strides)
+
+
+@rule("aten::unsqueeze")
+def unsqueeze(func: Any, x: DTensor, dim: int) -> DTensor:
+    """x with one more dim, of extent 1."""
+    local = func(x._local_tensor, dim)
+    dim %= local.dim()
+    shape, strides = list(x.shape), list(x.stride())
+    after = [Shard(p.dim + 1) if isinstance(p, Shard) and p.dim >= dim else p for p in x.placements]
+    strides.insert(dim, shape[dim] * strides[dim] if dim < x.dim() else 1)
+    shape.insert(dim, 1)
+    return wrap_strided(local, x.device_mesh, after, shape, strides)

@@ -1,0 +1,138 @@
+"""Operators that run on whole tensors, where they cannot be computed in parts.
+
+Within a model's call only small tensors are gathered for them: a matrix to invert, a table of relative positions or the
+scores of some classes cost next to nothing. An activation is not small, and for it the operator is refused. Shapes
+alone decide what is small, so that all ranks decide the same.
+
+Outside, a script may ask anything of its results, as in one process: tensors of any size are gathered there, if they
+fit into memory, and counted (see `distconv.tensors.gathering.record`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distconv.agreement.ledger import settle
+from distconv.rules.outside import instead
+from distconv.rules.whole.copies import copy_of
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.gathering.calls import in_model_call
+from distconv.tensors.gathering.record import admit
+from distconv.tensors.layouts import find_layout, layout, replicated, undoes_shard
+from distconv.tensors.refusal import UnsupportedOperation, refuse
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved, unsharded
+
+MOST_BYTES = 1 << 20
+"""The most that all sharded tensors of one operator may take together to be gathered within a model's call."""
+
+gathers: list[Callable[[Any], None]] = []
+"""Each is called with an operator before tensors are gathered for it."""
+
+
+def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
+    """The sharded tensors among some values are about to be gathered for an operator.
+
+    UnsupportedOperation where that is not permitted: the one given, or one that says why they would have to be.
+    """
+    sharded = [t for t in tree_leaves(values) if isinstance(t, DTensor) and undone(t)]
+    size = sum(t.numel() * t.element_size() for t in sharded)
+    if size > MOST_BYTES:
+        if in_model_call():
+            if isinstance(why, UnsupportedOperation):
+                raise why
+            raise refuse(func, f"of a tensor {tuple(sharded[0].shape)} laid out as {sharded[0].placements} {why}")
+        admit(func, size, sharded[0].device_mesh)
+    if sharded:
+        for tell in gathers:
+            tell(func)
+
+
+def whole_value(what: str, x: Any, alike: bool = True) -> Tensor:
+    """The whole of a tensor as a plain one, for what leaves torch, without autograd. Collective; see `permit`.
+
+    `alike`: whether its memory format has to be the same on all ranks.
+    """
+    permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
+    local = unsharded(x, alike)
+    settle(x.device_mesh)
+    return local
+
+
+def undone(x: DTensor) -> bool:
+    """Whether a tensor has shards, which a gather would undo."""
+    return undoes_shard(x.device_mesh, x.placements, replicated(x.device_mesh))
+
+
+NO_RULE = "it has no rule for shards; use distconv.gather first where that is meant"
+
+
+def whole_or_refused(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], why: str | UnsupportedOperation = NO_RULE
+) -> Any:
+    """The result of an operator on whole tensors if these may be gathered; else it is refused."""
+    permit(func, (args, kwargs), why)
+    return _computed_whole(func, args, kwargs)
+
+
+instead.append(whole_or_refused)
+
+
+def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives for whole tensors, every rank computing all of it; laid out as its first sharded tensor
+    where the shapes are equal, else whole on every rank.
+    """
+    is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+    mesh, _ = find_layout(*tree_leaves((args, kwargs)))
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        local = moved(value, mesh, replicated(mesh))._local_tensor
+        return local.clone() if local is value._local_tensor else local
+
+    written = _written(func, args, kwargs)
+    whole_args, whole_kwargs = tree_map(whole, (list(args), dict(kwargs)))
+    result = func(*whole_args, **whole_kwargs)
+    if written:
+        for tensor, changed in zip(written, _written(func, whole_args, whole_kwargs), strict=True):
+            if isinstance(tensor, DTensor):
+                tensor._local_tensor.copy_(local_as(changed, mesh, tensor.placements))
+        return result if result is None else written[0] if len(written) == 1 else tuple(written)
+    first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor))
+
+    def write(x: DTensor, view: DTensor) -> None:
+        own = whole(x)
+        func(own, *args[1:], **kwargs).copy_(whole(view))
+        x._local_tensor.copy_(local_as(own, mesh, x.placements))
+
+    def shard(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.layout != torch.strided:
+            return value
+        y = _laid_as(value, mesh, layout(first)[1] if value.shape == first.shape else replicated(mesh))
+        if not is_view:
+            return y
+        return copy_of(y, first, write if isinstance(result, Tensor) else None)
+
+    return tree_map(shard, result)
+
+
+def _laid_as(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    placements = replicated(mesh) if any(p.is_partial() for p in placements) else tuple(placements)
+    return wrap(local_as(value, mesh, placements).clone(), mesh, placements, value.shape)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The tensors that an operator changes."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)]

@@ -1,0 +1,240 @@
+"""Copies that stand for views of other ranks' elements: whatever is written to a copy is also written to its tensor.
+
+In one process a change of a slice changes the whole tensor. The slice of a sharded dim is a copy with a layout of its
+own, so its elements are sent back after each change. A copy is known by its storage: views of it are copies too,
+results computed from it are not. Where there is no way back, a change is refused; so is a copy whose tensor has changed
+since.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from distconv.rules.registry import checks, is_tensor, rule, unruled
+from distconv.rules.stock import leave
+from distconv.tensors.dtensors import wrap_strided
+from distconv.tensors.refusal import UnsupportedOperation, refuse
+
+Write = Callable[[DTensor, DTensor], None]
+"""Writes the elements of a copy, the second tensor, to where the first has them."""
+
+
+Part = tuple[int, range]
+"""A dim, and some of its positions."""
+
+MOST_PARTS = 64
+"""The number of partial changes after which a tensor counts as changed everywhere."""
+
+
+@dataclass
+class _History:
+    """The changes of a storage by operators: on every rank the same ones."""
+
+    whole: int = 0
+    """The number of changes of the whole tensor."""
+    parts: list[Part] = field(default_factory=list)
+    """The parts that were changed since."""
+    copied: bool = False
+    """Whether there are, or were, copies of its tensor."""
+
+    def add(self, part: Part | None) -> None:
+        if self.copied:
+            _watch_reads()
+        if part is None or len(self.parts) == MOST_PARTS:
+            self.whole += 1
+            self.parts.clear()
+        else:
+            self.parts.append(part)
+
+    def now(self) -> tuple[int, int]:
+        return self.whole, len(self.parts)
+
+
+def _history(local: Tensor) -> _History:
+    storage = local.untyped_storage()
+    if not hasattr(storage, "_distconv_history"):
+        storage._distconv_history = _History()  # type: ignore[attr-defined]
+    found: _History = storage._distconv_history  # type: ignore[attr-defined]
+    return found
+
+
+def _meet(part: Part, other: Part | None) -> bool:
+    """Whether two parts may have an element in common."""
+    if other is None or part[0] != other[0]:
+        return True
+    a, b = part[1], other[1]
+    return bool(a and b) and a[0] <= b[-1] and b[0] <= a[-1] and not set(a).isdisjoint(b)
+
+
+@dataclass
+class _Copy:
+    """The record of a copy, kept with its storage."""
+
+    of: Callable[[], DTensor | None]
+    write: Write | None
+    node: tuple[int, int] | None
+    """Where a formula of backward made it: what others do with it later concerns nobody."""
+    lying: tuple[DeviceMesh, Sequence[Placement], Sequence[int], Sequence[int]]
+    local: tuple[Sequence[int], Sequence[int], int]
+    part: Part | None
+    """The positions that it has of the tensor, where they are those of one dim."""
+    seen: tuple[int, int]
+    """The changes of the tensor before the copy was made, or last written back."""
+
+    def is_stale(self) -> bool:
+        """Whether its tensor has been changed since, where the copy has its elements."""
+        x = self.of()
+        if x is None:
+            return False
+        history = _history(x._local_tensor)
+        return history.whole != self.seen[0] or any(_meet(part, self.part) for part in history.parts[self.seen[1] :])
+
+    def whole(self, changed: DTensor) -> DTensor:
+        """The copy, of which ``changed`` is a view, or what has become of it."""
+        local = changed._local_tensor
+        if getattr(local.untyped_storage(), "_distconv_copy", None) is not self:
+            return changed
+        return wrap_strided(torch.as_strided(local.detach(), *self.local), *self.lying)
+
+
+def copy_of(view: DTensor, x: DTensor, write: Write | None = None, part: Part | None = None) -> DTensor:
+    """``view``, the result of an operator that makes a view of ``x`` in one process, as a copy on every rank.
+
+    ``write(x, copy)`` brings changes of the copy to x; without it they are refused. ``part``: what it has of x.
+    """
+    watch_changes()
+    local = view._local_tensor
+    if local.untyped_storage() is x._local_tensor.untyped_storage():
+        view = DTensor(local.clone(), view._spec, requires_grad=False)
+        local = view._local_tensor
+    node = _node()
+    of: Callable[[], DTensor | None] = (lambda: x) if node is None else weakref.ref(x)
+    lying = (view.device_mesh, view.placements, view.shape, view.stride())
+    where = (local.shape, local.stride(), int(local.storage_offset()))
+    history = _history(x._local_tensor)
+    history.copied = True
+    copy = _Copy(of, write, node, lying, where, part, history.now())
+    local.untyped_storage()._distconv_copy = copy  # type: ignore[attr-defined]
+    return view
+
+
+def _node() -> tuple[int, int] | None:
+    """The graph and the node whose gradient is being computed."""
+    graph = torch._C._current_graph_task_id()
+    node: Any = torch._C._current_autograd_node() if graph != -1 else None
+    return None if graph == -1 else (graph, -1 if node is None else node._sequence_nr())
+
+
+def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[], None] | None:
+    """Refuses copies whose tensors have changed, and changes that cannot be written back; writes back the others."""
+    for value in args:
+        for tensor in value if type(value) is list else (value,):
+            if isinstance(tensor, DTensor):
+                copy = _copied(tensor._local_tensor)
+                if copy is not None and copy.is_stale():
+                    raise _stale(func, tensor)
+    if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
+        return None
+    copies: list[tuple[DTensor, _Copy]] = []
+    for tensor in _changed(func, args, kwargs):
+        if isinstance(tensor, DTensor):
+            copy = _copied(tensor._local_tensor)
+            if copy is not None:
+                if copy.write is None or copy.is_stale():
+                    raise refuse(
+                        func,
+                        f"it changes a tensor {tuple(tensor.shape)} in place, which in one process is a view. Here its"
+                        f" dims are sharded, so it is a copy; accepted: the operator that makes a new tensor, or"
+                        f" .clone() first",
+                        whole_helps=False,
+                    )
+                copies.append((tensor, copy))
+            _history(tensor._local_tensor).add(None)
+            _count(tensor)
+            if isinstance(tensor._base, DTensor):
+                _count(tensor._base)
+    return functools.partial(_write_back, func, copies) if copies else None
+
+
+def _stale(func: Any, tensor: Tensor) -> UnsupportedOperation:
+    return refuse(
+        func,
+        f"it reads a tensor {tuple(tensor.shape)}, which in one process is a view. Here its dims are sharded, so it is"
+        f" a copy, and its tensor was changed after the copy was made; accepted: to make it again after the change",
+        whole_helps=False,
+    )
+
+
+def _copied(local: Tensor) -> _Copy | None:
+    copy: _Copy | None = getattr(local.untyped_storage(), "_distconv_copy", None)
+    return copy if copy is None or copy.node in (None, _node()) else None
+
+
+def _write_back(func: Any, copies: Sequence[tuple[DTensor, _Copy]]) -> None:
+    for tensor, copy in copies:
+        at: _Copy | None = copy
+        changed = tensor
+        while at is not None and at.write is not None:
+            x = at.of()
+            if x is None:
+                break
+            if at.is_stale():
+                raise _stale(func, tensor)
+            at.write(x, at.whole(changed))
+            history = _history(x._local_tensor)
+            history.add(at.part)
+            at.seen = history.now()
+            changed, at = x, _copied(x._local_tensor)
+
+
+def _count(changed: DTensor) -> None:
+    """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
+    if not changed._local_tensor.is_inference():
+        torch.autograd.graph.increment_version(changed._local_tensor)
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from changed if isinstance(changed, list | tuple) else (changed,)
+
+
+@functools.cache
+def watch_changes() -> None:
+    """Starts to watch every operator that changes a tensor, whether it has a rule or not."""
+    checks.append(_check)
+    rule(*unruled(_changes_elements))(leave)
+
+
+@functools.cache
+def _watch_reads() -> None:
+    """Starts to watch every operator: a tensor has changed, and copies of it may be read."""
+    special = {func._schema.name for func in DTensor._op_dispatcher._custom_op_handlers}
+
+    def reads(schema: Any) -> bool:
+        return schema.name not in special and any(is_tensor(argument.type) for argument in schema.arguments)
+
+    rule(*unruled(reads))(leave)
+
+
+_NO_ELEMENTS = {"aten::requires_grad_", "aten::retain_grad", "aten::set_data", "aten::record_stream"}
+
+
+def _changes_elements(schema: Any) -> bool:
+    """Whether an operator changes those of a tensor; what takes lists, as optimizers do, is passed over."""
+    packet = getattr(torch.ops.aten, schema.name[len("aten::") :])
+    return (
+        any(isinstance(a.type, torch.TensorType) and a.alias_info and a.alias_info.is_write for a in schema.arguments)
+        and torch.Tag.inplace_view not in getattr(packet, schema.overload_name or "default").tags
+        and schema.name not in _NO_ELEMENTS
+    )

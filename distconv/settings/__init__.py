@@ -1,0 +1,249 @@
+"""Settings: what a user may choose for a job, by an option of `distconv run`, an argument or the environment.
+
+Only this module reads the environment for them. An argument of a call wins over an option of `distconv run`, an option
+over the environment, and the environment over the default.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from distconv.settings.channels import ALGORITHMS
+from distconv.settings.partition import Partition
+from mucudnn import spelling
+from mucudnn.settings import VARIABLES, Setting, SettingError
+
+__all__ = ["BACKENDS", "SETTINGS", "Option", "SettingError", "StoreOption", "flag", "options", "value"]
+
+BACKENDS = ("gloo", "nccl", "mpi")
+
+
+@dataclass(frozen=True)
+class Option(Setting):
+    """A setting that is an option of `distconv run`, too.
+
+    Attributes:
+        metavar: what the option's value looks like, for its help text; "" for an option without one, which means "on".
+    """
+
+    metavar: str
+
+    def value(self, name: str, given: object) -> Any:
+        """The value from what was given under `name`. SettingError, one line, that says what is accepted."""
+        try:
+            return self.parse(given)
+        except ValueError as error:
+            raise SettingError(f"{name}: {error}") from None
+
+
+NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
+
+AUTO = "auto"
+"""The partition that stands for the one which `distconv run` is to choose."""
+
+
+def _parse_partition(given: object) -> Partition | str:
+    return given if isinstance(given, Partition) or given == AUTO else Partition.parse(str(given))
+
+
+def _parse_backend(given: object) -> str:
+    if given not in BACKENDS:
+        raise ValueError(f"backend {given!r}: accepted: {', '.join(BACKENDS)}")
+    return str(given)
+
+
+def _parse_algorithm(given: object) -> str:
+    if given not in ALGORITHMS:
+        raise ValueError(f"channel algorithm {given!r}: accepted: {', '.join(ALGORITHMS)}")
+    return str(given)
+
+
+@dataclass(frozen=True)
+class StoreOption:
+    """The amount of read data that a rank may keep, and whether the rest may be read from files again.
+
+    Attributes:
+        gib: the most GiB of a rank; None for a share of the memory that is free.
+        disk: what does not fit is read from files in every epoch; else it is refused.
+    """
+
+    gib: float | None
+    disk: bool
+
+
+_STORE = re.compile(r"memory(?:=(\d+(?:\.\d*)?|\.\d+))?(\+disk)?")
+
+
+def _parse_store(given: object) -> StoreOption:
+    found = _STORE.fullmatch(str(given))
+    if found is None:
+        raise ValueError(f"store {given!r}: accepted: memory, memory=GIB, memory+disk, memory=GIB+disk")
+    return StoreOption(None if found[1] is None else float(found[1]), found[2] is not None)
+
+
+def _parse_check(given: object) -> str:
+    if given not in ("on", "off"):
+        raise ValueError(f"check {given!r}: accepted: on, off")
+    return str(given)
+
+
+def _parse_random(given: object) -> str:
+    if given not in ("same", "apart"):
+        raise ValueError(f"random {given!r}: accepted: same, apart")
+    return str(given)
+
+
+def _seconds(name: str) -> Callable[[object], float]:
+    def parse(given: object) -> float:
+        seconds = math.inf
+        if given != "never":
+            with suppress(ValueError):
+                seconds = float(str(given))
+            if not 1 <= seconds < math.inf:
+                raise ValueError(f"{name} {given!r}: accepted: a number of seconds, at least 1, or never")
+        return seconds
+
+    return parse
+
+
+SETTINGS = {
+    "partition": Option(
+        "DISTCONV_PARTITION",
+        lambda: None,
+        "axis=ranks,...",
+        "mesh axes and the ranks along each; their product is the number of ranks (default: that of '*' in the "
+        "strategy); auto chooses one for every layer, see below",
+        _parse_partition,
+        "AXIS=RANKS,...",
+    ),
+    "backend": Option(
+        "DISTCONV_BACKEND",
+        lambda: None,
+        ", ".join(BACKENDS),
+        "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU, gloo "
+        "elsewhere",
+        _parse_backend,
+        "|".join(BACKENDS),
+    ),
+    "channel_algorithm": Option(
+        "DISTCONV_CHANNEL_ALGORITHM",
+        lambda: "auto",
+        ", ".join(ALGORITHMS),
+        "the tensor that stays in place in layers split by the axes channel and filter: the input (x: best if a layer "
+        "has fewer filters than channels), the output (y), the weight (w, on both axes), or the choice that moves "
+        "least (auto, the default)",
+        _parse_algorithm,
+        "|".join(ALGORITHMS),
+    ),
+    "check": Option(
+        "DISTCONV_CHECK",
+        lambda: "on",
+        "on, off",
+        "whether the ranks compare checksums of data that must be the same on all of them: inputs, targets, parameters "
+        "(default: on)",
+        _parse_check,
+        "on|off",
+    ),
+    "random": Option(
+        "DISTCONV_RANDOM",
+        lambda: None,
+        "same, apart",
+        "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
+        "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
+        _parse_random,
+        "same|apart",
+    ),
+    "lost_after": Option(
+        "DISTCONV_LOST_AFTER",
+        lambda: "8",
+        "seconds, never",
+        "in a job on several machines: the seconds that a machine may be silent before the job ends; never: without "
+        "end (default: 8)",
+        _seconds("lost_after"),
+        "SECONDS|never",
+    ),
+    "slow_after": Option(
+        "DISTCONV_SLOW_AFTER",
+        lambda: "30",
+        "seconds, never",
+        "the seconds that a rank may wait in a collective before one line names the collective, the ranks that it "
+        "waits for, and where these are; the job continues (default: 30)",
+        _seconds("slow_after"),
+        "SECONDS|never",
+    ),
+    "store": Option(
+        "DISTCONV_STORE",
+        lambda: None,
+        "memory, memory=GIB, memory+disk, memory=GIB+disk",
+        "with --shard-data: each rank keeps the data that it has read in memory, at most GIB (default: its part of "
+        "half of the machine's free memory), and later epochs get them from there and from other ranks; data that "
+        "do not fit are refused, or read from files (+disk)",
+        _parse_store,
+        "memory[=GIB][+disk]",
+    ),
+}
+"""Every setting by its name. A new one is an entry here: `distconv run` then has its option and names its variable."""
+
+BETWEEN_PROCESSES = ("DISTCONV_FILES", "DISTCONV_STARTER", "DISTCONV_CHOSEN")
+"""Environment variables by which the processes of a job tell one another; users set none of them."""
+
+
+def tell_unknown() -> None:
+    """Prints a line for each environment variable of distconv's or mucudnn's that nobody reads; a job does so once."""
+    if not any(name in os.environ for name in BETWEEN_PROCESSES):
+        spelling.tell_unknown("DISTCONV", [setting.variable for setting in SETTINGS.values()])
+        spelling.tell_unknown("MUCUDNN", VARIABLES)
+
+
+_options: dict[str, Any] = {}
+"""The values that the options of this process's `distconv run` gave."""
+
+
+def flag(name: str) -> str:
+    """The option of a setting, such as `--channel-algorithm`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def value(name: str, argument: object = None, environ: Mapping[str, str] = os.environ) -> Any:
+    """The value of a setting now; None where nothing gives one and it has no default.
+
+    Args:
+        name: a key of `SETTINGS`.
+        argument: what a call was given, None for nothing.
+        environ: the environment; an empty variable counts as unset.
+
+    Raises:
+        SettingError: one line, for a value that is not accepted.
+    """
+    setting = SETTINGS[name]
+    if argument is not None:
+        return setting.value(name, argument)
+    if name in _options:
+        return _options[name]
+    if environ.get(setting.variable):
+        return setting.value(setting.variable, environ[setting.variable])
+    default = setting.default()
+    return None if default is None else setting.value(setting.variable, default)
+
+
+@contextmanager
+def options(given: Mapping[str, object]) -> Iterator[None]:
+    """For a while, what the options of `distconv run` gave; those that are None leave their setting to the environment.
+
+    Raises:
+        SettingError: one line, for a value that is not accepted.
+    """
+    before = dict(_options)
+    values = {name: SETTINGS[name].value(flag(name), text) for name, text in given.items() if text is not None}
+    _options.update(values)
+    try:
+        yield
+    finally:
+        _options.clear()
+        _options.update(before)

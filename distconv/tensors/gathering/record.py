@@ -1,0 +1,109 @@
+"""Counts the bytes that a rank has gathered for its script, and warns once for each line that gathers much."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv.tensors.gathering.memory import free_everywhere
+from distconv.tensors.refusal import UnsupportedOperation, refuse
+from distconv.tensors.user_lines import asked_for
+
+MUCH = 16 << 20
+"""A line of the script that gathers more bytes than this at a time causes a warning."""
+
+CERTAIN = 256 << 20
+"""Bytes up to which nobody checks whether they fit into memory."""
+
+MOST_PLACES = 3
+"""The most lines of the script that the summary names."""
+
+
+@dataclass
+class Place:
+    """The bytes that one line of the script has gathered.
+
+    Attributes:
+        line: of the script.
+        operator: for which tensors were gathered there.
+        bytes: that each rank has received or held of them, in all.
+    """
+
+    line: str
+    operator: str
+    bytes: int = 0
+
+
+class Record:
+    """The bytes that a job has gathered for its script so far."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[str, str], Place] = {}
+        self.steps = 0
+        """Steps that optimizers have taken."""
+
+    def add(self, operator: str, size: int) -> None:
+        """Count bytes that are gathered for an operator. Tell of the line if they are many and are its first."""
+        line = asked_for()
+        known = (line, operator) in self.places
+        place = self.places.setdefault((line, operator), Place(line, operator))
+        place.bytes += size
+        if size > MUCH and not known and dist.get_rank() == 0:
+            print(
+                f"distconv: {operator} {line} needs whole tensors: {in_mib(size)} are gathered on every rank each time;"
+                f" {advice(operator)}",
+                file=sys.stderr,
+            )
+
+    def count_step(self, *_: object) -> None:
+        """An optimizer is about to step."""
+        self.steps += 1
+
+    def summary(self) -> str:
+        """One line for people; empty where nothing was gathered."""
+        if not self.places:
+            return ""
+        places = sorted(self.places.values(), key=lambda place: -place.bytes)
+        total = sum(place.bytes for place in places)
+        each = f"{in_mib(total / self.steps)} a step" if self.steps else f"{in_mib(total)} in all"
+        told = ", ".join(f"{in_mib(p.bytes)} {p.line} ({p.operator})" for p in places[:MOST_PLACES])
+        more = f", and at {len(places) - MOST_PLACES} more lines" if len(places) > MOST_PLACES else ""
+        return f"outside models every rank gathered {each}; in all {told}{more}"
+
+
+record = Record()
+"""That of this process."""
+
+
+def admit(func: object, size: int, mesh: DeviceMesh) -> None:
+    """Count a gather for an operator of the script, of tensors that take ``size`` bytes whole.
+
+    Collective where they are large. UnsupportedOperation, alike on every rank, where some rank lacks the memory.
+    """
+    if size > CERTAIN:
+        free = free_everywhere(mesh)
+        # The tensors and what is computed from them are held at once.
+        if 2 * size > free:
+            error: UnsupportedOperation = refuse(
+                func,
+                f"it needs whole tensors of {in_mib(size)} on every rank, and room for a result, but a rank has"
+                f" {in_mib(free)} of memory left; {advice(str(func))}; accepted: smaller tensors, or more memory",
+                whole_helps=False,
+            )
+            raise error
+    record.add(str(func), size)
+
+
+def advice(operator: str) -> str:
+    """How a script may do without whole tensors."""
+    if any(name in operator for name in ("index", "masked", "nonzero")):
+        return "torch.where, or a product with the mask, computes on shards"
+    return "a tensor that is reduced first (mean, argmax, one sample) is smaller"
+
+
+def in_mib(size: float) -> str:
+    """Bytes as people read them."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"

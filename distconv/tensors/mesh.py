@@ -1,0 +1,172 @@
+"""Makes the DeviceMesh of a partition, and the layouts of tensors on it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from distconv.settings.partition import AXES, Partition, shards_channels
+
+_groups: dict[DeviceMesh, dist.ProcessGroup | None] = {}
+"""Our meshes, and for each one group of all its ranks."""
+
+
+_meshes: dict[tuple[object, ...], DeviceMesh] = {}
+"""The meshes made so far, by the job's default group, partition, ranks and device type."""
+
+
+@dataclass
+class MeshToChoose:
+    """The mesh of `distconv.init("auto")`, which the first `parallelize(..., strategy="auto")` settles.
+
+    Attributes:
+        device_type: of its ranks.
+        channel_algorithm: that it is to have; None for the job's.
+        settled: the mesh, once it is chosen.
+    """
+
+    device_type: str
+    channel_algorithm: str | None = None
+    settled: DeviceMesh | None = None
+
+
+def settled(mesh: DeviceMesh | MeshToChoose) -> DeviceMesh:
+    """A mesh that can be used. ValueError for one that has not been chosen yet."""
+    if not isinstance(mesh, MeshToChoose):
+        return mesh
+    if mesh.settled is None:
+        raise ValueError(
+            "the mesh of distconv.init('auto') is chosen by the first distconv.parallelize(model, mesh,"
+            " strategy='auto', sample_input=...): call that before the mesh is used"
+        )
+    return mesh.settled
+
+
+def make_mesh(partition: Partition, *, ranks: Sequence[int] | None = None, device_type: str = "cpu") -> DeviceMesh:
+    """The mesh of a partition over ``ranks`` (default: all); every rank of the job must call this together."""
+    world = dist.get_world_size()
+    if ranks is None:
+        if partition.ranks != world:
+            raise ValueError(f"partition {str(partition)!r} needs {partition.ranks} ranks, but {world} are running")
+        ranks = range(world)
+    elif len(ranks) != partition.ranks:
+        raise ValueError(f"partition {str(partition)!r} needs {partition.ranks} ranks, but ranks= names {len(ranks)}")
+    elif list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= world:
+        raise ValueError(f"ranks={list(ranks)}: accepted: ascending ranks from 0 to {world - 1}")
+    # Every process group has threads and connections of its own: a partition asked for again keeps its groups.
+    key = (dist.group.WORLD, partition, tuple(ranks), device_type)
+    mesh = _meshes.get(key)
+    if mesh is None:
+        mesh = DeviceMesh(device_type, torch.tensor(list(ranks)).view(partition.sizes), mesh_dim_names=partition.names)
+        _meshes[key] = mesh
+        _groups[mesh] = _group_of(mesh, local=False)
+    return mesh
+
+
+def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
+    ranks = mesh.mesh.flatten().tolist()
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim == 1:
+        return mesh.get_group(0) if mesh.get_coordinate() is not None else None
+    return dist.new_group(ranks, use_local_synchronization=local)
+
+
+def adopt(mesh: DeviceMesh) -> DeviceMesh:
+    """Take a mesh made elsewhere: its axes must carry our names, its ranks ascend along every axis."""
+    names = mesh.mesh_dim_names or ()
+    unknown = [name for name in names if name not in AXES]
+    if not names or unknown:
+        raise ValueError(f"mesh axes {tuple(names)}: accepted: mesh_dim_names out of {', '.join(AXES)}")
+    for axis, size in enumerate(mesh.mesh.shape):
+        if size > 1 and not bool((mesh.mesh.diff(dim=axis) > 0).all()):
+            raise ValueError(
+                f"mesh axis {names[axis]!r}: accepted: ranks ascending along the axis, not {mesh.mesh.tolist()}"
+            )
+    if mesh not in _groups:
+        _groups[mesh] = _group_of(mesh, local=True)
+    return mesh
+
+
+def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh | MeshToChoose) -> DeviceMesh:
+    """The mesh of a partition over the ranks of one of our meshes; a mesh is taken as it is.
+
+    ValueError for another number of ranks, and for text where the mesh has a part of the job's ranks only: groups are
+    made by all ranks together.
+    """
+    if isinstance(partition, DeviceMesh | MeshToChoose):
+        return adopt(settled(partition))
+    parsed = Partition.parse(partition) if isinstance(partition, str) else partition
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if parsed.ranks != len(ranks):
+        raise ValueError(f"partition {str(parsed)!r} needs {parsed.ranks} ranks, but the mesh has {len(ranks)}")
+    key = (dist.group.WORLD, parsed, tuple(ranks), mesh.device_type)
+    if len(ranks) < dist.get_world_size() and key not in _meshes:
+        raise ValueError(
+            f"partition {str(parsed)!r} over ranks {ranks}: accepted: the mesh that distconv.init gave for it, called"
+            f" with these ranks= on every rank"
+        )
+    return make_mesh(parsed, ranks=ranks, device_type=mesh.device_type)
+
+
+def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The process group of all ranks of one of our meshes."""
+    return _groups[mesh]
+
+
+def is_ours(mesh: DeviceMesh) -> bool:
+    """Whether distconv made or adopted this mesh."""
+    return mesh in _groups
+
+
+def is_the_programs(x: Tensor) -> bool:
+    """Whether a tensor is a DTensor of the program's own, on a mesh that is not distconv's."""
+    return isinstance(x, DTensor) and not is_ours(x.device_mesh)
+
+
+def splits_channels(mesh: DeviceMesh) -> bool:
+    """Whether the mesh has more than one rank along the axes that shard channels."""
+    names = mesh.mesh_dim_names or ()
+    return math.prod(mesh.size(axis) for axis, name in enumerate(names) if shards_channels(name)) > 1
+
+
+def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement, ...]:
+    """The layout on the mesh of a tensor (N, C, spatial...) of ``ndim`` dims.
+
+    One that comes with tensors of up to ``beside`` dims is replicated along spatial axes that only these have.
+
+    Tensors without spatial dims (fewer than 3 dims) are replicated along the spatial axes, those without channels along
+    the channel axes too, scalars along all. Along an axis of one rank every tensor is replicated, so that no rule meets
+    a shard that is none.
+    ValueError for a spatial axis of more than one rank that 3-dim or larger tensors of this size do not have.
+    """
+    return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim, beside)
+
+
+@functools.lru_cache(maxsize=1024)
+def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int, beside: int = 0) -> tuple[Placement, ...]:
+    result: list[Placement] = []
+    for name, size in zip(names, sizes, strict=True):
+        dim = AXES[name].dim_of(ndim)
+        if dim is None and ndim >= 3 and size > 1 and AXES[name].dim_of(beside) is None:
+            raise ValueError(
+                f"partition axis {name}={size}: {ndim - 2}-D data (N, C, {ndim - 2} spatial dims) has no {name};"
+                f" accepted: {', '.join(axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None)}"
+            )
+        result.append(Replicate() if dim is None or size == 1 else Shard(dim))
+    return tuple(result)
+
+
+def sharded_dims(mesh: DeviceMesh, placements: Sequence[Placement]) -> Iterator[tuple[int, int]]:
+    """(mesh axis, tensor dim) for every ``Shard`` placement, in the order of the mesh axes."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            yield axis, placement.dim

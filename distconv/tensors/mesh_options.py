@@ -1,0 +1,21 @@
+"""Options of a mesh: how batch norm computes its statistics, and which algorithm splits channels."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from distconv import settings
+
+batch_norm_statistics: dict[DeviceMesh, str] = {}
+"""Per mesh in use: batch norm's statistics are over the "global" batch, or over each rank's "local" share."""
+
+
+channel_algorithms: dict[DeviceMesh, str] = {}
+"""Per mesh: which of distconv.settings.channels.ALGORITHMS shards the weights of its layers."""
+
+
+def channel_algorithm(mesh: DeviceMesh) -> str:
+    """The algorithm of a mesh: the one it was given, else, from its first use on, what the job's setting says then."""
+    if mesh not in channel_algorithms:
+        channel_algorithms[mesh] = settings.value("channel_algorithm")
+    return channel_algorithms[mesh]

@@ -1,0 +1,137 @@
+"""Lines of the program, for errors: where an operator was asked for, also that of the forward of a backward.
+
+An operator of backward is asked for by autograd, where no line of the program stands on the stack. So while a model is
+called with inputs of shapes that it has not had before, the line of each operator is kept by the number that autograd
+gives to the next node of its graph. Refusals are decided by shapes: later calls of the same shapes keep nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import sys
+import sysconfig
+import types
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+MOST_LINES = 200_000
+"""The most operators whose lines are kept; then those of earlier calls are dropped."""
+
+MOST_SHAPES = 1_000
+"""The most shapes of a model's inputs that are known at once: in some programs every call has another one."""
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_DISTCONV = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
+NEAR = 8
+"""For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
+
+_PACKAGES = tuple(
+    os.path.join(path, "") for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} if path
+)
+
+_kept: dict[int, str] = {}
+"""Lines of forward by autograd's number, ascending within a call."""
+
+_seen: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+"""For each model that was called, the shapes of its inputs."""
+
+
+def asked_for() -> str:
+    """``at FILE:LINE`` of the program for the operator that runs now; in backward that of its forward, where known."""
+    if torch._C._current_graph_task_id() == -1:
+        line = _line(sys._getframe(1))
+        return f"at {line}" if line else "at a line that is not the program's"
+    node = torch._C._current_autograd_node()
+    what = f"in the backward ({node.name()})" if node is not None else "in the backward"
+    forward = _forward_line(node._sequence_nr()) if node is not None else None
+    if forward is not None:
+        return f"{what} of what stands {forward}"
+    line = _line(sys._getframe(1))
+    return f"{what} called at {line}" if line else what
+
+
+def keep_line(*_: Any) -> None:
+    """Keeps the line of the operator that runs now."""
+    line = _line(sys._getframe(1))
+    if line:
+        _kept[torch._C._autograd._get_sequence_nr()] = sys.intern(line)  # a program has few lines, and many operators
+
+
+def is_new(model: nn.Module, shapes: Any) -> bool:
+    """Whether a model is called for the first time with inputs of these shapes, and autograd records what it does."""
+    known = _seen.setdefault(model, set())
+    if shapes in known or not torch.is_grad_enabled():
+        return False
+    if len(known) >= MOST_SHAPES:
+        known.clear()
+    known.add(shapes)
+    if len(_kept) > MOST_LINES:
+        _kept.clear()
+    return True
+
+
+def _forward_line(number: int) -> str | None:
+    """Where the operator was asked for whose node has this number: what made it saw the next number."""
+    if number + 1 in _kept:
+        return f"at {_kept[number + 1]}"
+    numbers = sorted(_kept)
+    before = bisect.bisect_right(numbers, number)
+    return f"near {_kept[numbers[before - 1]]}" if before and number - numbers[before - 1] < NEAR else None
+
+
+def _line(frame: types.FrameType | None) -> str:
+    """The innermost line that is neither torch's nor ours; where that is a package's, also the program's own."""
+    found = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _DISTCONV, "<frozen")):
+            own = not file.startswith(_PACKAGES)
+            if own or not found:
+                line = f"{_shown(file)}:{frame.f_lineno}"
+                found = line if not found else f"{found}, called at {line}"
+            if own:
+                return found
+        frame = frame.f_back
+    return found
+
+
+def line_of(error: BaseException) -> str:
+    """``FILE:LINE`` of the innermost line of the program, or of a package, that an exception came through."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith((_TORCH, _DISTCONV, "<frozen")):
+            found = f"{_shown(file)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _shown(file: str) -> str:
+    """A file as people know it: from the packages' folder, or from where the program runs."""
+    for folder in (*_PACKAGES, os.path.join(os.getcwd(), "")):
+        if file.startswith(folder):
+            return file.removeprefix(folder)
+    return file
+
+
+def shorten(error: BaseException, refused: type[BaseException]) -> None:
+    """Takes from an exception's traceback the frames that only pass calls on; of a refusal, all of torch and ours."""
+    hidden = (_TORCH, _DISTCONV) if isinstance(error, refused) else _CALLS
+    error.__traceback__ = _without(error.__traceback__, hidden)
+
+
+def _without(shown: types.TracebackType | None, hidden: tuple[str, ...]) -> types.TracebackType | None:
+    frames = []
+    while shown is not None:
+        if not shown.tb_frame.f_code.co_filename.startswith(hidden):
+            frames.append(shown)
+        shown = shown.tb_next
+    following = None
+    for each in reversed(frames):
+        following = types.TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return following
