@@ -18,10 +18,11 @@ from mucudnn.planning.frugal_search import FrugalSearch
 from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import MARGIN, Plan, enlarged, surviving
 from mucudnn.planning.search import PARTS_MARGIN, Search, costs_on_record
-from mucudnn.providers import STOCK, Provider, providers_on
+from mucudnn.providers import STOCK, Compiling, Provider, providers_on
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
+from mucudnn.timing.compiled_plans import CompiledPlans
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Candidate, Measurement
@@ -74,6 +75,9 @@ class Planner:
         self._costs: dict[Environment, Costs] = {}
         self.are_plans_costly = device_of(device).uses_cudnn
         providers = providers_on(device, settings.engines) if providers is None else providers
+        for provider in providers:
+            if isinstance(provider, Compiling):
+                provider.archive = CompiledPlans(store, device_of(device)) if store.persistent else None
         # What a GPU's kernels hold is not known: there nothing is counted.
         self._counts = settings.count_stock and device == HOST
         if self._counts:

@@ -11,7 +11,7 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.providers.provider import Provider
+from mucudnn.providers.provider import Compiling, Provider
 from mucudnn.providers.stock import STOCK, Stock, stock_call, stock_kernel, stock_result
 
 HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(is_outlined=True), in_torch))
@@ -43,6 +43,7 @@ def providers_on(device: torch.device, engines: str = "heuristic") -> tuple[Prov
 __all__ = [
     "HOST_PROVIDERS",
     "STOCK",
+    "Compiling",
     "Operands",
     "Part",
     "Provider",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -46,6 +46,23 @@ class Provider(Protocol):
             RuntimeError: where the algorithm cannot run after all; the target's contents are then undefined.
         """
         ...
+
+
+class Archive(Protocol):
+    """Keeps the plans of engines that cuDNN compiles at run time, so that later runs need not compile them again."""
+
+    def compiled_plan(self, problem: ConvProblem, launch: str) -> str | None:
+        """The text of a plan, `None` where none is kept."""
+        ...
+
+    def keep_compiled_plan(self, problem: ConvProblem, launch: str, text: str) -> None: ...
+
+
+@runtime_checkable
+class Compiling(Protocol):
+    """A provider that compiles some of its algorithms at run time."""
+
+    archive: Archive | None
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

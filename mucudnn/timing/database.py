@@ -38,6 +38,14 @@ _SETTLEMENTS = """CREATE TABLE IF NOT EXISTS settlements (
 ) WITHOUT ROWID"""
 """Made when the first is kept: files without it are as good, and a file may be one that can only be read."""
 
+_COMPILED = """CREATE TABLE IF NOT EXISTS compiled (
+    problem INTEGER NOT NULL REFERENCES problems (id),
+    launch TEXT NOT NULL,
+    plan TEXT NOT NULL,
+    PRIMARY KEY (problem, launch)
+) WITHOUT ROWID"""
+"""Made when the first is kept, like the settlements."""
+
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 Launches = dict[tuple[str, int], Option]
@@ -166,7 +174,7 @@ def insert_need(connection: sqlite3.Connection, key: str, launch: str, workspace
 
 
 def select_settlements(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'settlements'").fetchone() is None:
+    if not _has_table(connection, "settlements"):
         return []
     return connection.execute("SELECT key, terms, plan FROM settlements JOIN problems ON problem = id").fetchall()
 
@@ -176,6 +184,25 @@ def insert_settlement(connection: sqlite3.Connection, key: str, terms: str, plan
         connection.execute(_SETTLEMENTS)
         problem = _problem(connection, key)
         connection.execute("INSERT OR REPLACE INTO settlements VALUES (?, ?, ?)", (problem, terms, plan))
+
+
+def select_compiled(connection: sqlite3.Connection, key: str, launch: str) -> str | None:
+    if not _has_table(connection, "compiled"):
+        return None
+    query = "SELECT plan FROM compiled JOIN problems ON problem = id WHERE key = ? AND launch = ?"
+    row = connection.execute(query, (key, launch)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def insert_compiled(connection: sqlite3.Connection, key: str, launch: str, plan: str) -> None:
+    with transaction(connection):
+        connection.execute(_COMPILED)
+        problem = _problem(connection, key)
+        connection.execute("INSERT OR REPLACE INTO compiled VALUES (?, ?, ?)", (problem, launch, plan))
+
+
+def _has_table(connection: sqlite3.Connection, name: str) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
 
 
 def _problem(connection: sqlite3.Connection, key: str) -> int:

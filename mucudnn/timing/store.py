@@ -27,11 +27,13 @@ from mucudnn.timing.database import (
     check,
     connect,
     insert,
+    insert_compiled,
     insert_need,
     insert_settlement,
     prepare,
     select,
     select_all,
+    select_compiled,
     select_needs,
     select_settlements,
     told,
@@ -145,6 +147,19 @@ class Store:
             self._settled()[names] = text
             if self._writable:
                 self._write(lambda connection: insert_settlement(connection, *names, text))
+
+    def compiled_plan(self, key: Mapping[str, Any], launch: str) -> str | None:
+        """cuDNN's text of a plan that was compiled for a launch of the key; `None` where the file has none."""
+        text = _canonical(key)
+        with self._lock:
+            return self._read(lambda connection: select_compiled(connection, text, launch))
+
+    def keep_compiled_plan(self, key: Mapping[str, Any], launch: str, plan: str) -> None:
+        """Keeps a compiled plan on the file; without one it lives as long as the process anyway."""
+        text = _canonical(key)
+        with self._lock:
+            if self._writable:
+                self._write(lambda connection: insert_compiled(connection, text, launch, plan))
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""

@@ -29,6 +29,7 @@ class SimulatedCudnn(Library):
         compiled: the engines that are compiled at run time.
         executed: the names of what ran, in order.
         finalized: how many plans were made of every engine.
+        restored: how many plans were made from their text.
         live: how many descriptors there are.
     """
 
@@ -38,6 +39,7 @@ class SimulatedCudnn(Library):
         self.compiled: set[int] = set()
         self.executed: list[str] = []
         self.finalized: Counter[int] = Counter()
+        self.restored = 0
         self.streams: list[int] = []
         self._objects: dict[int, dict[int, Any]] = {}
         self._next = 4096
@@ -90,6 +92,10 @@ class SimulatedCudnn(Library):
         if object_["finalized"] or len(values) != count:
             return self._fail(BAD_PARAM, "set after finalize, or a wrong count")
         object_[Name(name)] = list(values)
+        if name == Name.EXECUTION_PLAN_JSON_REPRESENTATION:
+            if not values.raw.isdigit():
+                return self._fail(NOT_SUPPORTED, "a text of another version")
+            object_[Name.EXECUTION_PLAN_ENGINE_CONFIG] = [int(values.raw)]
         return 0
 
     def cudnnBackendFinalize(self, descriptor: c_void_p) -> int:
@@ -99,15 +105,16 @@ class SimulatedCudnn(Library):
         if object_["kind"] is Kind.EXECUTION_PLAN and self._engine(object_) == 5:
             return self._fail(NOT_SUPPORTED, "engine 5 serves nothing")
         object_["finalized"] = True
-        if object_["kind"] is Kind.EXECUTION_PLAN:
+        if Name.EXECUTION_PLAN_JSON_REPRESENTATION in object_:
+            self.restored += 1
+        elif object_["kind"] is Kind.EXECUTION_PLAN:
             self.finalized[self._engine(object_)] += 1
         return 0
 
     def cudnnBackendGetAttribute(
         self, descriptor: c_void_p, name: int, kind: int, most: int, count: Any, values: Any
     ) -> int:
-        object_ = self._objects[descriptor.value]  # type: ignore[index]
-        found: list[Any]
+        object_, found = self._objects[descriptor.value], list[Any]()  # type: ignore[index]
         if name == Name.ENGINEHEUR_RESULTS:
             return self._propose(object_, most, count, values)
         if name == Name.ENGINECFG_ENGINE:
@@ -126,6 +133,8 @@ class SimulatedCudnn(Library):
             found = [Behavior.RUNTIME_COMPILATION] if is_compiled else []
         elif name == Name.EXECUTION_PLAN_WORKSPACE_SIZE:
             found = [self._workspace(object_)]
+        elif name == Name.EXECUTION_PLAN_JSON_REPRESENTATION:
+            found = [digit.encode() for digit in str(object_[Name.EXECUTION_PLAN_ENGINE_CONFIG][0])]
         else:
             found = object_[Name(name)]
         count._obj.value = len(found)

@@ -17,8 +17,8 @@ from mucudnn.planning.plan import Plan
 from mucudnn.planning.plan_budget import PlanBudget
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import STOCK
+from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.cudnn.graph import Configuration
 from mucudnn.providers.cudnn.proposals import FIRST, MOST, MOST_COMPILED, Proposal, offered, ranked
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import MEMORY, Settings

@@ -20,11 +20,12 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode, Kind, Name, Note, Type
+from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import H200, Device
 from mucudnn.providers.cudnn.elsewhere import wheel_library
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.graph import Configuration, Graph
+from mucudnn.providers.cudnn.graph import Graph
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library, Unavailable
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule

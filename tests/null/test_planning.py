@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.optimizer import RelativeTimes
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.devices import device_of
+from mucudnn.optimizer import Division, Option, RelativeTimes
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.prospects import Prospects
@@ -20,11 +22,15 @@ from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.graph import Engine, Graph
 from mucudnn.settings import Settings
+from mucudnn.timing.compiled_plans import CompiledPlans
+from mucudnn.timing.schedule import Schedule
 from mucudnn.timing.store import Store
 
 GPU = torch.device("cuda", 0)
 MOST_PLANS, MOST_COMPILED, MOST_LAUNCHES = 40, 2, 300
 LIMITS = 2**20, 2**26
+COMPILED = "eng71"
+"""An engine that cuDNN 9.24 compiles at run time, for a 3x3 forward convolution in TF32 among others."""
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +108,32 @@ def test_a_second_run_makes_no_plan_but_those_that_it_uses(direction: Direction,
     again = planned("ahead", problem(direction), LIMITS[1], database)
     assert card.counted("plans") == plans and card.counted("executed") == launches
     assert again.division == first.division
+
+
+def test_a_compiled_plan_is_restored_and_computes_the_same(
+    card: Any, compiled: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NULL_CARD_CONVOLUTIONS", "1")
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    restored = card.counted("restored")
+    x, w = (torch.randn(shape, dtype=torch.float64).float().to(GPU) for shape in ((2, 64, 56, 56), (64, 64, 3, 3)))
+    small = ConvProblem.of_convolution(
+        Direction.FORWARD, tuple(x.shape), tuple(w.shape), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
+    )
+    needs, results = [], []
+    for _ in range(2):
+        engines = Engines(Card(0))
+        engines.archive = CompiledPlans(Store(str(tmp_path / "times.sqlite")), device_of(GPU))
+        needs.append(engines.workspace(small, COMPILED))
+        y = torch.empty_like(x)
+        division = Division((Option(1, COMPILED, 0.0, 0),) * 2)
+        Schedule(small, Dim.BATCH, division, {COMPILED: engines}).run(Operands(x, w, y))
+        results.append(y.cpu())
+    assert len(compiled) == 2  # of one sample and of two, in the first run
+    assert card.counted("restored") == restored + 2
+    assert needs[0] == needs[1]
+    expected = torch.nn.functional.conv2d(x.cpu().double(), w.cpu().double(), padding=1)
+    assert all((result - expected).abs().max() < 1e-3 for result in results)
 
 
 @pytest.mark.parametrize("limit", [*LIMITS, float("inf")])

@@ -31,7 +31,7 @@ API uint64_t null_card_counted(const char *name)
 {
 #define COUNT(field) if (!strcmp(name, #field)) return counted.field;
     COUNT(launches) COUNT(uncomputed) COUNT(copies) COUNT(fills) COUNT(allocations) COUNT(frees) COUNT(waits) COUNT(executed)
-    COUNT(computed) COUNT(refused) COUNT(plans) COUNT(failed) COUNT(plan_nanoseconds) COUNT(workspace) COUNT(used) COUNT(peak)
+    COUNT(computed) COUNT(refused) COUNT(plans) COUNT(restored) COUNT(failed) COUNT(plan_nanoseconds) COUNT(workspace) COUNT(used) COUNT(peak)
 #undef COUNT
     return UINT64_MAX;
 }

@@ -9,7 +9,7 @@ enum { ENGINE = 2, HEURISTIC = 4, PLAN = 5, PROPERTIES = 38 };                  
 enum { BAD_PARAM = 2000, NULL_POINTER = 2002, MISALIGNED = 2005, NOT_SUPPORTED = 3000 }; /* statuses */
 enum { TYPE_INT64 = 3, TYPE_DESCRIPTOR = 15, TYPE_CHAR = 24 };                       /* types of attributes */
 enum { HEURISTIC_GRAPH = 201, HEURISTIC_RESULTS = 202, HEURISTIC_PROPERTIES = 204, CONFIGURATION_ENGINE = 300, PLAN_HANDLE = 400,
-       PLAN_CONFIGURATION = 401, PLAN_WORKSPACE = 402, PLAN_PROPERTIES = 407, GRAPH_HANDLE = 800, GRAPH_OPERATIONS = 801,
+       PLAN_CONFIGURATION = 401, PLAN_WORKSPACE = 402, PLAN_TEXT = 405, PLAN_PROPERTIES = 407, GRAPH_HANDLE = 800, GRAPH_OPERATIONS = 801,
        PACK_IDS = 1000, PACK_POINTERS = 1001, PACK_WORKSPACE = 1003, ENGINE_GRAPH = 1300, ENGINE_INDEX = 1301,
        ENGINE_PROPERTIES = 1307, PROPERTIES_HANDLE = 2701, PROPERTIES_TEXT = 2702 };     /* attributes */
 
@@ -100,6 +100,11 @@ API int cudnnBackendSetAttribute(descriptor d, int name, int type, int64_t count
         struct known *to = known_of(d), *from = known_of(*(const descriptor *)bytes);
         if (to && from) to->convolution = from->convolution;
     }
+    if (name == PLAN_TEXT && known_of(d)) {
+        char *text = strndup(bytes, count);
+        read_serialized(text, &known_of(d)->convolution);
+        free(text);
+    }
     UNLOCK;
     return 0;
 }
@@ -121,7 +126,9 @@ API int cudnnBackendFinalize(descriptor d)
     double from = thread_seconds();
     int status = REAL(cudnnBackendFinalize)(d);
     LOCK;
-    if (kind == PLAN) {
+    int is_restored = kind == PLAN && value_of(d, PLAN_TEXT);
+    counted.restored += is_restored;
+    if (kind == PLAN && !is_restored) {
         counted.plans++;
         counted.failed += status != 0;
         counted.plan_nanoseconds += (uint64_t)(1e9 * (thread_seconds() - from));

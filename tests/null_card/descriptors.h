@@ -15,3 +15,4 @@ void forget_values(struct known *known);
 /* What an operation computes. It is read when the operation is finalized, as callers free descriptors early, and handed
    on with each reference: to the graph, the heuristic or the engine, the configuration and the plan. */
 void read_convolution(descriptor operation, struct convolution *c);
+void read_serialized(const char *text, struct convolution *c); /* the same of a plan that is restored from its text */

@@ -24,7 +24,7 @@ extern pthread_mutex_t null_lock;
 
 /* ---- what is counted: `null_card_counted(name)` reads it ---- */
 struct counts {
-    uint64_t launches, uncomputed, copies, fills, allocations, frees, waits, executed, computed, refused, plans, failed,
+    uint64_t launches, uncomputed, copies, fills, allocations, frees, waits, executed, computed, refused, plans, restored, failed,
         plan_nanoseconds, workspace, used, peak;
 };
 extern struct counts counted;

@@ -47,6 +47,7 @@ class Name(enum.IntEnum):
     EXECUTION_PLAN_HANDLE = 400
     EXECUTION_PLAN_ENGINE_CONFIG = 401
     EXECUTION_PLAN_WORKSPACE_SIZE = 402
+    EXECUTION_PLAN_JSON_REPRESENTATION = 405
     EXECUTION_PLAN_DEVICEPROP = 407
     KNOB_CHOICE_KNOB_TYPE = 600
     KNOB_CHOICE_KNOB_VALUE = 601
@@ -193,8 +194,9 @@ class Descriptor:
     def set_text(self, name: Name, text: bytes) -> Descriptor:
         return self._set(name, Type.CHAR, len(text), create_string_buffer(text, len(text)))
 
-    def text(self, name: Name, most: int = 65536) -> str:
-        """An attribute of characters, at most so many."""
+    def text(self, name: Name) -> str:
+        """An attribute of characters."""
+        most = self.count(name, Type.CHAR)
         characters, count = create_string_buffer(most), c_int64()
         status = self._library.cudnnBackendGetAttribute(self.pointer, name, Type.CHAR, most, byref(count), characters)
         self._library.check(status, f"get {name.name}")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode
+from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import Form, form
-from mucudnn.providers.cudnn.graph import Configuration, ExecutionPlan, Graph
+from mucudnn.providers.cudnn.graph import Engine, ExecutionPlan, Graph
 from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.cudnn.proposals import Proposal, offered, ranked
+from mucudnn.providers.provider import Archive
 from mucudnn.recent import Recent
 
 SIZES = (1, 16, 256)
@@ -42,9 +45,13 @@ class Engines:
     Offered are the best of those that cuDNN's heuristic A and its fallback list propose and that torch's settings
     allow; with `every`, all other engines, too, their knobs at the defaults. What is offered need not serve the problem
     after all: only a plan tells, and none is made for the names.
+
+    Attributes:
+        archive: of plans that were compiled, also by other processes.
     """
 
     def __init__(self, place: Place, every: bool = False) -> None:
+        self.archive: Archive | None = None
         self._place = place
         self._every = every
         self._lock = threading.RLock()
@@ -105,7 +112,11 @@ class Engines:
         configuration = Configuration.parsed(algorithm)
         with self._place.planning() as device:
             graph = Graph(self._place.library, device, put, accumulate)
-            return _Ready(put, graph.plan(graph.engine(configuration.engine), configuration.knobs))
+            engine = graph.engine(configuration.engine)
+            launch = f"{algorithm} extent={problem.extent} alignment={problem.alignment} accumulate={accumulate}"
+            if self.archive is None or Behavior.RUNTIME_COMPILATION not in engine.behavior:
+                return _Ready(put, graph.plan(engine, configuration.knobs))
+            return _Ready(put, _compiled(self.archive, problem, launch, graph, engine, configuration))
 
     def _chosen_for(self, problem: ConvProblem) -> tuple[dict[str, bool], dict[str, str]]:
         """Whether each algorithm that is offered is compiled, and of the others that were proposed, why not."""
@@ -156,3 +167,20 @@ class Engines:
             modes = HeuristicMode.A, HeuristicMode.FALLBACK
             found.append([configuration for mode in modes for configuration in sized.proposed(mode)])
         return found
+
+
+def _compiled(
+    archive: Archive, problem: ConvProblem, launch: str, graph: Graph, engine: Engine, configuration: Configuration
+) -> ExecutionPlan:
+    """The plan of an engine that is compiled at run time: from the archive in a millisecond, else made and kept.
+
+    To compile one takes a second of processor time. Plans of other engines are made in a tenth of a millisecond, no
+    slower than they would be restored, so that only compiled ones are kept.
+    """
+    text = archive.compiled_plan(problem, launch)
+    if text is not None:
+        with suppress(CudnnError):  # it is of a cuDNN that writes plans differently: a new one takes its place
+            return graph.restored(text)
+    plan = graph.plan(engine, configuration.knobs)
+    archive.keep_compiled_plan(problem, launch, plan.text)
+    return plan

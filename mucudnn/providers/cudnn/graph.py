@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 from mucudnn.convolution.problem import Role
 from mucudnn.providers.cudnn.backend import (
@@ -20,6 +19,7 @@ from mucudnn.providers.cudnn.backend import (
     Note,
     Type,
 )
+from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import CudnnError, Library
@@ -34,23 +34,6 @@ MOST_KNOBS = 64
 
 MOST_PACKS = 256
 """Variant packs that a plan keeps. Torch's allocator gives a training step the addresses of the step before."""
-
-
-class Configuration(NamedTuple):
-    """An engine with choices of its knobs, as (type, value); those that are not listed have their defaults."""
-
-    engine: int
-    knobs: tuple[tuple[int, int], ...] = ()
-
-    def __str__(self) -> str:
-        """As cuDNN's own tools spell it: "eng17_k2=3_k13=0"."""
-        return "_".join((f"eng{self.engine}", *(f"k{kind}={value}" for kind, value in self.knobs)))
-
-    @classmethod
-    def parsed(cls, text: str) -> Self:
-        engine, *knobs = text.removeprefix("eng").split("_k")
-        pairs = (knob.split("=") for knob in knobs)
-        return cls(int(engine), tuple((int(kind), int(value)) for kind, value in pairs))
 
 
 @dataclass(frozen=True)
@@ -226,6 +209,18 @@ class Graph:
         descriptor.finalize()
         return ExecutionPlan(self._library, descriptor)
 
+    def restored(self, text: str) -> ExecutionPlan:
+        """A plan of this graph from its `text`, which holds what was compiled for it.
+
+        Raises:
+            CudnnError: where cuDNN does not take it, such as that of another version.
+        """
+        descriptor = Descriptor(self._library, Kind.EXECUTION_PLAN)
+        if self._device.handle is not None:
+            descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
+        descriptor.set_text(Name.EXECUTION_PLAN_JSON_REPRESENTATION, text.encode())
+        return ExecutionPlan(self._library, descriptor.finalize())
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -254,6 +249,11 @@ class ExecutionPlan:
         self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
         self._lock = threading.Lock()
         (self.workspace,) = descriptor.numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
+
+    @property
+    def text(self) -> str:
+        """The plan in cuDNN's own notation, from which `Graph.restored` makes it again."""
+        return self._descriptor.text(Name.EXECUTION_PLAN_JSON_REPRESENTATION)
 
     def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
         """Enqueues the convolution on the handle's stream. One thread at a time: not every engine's plan stands more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mucudnn.providers.cudnn.graph import Configuration
+from mucudnn.providers.cudnn.configuration import Configuration
 
 MOST = 10
 """Configurations that are offered: the best ranked. Each is timed at least once, unless the cost model rules it out."""
