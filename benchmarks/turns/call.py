@@ -6,8 +6,9 @@
     python benchmarks/turns/call.py UNet3d --parts depth=8
 
 Prints one line of JSON. `memory` is by how much the resident memory of the process grew at most, in bytes, and so
-holds what libraries take besides tensors; Linux tells it. `weights` are the bytes of the parameters. `first` and
-`seconds` are the processor seconds of the first call and of the second one, for which all plans are made.
+holds what libraries take besides tensors; `peak` is all of it. Linux tells both. `weights` are the bytes of the
+parameters. `first` and `seconds` are the processor seconds of the first call and of the second one, for which all plans
+are made.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def training(size: int | None) -> tuple[nn.Module, Callable[[], Numbers]]:
 
 
 class Growth:
-    """A context; afterwards ``bytes`` is by how much the resident memory was larger at most than at its beginning."""
+    """A context; afterwards ``peak`` is the most resident memory of the process within it, and ``bytes`` by how much
+    that was more than at its beginning.
+    """
 
     def __enter__(self) -> Growth:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
@@ -80,7 +83,8 @@ class Growth:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.bytes = _status("VmHWM") - self._before
+        self.peak = _status("VmHWM")
+        self.bytes = self.peak - self._before
 
 
 def _status(name: str) -> int:
@@ -115,7 +119,7 @@ def main() -> None:
             began = time.process_time()
             numbers = call()
             found[name] = time.process_time() - began
-    print(json.dumps({**found, "memory": growth.bytes}), flush=True)
+    print(json.dumps({**found, "memory": growth.bytes, "peak": growth.peak}), flush=True)
     if options.save:
         torch.save(numbers, options.save)
 

@@ -65,11 +65,20 @@ worst case. About 50 MiB of the parts' memory are plans and threads, whatever th
 Record = dict[str, Any]
 
 
+def command(work: str, size: int, *more: str) -> list[str]:
+    """The command line of a call by `call.py`."""
+    return [sys.executable, str(ROOT / "call.py"), work, "--size", str(size), *more]
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of such a call."""
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 def call(work: str, size: int, *more: str) -> Record:
     """What `call.py` prints. CalledProcessError where it fails."""
-    command = [sys.executable, str(ROOT / "call.py"), work, "--size", str(size), *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    line = command(work, size, *more)
+    done = subprocess.run(line, env=surroundings(), stdout=subprocess.PIPE, text=True, check=True)
     found: Record = json.loads(done.stdout.splitlines()[-1])
     return found
 
