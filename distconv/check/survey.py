@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.modules import module as modules
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from distconv import settings
 from distconv.check.collectives import alone
 from distconv.check.findings import Findings
+from distconv.check.first_step import up_to_first_step
 from distconv.check.watch import Watch
 from distconv.interface import distributed_script, parallelize
 from distconv.model.gradients import Bucket
@@ -82,22 +82,9 @@ def script(run: Callable[[], None], partition: Partition, *, strategy: Strategy 
     """
     findings = Findings(str(partition), partition.ranks)
     watch = Watch()
-    with _watched(watch, findings, partition) as mesh:
-        hook = register_optimizer_step_post_hook(_end)
-        try:
-            with distributed_script(mesh, strategy), watch, contextlib.suppress(_Enough, SystemExit):
-                run()
-        finally:
-            hook.remove()
+    with _watched(watch, findings, partition) as mesh, distributed_script(mesh, strategy), watch, up_to_first_step():
+        run()
     return findings
-
-
-class _Enough(BaseException):
-    """The first step of an optimizer has ended."""
-
-
-def _end(optimizer: Optimizer, *_: Any) -> None:
-    raise _Enough
 
 
 def _told(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distconv import settings
-from distconv.commands.check_parts import in_turn
+from distconv.commands.check_parts import in_turn, script_in_turn
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read
 from distconv.settings.channels import check_algorithm
@@ -40,6 +40,7 @@ examples:
   python -m distconv check unet3d --input 2,1,64,64,64 --partition sample=2,depth=2 --json
   python -m distconv check --partition height=4 train.py --lr 0.1
   python -m distconv check nets.py:Decoder --input 1,4,256,256 --parts height=8 --memory 4GiB --inference
+  python -m distconv check --parts height=8 --memory 4GiB decode.py
 
 what it shows:
   refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
@@ -71,8 +72,8 @@ def add(commands: Any) -> None:
     check.add_argument(
         "--parts",
         metavar="AXIS=PARTS,... | auto",
-        help="instead of a partition: follow a model whose parts are computed in turn in one process; "
-        "auto chooses them within --memory",
+        help="instead of a partition: follow a model whose parts are computed in turn in one process, or a script's "
+        "calls of models, each before it is computed so; auto chooses the parts within --memory",
     )
     check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
@@ -112,7 +113,7 @@ def command(options: argparse.Namespace) -> int:
     if options.arguments and not _is_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target])
     if options.parts is not None:
-        return in_turn(options, _found, _inputs)
+        return script_in_turn(options, _script) if options.input is None else in_turn(options, _found, _inputs)
     if options.memory is not None:
         raise BadInput("--memory is about parts in turn; accepted: with --parts")
     given = {name: getattr(options, name) for name in ("partition", "channel_algorithm")}

@@ -1,4 +1,4 @@
-"""`python -m distconv check --parts`: what a model in turn would take, move and repeat."""
+"""`python -m distconv check --parts`: what models in turn would take, move and repeat."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
     from distconv.turns.following import Followed
+    from distconv.turns.survey import Call
 
 
 def in_turn(
@@ -31,11 +32,7 @@ def in_turn(
     Raises:
         BadInput: one line, for options that do not go together, and a model that fails in one process.
     """
-    if options.partition or options.channel_algorithm or options.strategy:
-        raise BadInput("--parts with --partition, --channel-algorithm or --strategy; accepted: --parts without them")
-    if options.input is None:
-        raise BadInput("--parts with a script; accepted: a model, with --input C,H,W for each of its inputs")
-    private_names.check()
+    _check(options)
     import torch
 
     from distconv.tensors.refusal import UnsupportedOperation
@@ -79,6 +76,54 @@ def in_turn(
     else:
         print(told("One process" if partition is None else f"{partition}, in turn", alone, parts) + beyond)
     return 0
+
+
+def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Namespace], Callable[[], None]]) -> int:
+    """Runs a script in turn up to the end of its first optimizer step, or to its own end. Before a model computes
+    inputs of new shapes, it is shown what the call takes; 1 where a call is refused or the script fails, else 0.
+
+    ``script``: how the command finds the script that its options name.
+
+    Raises:
+        BadInput: one line, for options that do not go together, and where there is no such script.
+    """
+    _check(options)
+    from distconv.check.first_step import up_to_first_step
+    from distconv.tensors.user_lines import line_of
+    from distconv.turns import turning
+    from distconv.turns.survey import Survey
+
+    try:
+        way = turning.read_way(options.parts, options.memory)
+        run = script(options)
+    except (ValueError, program.NotFound) as error:
+        raise BadInput(f"--parts {options.parts}: {error}" if isinstance(error, ValueError) else str(error)) from None
+
+    def tell(call: Call) -> None:
+        if not options.json:
+            print(told(f"{call.module}, {call.parts}, in turn", call.alone, call.followed), flush=True)
+
+    survey = Survey(way[1], tell)
+    failed = False
+    try:
+        with turning.script_in_turn(way, survey.follow), up_to_first_step():
+            run()
+    except Exception as error:
+        failed = True
+        line = line_of(error)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"distconv: the script ended with {reason}{f' (at {line})' if line else ''}", file=sys.stderr)
+    if options.json:
+        print_json([asdict(call) for call in survey.calls])
+    elif not survey.calls and not failed:
+        print(f"No model of the script can be cut as {options.parts}: all run whole.")
+    return int(failed)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.partition or options.channel_algorithm or options.strategy:
+        raise BadInput("--parts with --partition, --channel-algorithm or --strategy; accepted: --parts without them")
+    private_names.check()
 
 
 def told(how: str, alone: Followed, parts: Followed) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,25 @@ def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
     return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
 
 
+def is_trained(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Whether autograd records a call."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
+
+
+def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a call of a module takes depends on no more than this: one is followed for all of a kind."""
+    device = next(module.parameters()).device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return is_trained(module, inputs), module.training, autocast, *((x.shape, x.dtype) for x in inputs)
+
+
+@contextlib.contextmanager
+def followed_as(trained: bool) -> Iterator[None]:
+    """Within it calls are followed, with a backward if they are ``trained``."""
+    with torch.inference_mode(False), torch.set_grad_enabled(trained):
+        yield
+
+
 def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> Partition | None:
     """The parts of a call within a limit of memory; None: one process does it.
 
@@ -36,16 +56,10 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
         ValueError: one line, where the call cannot be followed by the shapes of its tensors.
     """
     of_module = _chosen.setdefault(module, {})
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
-    device = next(module.parameters()).device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    key = memory, trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
+    trained = is_trained(module, inputs)
+    key = memory, *kind_of(module, inputs)
     if key not in of_module:
-        with (
-            bar(None, "distconv: choosing parts") as advance,
-            torch.inference_mode(False),
-            torch.set_grad_enabled(trained),
-        ):
+        with bar(None, "distconv: choosing parts") as advance, followed_as(trained):
             try:
                 alone = follow(module, args, kwargs, None, backward=trained)
             except Exception as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -40,8 +40,11 @@ _ANY = Partition((("sample", 2),))
 _turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary()
 """The modules that run in turn where they are called outermost."""
 
-_script: list[Way] = []
-"""How the script that is run computes, if one is."""
+Before = Callable[[nn.Module, Any, Any, Partition], None]
+"""What is told of a call before it is computed: the module, its arguments, and the parts."""
+
+_script: list[tuple[Way, Before | None]] = []
+"""How the script that is run computes, if one is, and what is told of its calls first."""
 
 
 def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
@@ -100,10 +103,13 @@ def read_memory(memory: str | float | None) -> int | None:
 
 
 @contextmanager
-def script_in_turn(way: Way) -> Iterator[None]:
-    """Within it every model runs in turn whose inputs can be cut."""
+def script_in_turn(way: Way, before: Before | None = None) -> Iterator[None]:
+    """Within it every model runs in turn whose inputs can be cut.
+
+    ``before``: is called before each such call.
+    """
     _take(way[0])
-    _script.append(way)
+    _script.append((way, before))
     try:
         with methods_of_new_modules(_called):
             yield
@@ -124,7 +130,8 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if is_part():
         return NotImplemented
     own = _turning.get(module)
-    way = own or (_script[-1] if _script else None)
+    of_script, before = _script[-1] if _script else (None, None)
+    way = own or of_script
     if way is None or (way[0] is not None and way[0].ranks == 1):
         return NotImplemented
     first = next(module.parameters(), None)
@@ -153,6 +160,9 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             raise
         _tell_whole(module, str(error))
         return NotImplemented
+    if before is not None:
+        with script_in_turn(_NOT_IN_TURN):
+            before(module, args, kwargs, partition)
     return call_in_turn(parts, memory, module, args, kwargs)
 
 

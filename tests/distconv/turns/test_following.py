@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +91,53 @@ def test_the_command_tells_of_a_model(capsys: pytest.CaptureFixture[str], monkey
     network = ["unet3d", "--input", "1,1,32,32,32", "--parts", "depth=4", "--inference"]
     assert main_of(network, monkeypatch) == 0
     assert "depth=4, in turn: the tensors take at most" in capsys.readouterr().out
+
+
+SCRIPT = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 3, padding=1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+head = nn.Linear(4, 2)
+print("begins")
+with torch.no_grad():
+    net(torch.ones(1, 1, 128, 128))
+for step in range(3):
+    optimizer.zero_grad()
+    net(torch.ones(2, 1, 128, 128)).square().mean().backward()
+    optimizer.step()
+    print("step", step)
+"""
+
+
+def test_a_scripts_calls_are_told_before_they_are_computed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    assert main_of(["--parts", "height=4", str(script)], monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert "step" not in out  # the script ends with its first optimizer step
+    assert out.count("Sequential, height=4, in turn: the tensors take at most") == 2
+    assert main_of(["--parts", "height=4", "--memory", "256KiB", "--json", str(script)], monkeypatch) == 0
+    infers, trains = json.loads(capsys.readouterr().out.partition("\n")[2])
+    assert infers["inputs"] == [[1, 1, 128, 128]] and trains["inputs"] == [[2, 1, 128, 128]]
+    assert trains["followed"]["spilled"] > 0 and trains["alone"]["operations"] > 2 * infers["alone"]["operations"]
+
+
+def test_a_script_that_fails_or_has_nothing_to_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)")
+    assert main_of(["--parts", "height=4", str(script)], monkeypatch) == 0
+    assert "No model of the script can be cut as height=4" in capsys.readouterr().out
+    script.write_text("raise OSError('no data')")
+    assert main_of(["--parts", "height=4", str(script)], monkeypatch) == 1
+    assert f"ended with OSError: no data (at {script.name}:1)" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    assert main_of(["--parts", "height=4", str(tmp_path / "absent.py")], monkeypatch) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""Runs a script up to the end of its first optimizer step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+
+class _Enough(BaseException):
+    """The first step of an optimizer has ended."""
+
+
+def _end(optimizer: Optimizer, *_: object) -> None:
+    raise _Enough
+
+
+@contextlib.contextmanager
+def up_to_first_step() -> Iterator[None]:
+    """Within it the program ends after the first step of an optimizer, or by itself; then what follows goes on."""
+    hook = register_optimizer_step_post_hook(_end)
+    try:
+        with contextlib.suppress(_Enough, SystemExit):
+            yield
+    finally:
+        hook.remove()

@@ -1,0 +1,67 @@
+"""Survey: what the calls of a script's models take in turn, each told before it is computed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from distconv.settings.partition import Partition
+from distconv.turns.automatic import followed_as, is_trained, kind_of
+from distconv.turns.following import Followed, follow
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model, with the backward of the sum of its results where autograd records it.
+
+    Attributes:
+        module: the name of its class.
+        inputs: the shapes of its tensors.
+        parts: the partition whose parts are computed in turn.
+        followed: what it takes in turn.
+        alone: what it takes in one process.
+    """
+
+    module: str
+    inputs: tuple[tuple[int, ...], ...]
+    parts: str
+    followed: Followed
+    alone: Followed
+
+
+class Survey:
+    """Follows the first call of each model with inputs of new shapes.
+
+    Attributes:
+        calls: those that were followed.
+    """
+
+    def __init__(self, memory: int | None, tell: Callable[[Call], None]) -> None:
+        """
+        Args:
+            memory: the limit of the parts' tensors, in bytes.
+            tell: is given each call once it was followed, before it is computed.
+        """
+        self.calls: list[Call] = []
+        self._memory, self._tell = memory, tell
+        self._known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+
+    def follow(self, module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
+        """Follows a call, unless one of its kind is known. Raises what the call would raise."""
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        known, kind = self._known.setdefault(module, set()), (partition, *kind_of(module, inputs))
+        if kind in known:
+            return
+        known.add(kind)
+        trained = is_trained(module, inputs)
+        with followed_as(trained):
+            alone = follow(module, args, kwargs, None, backward=trained)
+            parts = follow(module, args, kwargs, partition, self._memory, backward=trained)
+        shapes = tuple(tuple(x.shape) for x in inputs)
+        self.calls.append(Call(type(module).__name__, shapes, str(partition), parts, alone))
+        self._tell(self.calls[-1])
