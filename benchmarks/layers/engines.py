@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.layers.elsewhere import wheel_library
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.networks.models import NETWORKS, Layer, convolutions
 from mucudnn.providers.cudnn.backend import Behavior, Note
 from mucudnn.providers.cudnn.device import H200, Device
-from mucudnn.providers.cudnn.elsewhere import wheel_library
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Graph
 from mucudnn.providers.cudnn.library import CudnnError, Library, Unavailable, spelled

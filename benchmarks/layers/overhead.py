@@ -20,11 +20,11 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.detour import CALLS, ROUNDS, detour, microseconds
+from benchmarks.layers.elsewhere import wheel_library
 from benchmarks.layers.engines import NoCard
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.optimizer import Division, Option, best_division, micro_batch_sizes
-from mucudnn.providers.cudnn.elsewhere import wheel_library
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.library import Library, Unavailable
 from mucudnn.timing.measurement import synthetic_operands

@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
+from benchmarks.reading.seconds import GB, Job, file_seconds, step_seconds, store_seconds
 from benchmarks.table import Table, save, show
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.machine import read
-from distconv.performance.reading import GB, Job, file_seconds, step_seconds, store_seconds
 from distconv.performance.recording import record_step
 from distconv.performance.replay import replay
 from distconv.settings.partition import Partition

@@ -23,7 +23,6 @@ BY_FEW = {
     "providers_on": "devices and the names of sets of engines",
     "stock_kernel": "two operators and two kinds of devices",
     "_rules": "files that an environment variable names",
-    "wheel_library": "folders of packages",
     "_open_mpi_options": "programs named mpiexec",
     "_is_new": "torch's operators",
     "open_checkpoints": "one function of the package",

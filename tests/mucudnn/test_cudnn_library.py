@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from problems import problems
 
+from benchmarks.layers.elsewhere import wheel_library
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode, Kind, Name, Note, Type
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import H200, Device
-from mucudnn.providers.cudnn.elsewhere import wheel_library
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Graph

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.reading.seconds import GB, Job, file_seconds, step_seconds, store_seconds
 from distconv.performance.machine import read
-from distconv.performance.reading import GB, Job, file_seconds, step_seconds, store_seconds
 
 GIB = float(1 << 30)
 
