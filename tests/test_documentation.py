@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import json
 import re
 import shlex
-import statistics
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import distconv.__main__
 import distconv.settings
 import mucudnn.__main__
 import mucudnn.settings
+from tests.pages import rows
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -45,17 +44,6 @@ def blocks(page: Path, *languages: str) -> Iterator[str]:
 def prose(page: Path) -> str:
     """A page without its code blocks."""
     return re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.M | re.S)
-
-
-def rows(text: str, heading: str) -> list[list[str]]:
-    """The cells of the first table whose head begins so, below its rule."""
-    lines = text[text.index(f"\n| {heading} |") + 1 :].splitlines()[2:]
-    table = []
-    for line in lines:
-        if not line.startswith("|"):
-            break
-        table.append([cell.strip() for cell in line.strip("|").split("|")])
-    return table
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
@@ -247,80 +235,3 @@ def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
 
 
 # Figures.
-
-
-def results(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def test_the_figures_of_single_convolutions() -> None:
-    told = rows((ROOT / "docs" / "measured.md").read_text(), "convolution")
-    kept = [row for row in results("layers-cpu") if row["group"] in ("large", "volume")]
-    assert len(told) == len(kept)
-    for (_, limit, *speedups), row in zip(told, kept, strict=True):
-        if limit != "unlimited":
-            assert float(limit.removesuffix(" MiB")) == pytest.approx(row["limit"] / 2**20, abs=0.05)
-        for text, key in zip(speedups, ("undivided_speedup", "divided_speedup"), strict=True):
-            number = text.removesuffix("x")
-            digits = len(number.partition(".")[2])
-            assert f"{row[key]:.{digits}f}" == number, (row["name"], key)
-
-
-def test_the_figures_of_parameters_in_shards() -> None:
-    told = rows((ROOT / "docs" / "measured.md").read_text(), "partition")
-    for cells, row in zip(told, results("distributed-cpu")["wide"], strict=True):
-        whole, held, reduced, sent = (
-            figure / 2**20 for figure in (row["whole"], max(row["held"]), max(row["reduced"]), max(row["sent"]))
-        )
-        assert cells[0] == f"`{row['partition']}`"
-        numbers = [float(cell.removesuffix(" MiB")) for cell in cells[1:]]
-        assert numbers == pytest.approx([whole, held, held / whole, reduced, sent], abs=0.051)
-
-
-def test_the_figures_of_the_first_steps() -> None:
-    told = rows((ROOT / "docs" / "measured.md").read_text(), "program")
-    found = results("planning-found-cpu")
-    for (name, *cells), (program, arms) in zip(told, results("planning-cpu").items(), strict=True):
-        assert f"`{program}`" in name
-        expected = []
-        for mark in 10, 50:
-            sums = {arm: [sum(one["seconds"][:mark]) for one in rounds] for arm, rounds in arms.items()}
-            is_met = len(arms["stock"][0]["seconds"]) >= mark
-            over = (statistics.median(sums[arm]) / statistics.median(sums["stock"]) for arm in ("live", "ahead"))
-            expected += [f"{ratio:.2f}" if is_met else "-" for ratio in over]
-        pairs = zip(found[program]["live"], found[program]["ahead"], strict=True) if program in found else ()
-        ratios = [live / ahead for live, ahead in pairs]
-        assert cells == [*expected, f"{statistics.median(ratios):.2f}" if ratios else "-"]
-
-
-@pytest.fixture
-def draw(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("draw")
-
-
-def test_what_is_drawn_is_shown(draw: Any) -> None:
-    shown = re.findall(r"\(measured/([\w-]+)\.svg\)", (ROOT / "docs" / "measured.md").read_text())
-    assert sorted(shown) == sorted(draw.DRAWN) == sorted(path.stem for path in draw.PICTURES.glob("*.svg"))
-    for picture, figure in draw.DRAWN.items():
-        if picture == "scaling":
-            continue
-        (axes,) = figure().axes
-        names = [label.get_text() for label in axes.get_yticklabels()]
-        assert len(names) == len(axes.get_yticks()) and len(set(names)) == len(names)
-
-
-def test_scaling_is_drawn_for_every_network(draw: Any) -> None:
-    rows = results("scaling")["rows"]
-    panels = [axes for axes in draw.scaling().axes if axes.get_title()]
-    assert [axes.get_title().split(",")[0] for axes in panels] == list(dict.fromkeys(row["network"] for row in rows))
-    plans = [row[plan] for row in rows for plan in draw.PLANS]
-    drawn = sum(len(line.get_xdata()) for axes in panels for line in axes.lines)
-    assert drawn == sum(plan is not None and plan["fits"] for plan in plans)
-
-
-def test_the_drawn_engines_are_those_of_the_table(draw: Any) -> None:
-    counted = draw.over_the_limit(results("engines-h200"))
-    table = rows((RESULTS / "engines-h200.md").read_text(), "type")
-    assert {(cells[0], cells[1], cells[2]): (int(cells[6]), int(cells[7])) for cells in table} == counted

@@ -16,91 +16,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import compare_if_due
 from distconv.direct.activation import activation
 from distconv.direct.shares import counted_part
 from distconv.direct.shares import use as use_parameter
 from distconv.direct.where import where
+from distconv.model.homes import Home, buckets, held, home
 from distconv.rules.operands.own_parts import Added, wrapped
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import replicated
-from distconv.tensors.mesh import sharded_dims, whole_group
 from distconv.transfer.account import ACCOUNT
-from distconv.transfer.group import joint_group
-
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-
-
-@dataclass(frozen=True)
-class Home:
-    """The home of a parameter: a mesh and its layout there."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-    def group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same as this one; None for this rank alone. Collective where it must be made."""
-        same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
-        if not same:
-            return None
-        if len(same) == sum(size > 1 for size in self.mesh.shape):
-            return whole_group(self.mesh)
-        return joint_group(self.mesh, same)
-
-
-def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
-    """The home of a parameter. A plain one is replicated on the mesh on which its module runs."""
-    if isinstance(parameter, DTensor):
-        return Home(parameter.device_mesh, tuple(parameter.placements))
-    return Home(mesh, replicated(mesh))
-
-
-def held(parameter: Tensor) -> Tensor:
-    """The part of a parameter that this rank holds, as a plain tensor without autograd."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-
-
-def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
-    """Parameters in the order in which backward reaches them, in lists that share a bucket.
-
-    Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
-    than a bucket holds. The first list is small, so that its allreduce starts early. The lists are alike on all ranks:
-    what counts is the largest part that a rank holds.
-    """
-    result: list[list[Tensor]] = []
-    filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
-    for parameter in reversed(list(parameters)):
-        own = held(parameter)
-        key = parameters[parameter], own.dtype, own.device
-        members, size, limit = filling.get(key, ([], 0, 0))
-        if size >= limit:
-            members, size, limit = [], 0, BUCKET_BYTES if result else FIRST_BUCKET_BYTES
-            result.append(members)
-        members.append(parameter)
-        filling[key] = members, size + _largest(parameter) * own.element_size(), limit
-    return result
-
-
-def _largest(parameter: Tensor) -> int:
-    """The elements of the largest part of a parameter that a rank holds."""
-    shape = list(parameter.shape)
-    if isinstance(parameter, DTensor):
-        for axis, dim in sharded_dims(parameter.device_mesh, parameter.placements):
-            shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
-    return math.prod(shape)
 
 
 class BucketPlan:
@@ -172,11 +106,11 @@ class Bucket:
     def differentiable(self, shares: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The whole gradients of this rank's shares, for gradients of gradients; None for None."""
         found: list[Tensor | None] = []
-        for index, (home, share) in enumerate(zip(self.homes, shares, strict=True)):
-            axes = tuple(axis for axis, placement in enumerate(home.placements) if placement.is_replicate())
-            total = Added.apply(self.plan.stand_ins[index] if share is None else share, home.mesh, axes)
+        for index, (its, share) in enumerate(zip(self.homes, shares, strict=True)):
+            axes = tuple(axis for axis, placement in enumerate(its.placements) if placement.is_replicate())
+            total = Added.apply(self.plan.stand_ins[index] if share is None else share, its.mesh, axes)
             if not self.plan.plain[index]:
-                total = wrapped(total, home.mesh, home.placements, self.plan.wholes[index])
+                total = wrapped(total, its.mesh, its.placements, self.plan.wholes[index])
             found.append(None if share is None else total)
         return found
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.direct.shares import as_sharded
-from distconv.model.gradients import Bucket, BucketPlan, buckets, distributed, finish, home
+from distconv.model.gradients import Bucket, BucketPlan, distributed, finish
+from distconv.model.homes import buckets, home
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.all_reduce import AllReduce
 

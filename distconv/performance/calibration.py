@@ -21,7 +21,7 @@ from torch import nn
 
 from distconv import settings
 from distconv.interface import parallelize, shard
-from distconv.model.gradients import BUCKET_BYTES
+from distconv.model.homes import BUCKET_BYTES
 from distconv.performance.events import Step
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured

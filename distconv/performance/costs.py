@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.gradients import BUCKET_BYTES
+from distconv.model.homes import BUCKET_BYTES
 from distconv.performance.events import Kernel, Start, Step, Wait
 from distconv.performance.layers import Layer
 from distconv.performance.machine import Machine

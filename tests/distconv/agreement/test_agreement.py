@@ -272,39 +272,3 @@ def test_a_script_that_seeds_itself_by_its_process_ends_in_one_line() -> None:
     assert len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
     assert lines[0].startswith("distconv: input 1 of Conv2d.forward, shape (4, 3, 8, 8), torch.float32, at "), lines
     assert "reseeded.py:19, is not the same on every rank: rank 1 differs from rank 0. Every rank must" in lines[0]
-
-
-def on_all_and_then_on_some() -> float:
-    losses = []
-    for partition, ranks in (("sample=4", range(4)), ("sample=3", range(3))):
-        mesh = distconv.init(partition, ranks=ranks, device_type="cpu")
-        if dist.get_rank() in ranks:
-            with distributed_script(mesh):
-                losses.append(net()(data()[0]).square().mean().item())
-    return max(losses) - min(losses)
-
-
-@pytest.mark.gloo
-def test_a_script_on_some_ranks_does_not_wait_for_those_of_an_earlier_one(ranks: Callable[[int], Ranks]) -> None:
-    assert max(ranks(4).run(on_all_and_then_on_some)) < 1e-6
-
-
-def some_train_while_all_are_to_compare() -> float:
-    """All ranks cut a tensor, which is to be compared; then two train a model, and the others wait for them."""
-    everyone = distconv.init("height=4", device_type="cpu")
-    some = distconv.init("height=2", ranks=[0, 1], device_type="cpu")
-    x, y = data(4)
-    whole = distconv.shard(x, everyone)
-    if dist.get_rank() < 2:
-        model = distconv.parallelize(net(), some)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            nn.functional.cross_entropy(model(distconv.shard(x, some)), y).backward()
-            optimizer.step()
-    dist.barrier()
-    return float((distconv.gather(whole) - x).abs().max())
-
-
-@pytest.mark.gloo
-def test_an_optimizer_on_some_ranks_does_not_wait_for_the_others(ranks: Callable[[int], Ranks]) -> None:
-    assert ranks(4).run(some_train_while_all_are_to_compare) == [0.0] * 4

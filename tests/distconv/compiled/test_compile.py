@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import distconv
-from distconv.model import gradients
+from distconv.model import homes
 from distconv.rules.convolution import plan
 from distconv.settings import options
 
@@ -271,15 +271,15 @@ def traced_operators(partition: str) -> dict[str, list[str]]:
     backend = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
     )
-    kept = gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES, plan.LEAST_BYTES
-    gradients.FIRST_BUCKET_BYTES = gradients.BUCKET_BYTES = 64
+    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES
+    homes.FIRST_BUCKET_BYTES = homes.BUCKET_BYTES = 64
     plan.LEAST_BYTES = 0
     try:
         with fresh():
             model = distconv.parallelize(made(Halos), distconv.init(partition, device_type="cpu"))
             torch.compile(model, backend=backend, fullgraph=True)(torch.ones(1, 2, 40, 5).double()).sum().backward()
     finally:
-        gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES, plan.LEAST_BYTES = kept
+        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES = kept
     return found
 
 

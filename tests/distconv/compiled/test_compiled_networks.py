@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import distconv
-from distconv.model import gradients
+from distconv.model import homes
 from distconv.rules.convolution import plan
 from mucudnn.networks.models import NETWORKS
 
@@ -94,8 +94,8 @@ def compiled(name: str, partition: str) -> tuple[dict[str, float], dict[str, flo
     backend = aot_autograd(
         fw_compiler=keep("forward"), bw_compiler=keep("backward"), partition_fn=min_cut_rematerialization_partition
     )
-    kept = gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES, plan.LEAST_BYTES
-    gradients.FIRST_BUCKET_BYTES = gradients.BUCKET_BYTES = 1 << 13
+    kept = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES
+    homes.FIRST_BUCKET_BYTES = homes.BUCKET_BYTES = 1 << 13
     plan.LEAST_BYTES = 0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def compiled(name: str, partition: str) -> tuple[dict[str, float], dict[str, flo
         found = trained(name, partition, backend)
         return errors(found, alone), errors(found, uncompiled), made, graphs
     finally:
-        gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES, plan.LEAST_BYTES = kept
+        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES, plan.LEAST_BYTES = kept
         torch.set_num_threads(threads)
         torch._dynamo.reset()
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import distconv
-from distconv.model import gradients
-from distconv.model.gradients import buckets
+from distconv.model import homes
+from distconv.model.homes import buckets
 
 
 class Block(nn.Module):
@@ -122,8 +122,8 @@ def allreduces(partition: str) -> tuple[list[int], list[str]]:
         events.append("allreduce")
         return transport(tensor, *rest, **options)
 
-    limits = gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES
-    gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = 148 * 4, 148 * 8  # one layer, then two
+    limits = homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES
+    homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES = 148 * 4, 148 * 8  # one layer, then two
     dist.all_reduce = counting
     try:
         y = x
@@ -137,7 +137,7 @@ def allreduces(partition: str) -> tuple[list[int], list[str]]:
         y.redistribute(placements=y.placements).to_local().sum().backward()
     finally:
         dist.all_reduce = transport
-        gradients.FIRST_BUCKET_BYTES, gradients.BUCKET_BYTES = limits
+        homes.FIRST_BUCKET_BYTES, homes.BUCKET_BYTES = limits
     return sizes, events
 
 

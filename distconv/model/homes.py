@@ -1,0 +1,78 @@
+"""Homes of parameters: the mesh and layout of each, and the lists of those whose gradients are added up together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from distconv.tensors.layouts import replicated
+from distconv.tensors.mesh import sharded_dims, whole_group
+from distconv.transfer.group import joint_group
+
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class Home:
+    """The home of a parameter: a mesh and its layout there."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same as this one; None for this rank alone. Collective where it must be made."""
+        same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
+        if not same:
+            return None
+        if len(same) == sum(size > 1 for size in self.mesh.shape):
+            return whole_group(self.mesh)
+        return joint_group(self.mesh, same)
+
+
+def home(parameter: Tensor, mesh: DeviceMesh) -> Home:
+    """The home of a parameter. A plain one is replicated on the mesh on which its module runs."""
+    if isinstance(parameter, DTensor):
+        return Home(parameter.device_mesh, tuple(parameter.placements))
+    return Home(mesh, replicated(mesh))
+
+
+def held(parameter: Tensor) -> Tensor:
+    """The part of a parameter that this rank holds, as a plain tensor without autograd."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def buckets(parameters: Mapping[Tensor, Hashable]) -> list[list[Tensor]]:
+    """Parameters in the order in which backward reaches them, in lists that share a bucket.
+
+    Those of a list have the same value in ``parameters``, the same device and dtype, and not many more bytes on a rank
+    than a bucket holds. The first list is small, so that its allreduce starts early. The lists are alike on all ranks:
+    what counts is the largest part that a rank holds.
+    """
+    result: list[list[Tensor]] = []
+    filling: dict[Hashable, tuple[list[Tensor], int, int]] = {}
+    for parameter in reversed(list(parameters)):
+        own = held(parameter)
+        key = parameters[parameter], own.dtype, own.device
+        members, size, limit = filling.get(key, ([], 0, 0))
+        if size >= limit:
+            members, size, limit = [], 0, BUCKET_BYTES if result else FIRST_BUCKET_BYTES
+            result.append(members)
+        members.append(parameter)
+        filling[key] = members, size + _largest(parameter) * own.element_size(), limit
+    return result
+
+
+def _largest(parameter: Tensor) -> int:
+    """The elements of the largest part of a parameter that a rank holds."""
+    shape = list(parameter.shape)
+    if isinstance(parameter, DTensor):
+        for axis, dim in sharded_dims(parameter.device_mesh, parameter.placements):
+            shape[dim] = -(-shape[dim] // parameter.device_mesh.size(axis))
+    return math.prod(shape)
