@@ -6,6 +6,9 @@ BIN := .venv/bin
 # Tests at once: one more than CI has cores, since many wait for what ranks do.
 WORKERS ?= 3
 
+# Tests start hundreds of processes, each of which would compile again what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
 QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
 	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \

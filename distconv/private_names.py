@@ -6,6 +6,7 @@ import functools
 import importlib
 
 import mucudnn.private_names
+from mucudnn.lazily import uncollected
 from mucudnn.private_names import MissingName, Name
 
 __all__ = ["NAMES", "MissingName", "check"]
@@ -149,8 +150,7 @@ NAMES = (
 @functools.cache
 def check() -> None:
     """Asks this torch for every name that distconv and mucudnn need; MissingName for one that it lacks."""
-    mucudnn.private_names.check()
-    importlib.import_module(
-        "torch.distributed.tensor"
-    )  # where most of them are; without distconv torch does not import it
+    with uncollected():
+        mucudnn.private_names.check()
+        importlib.import_module("torch.distributed.tensor")  # most are there, and torch does not import it by itself
     mucudnn.private_names.demand("distconv", NAMES)

@@ -24,6 +24,7 @@ from distconv.place import MPI_VARIABLES, Place
 from distconv.place.addresses import LOOPBACK, loopback_variables
 from distconv.settings.partition import Partition, shards_data
 from mucudnn.commands.arguments import check_writable
+from mucudnn.lazily import uncollected
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
 
@@ -153,21 +154,25 @@ def is_launcher() -> bool:
     return _STARTER in os.environ
 
 
+def import_for_ranks() -> None:
+    """Imports what ranks need, which takes seconds, before this process is forked into ranks and those who watch them.
+
+    torch's compiler is imported too, as torch does it when an optimizer is made.
+    """
+    with uncollected():
+        private_names.check()
+        for name in ("torch._dynamo", "distconv.interface", "distconv.job.script"):
+            importlib.import_module(name)
+    gc.freeze()  # a rank then need not look through what it shares, which would copy it, and take a second at its end
+
+
 def part(job: Job) -> int | Watcher:
     """Parts this process, which `start` has started, in the ranks of `job` and their launcher.
-
-    Torch and distconv take seconds to import. They are imported here, once for all ranks; so is torch's compiler, which
-    torch imports when an optimizer is made.
 
     Returns:
         A Watcher in a rank, whose environment then tells its place; in the launcher the exit code of the job.
     """
-    private_names.check()
-    for name in ("torch._dynamo", "distconv.interface", "distconv.job.script"):
-        importlib.import_module(name)
-
-    gc.freeze()  # a rank then need not look through what it shares, which would copy it, and take a second at its end
-
+    import_for_ranks()
     if os.getppid() != int(os.environ.pop(_STARTER)):
         return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
     assert job.partition is not None, "it was chosen before this process was started"

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
-from distconv.rules.registry import is_tensor, rule, unruled
+from distconv.rules.registry import is_tensor, rule, schemas_without_rule
 from distconv.rules.stock import leave
 from distconv.rules.whole import NO_RULE, whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
@@ -88,10 +88,12 @@ def register() -> None:
     else `fallback`. Views and operators on one tensor element by element stay with DTensor, which runs them as fast as
     can be.
     """
-    rule(*unruled(lambda schema: _corresponding(schema) and not schema.name.endswith("_")))(elementwise)
-    rule(*unruled(_of_each_element))(elementwise)
-    rule(*unruled(_corresponding))(in_place)
-    rule(*unruled(_is_for_fallback))(fallback)
+    operators: dict[Any, list[str]] = {}
+    for name, schema in schemas_without_rule():
+        operators.setdefault(_handler(schema), []).append(name)
+    operators.pop(None, None)
+    for handler, names in operators.items():
+        rule(*names)(handler)
     if importlib.util.find_spec(CHUNKED) is not None:  # torch 2.13 has operators of another name than aten
         importlib.import_module(CHUNKED)
         rule(*OTHERS)(fallback)
@@ -102,27 +104,22 @@ def _operator(schema: Any) -> Any:
     return getattr(packet, schema.overload_name or "default", None)
 
 
-def _corresponding(schema: Any) -> bool:
-    """Whether an operator on several tensors computes each element from those at the same place."""
-    return _is_pointwise(schema) and sum(is_tensor(argument.type) for argument in schema.arguments) > 1
-
-
-def _of_each_element(schema: Any) -> bool:
-    """Whether an operator on one tensor computes each element from one, and DTensor does not know it."""
-    return _is_pointwise(schema) and not schema.name.endswith("_") and not has_strategy(_operator(schema))
-
-
-def _is_pointwise(schema: Any) -> bool:
-    operator = _operator(schema)
-    if operator is None or schema.name == "aten::equal" or any(argument.is_out for argument in schema.arguments):
-        return False
-    return torch.Tag.pointwise in operator.tags
-
-
-def _is_for_fallback(schema: Any) -> bool:
+def _handler(schema: Any) -> Any:
+    """What runs an operator without a rule; None for one that stays with torch."""
     operator, name = _operator(schema), schema.name.removeprefix("aten::")
-    if operator is None or torch.Tag.pointwise in operator.tags or any(a.is_out for a in schema.arguments):
-        return False
+    if operator is None or any(argument.is_out for argument in schema.arguments):
+        return None
+    if torch.Tag.pointwise not in operator.tags:
+        return fallback if _is_for_fallback(operator, name, schema) else None
+    several = sum(is_tensor(argument.type) for argument in schema.arguments) > 1
+    if name == "equal":  # its result is one answer
+        return None
+    if name.endswith("_"):
+        return in_place if several else None
+    return elementwise if several or not has_strategy(operator) else None
+
+
+def _is_for_fallback(operator: Any, name: str, schema: Any) -> bool:
     if (
         name.startswith(STAYS_WITH_TORCH)
         or name.endswith("_like")

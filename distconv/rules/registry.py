@@ -195,15 +195,16 @@ def _mesh(args: Sequence[Any]) -> DeviceMesh | None:
 
 def unruled(wanted: Callable[[Any], bool]) -> list[str]:
     """torch's operators without a rule whose schema is wanted."""
-    known = set(torch._C._dispatch_get_all_op_names())
+    return [name for name, schema in schemas_without_rule() if wanted(schema)]
+
+
+def schemas_without_rule() -> list[tuple[str, Any]]:
+    """torch's operators without a rule, and the schema of each."""
+    known = set(torch._C._dispatch_get_all_op_names()) - registered
     schemas = (
         (f"{s.name}.{s.overload_name}" if s.overload_name else s.name, s) for s in torch._C._jit_get_all_schemas()
     )
-    return [
-        name
-        for name, schema in schemas
-        if name.startswith("aten::") and name in known and name not in registered and wanted(schema)
-    ]
+    return [(name, schema) for name, schema in schemas if name.startswith("aten::") and name in known]
 
 
 def is_tensor(kind: Any) -> bool:
