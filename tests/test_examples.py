@@ -17,6 +17,7 @@ import torch
 
 from distconv.turns.parts import read
 from distconv.turns.turning import script_in_turn
+from tests.forked_python import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -84,10 +85,9 @@ def test_parts_in_turn_give_what_one_process_gives() -> None:
 
 
 def test_a_script_in_turn_has_the_rules() -> None:
-    command = [sys.executable, str(EXAMPLES / "vae_decode.py"), *SMALL["vae_decode"]]
-    alone = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    command[1:1] = ["-m", "distconv", "run", "--parts", "height=4"]
-    in_turn = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = (EXAMPLES / "vae_decode.py", *SMALL["vae_decode"])
+    alone = run_python(*command).stdout
+    in_turn = run_python("-m", "distconv", "run", "--parts", "height=4", *command).stdout
     assert in_turn.splitlines()[0] == alone.splitlines()[0]
 
 

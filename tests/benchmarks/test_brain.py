@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.forked_python import run_python
+
 pytest.importorskip("nilearn", reason="nilearn, which carries the MNI152 template, is not installed")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "demo"
@@ -18,8 +20,7 @@ TINY = {
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return run_python(BENCHMARKS / script, *arguments, timeout=120)
 
 
 def record(script: str, path: Path, *arguments: str) -> dict:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,13 @@ import pytest
 
 from benchmarks.distributed.distributed import over
 from benchmarks.distributed.report import tables
+from tests.forked_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "benchmarks/distributed/distributed.py", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return run_python("benchmarks/distributed/distributed.py", *options, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

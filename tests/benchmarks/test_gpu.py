@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from benchmarks.gpu.gpu import arguments, main, mebibytes, units
 from benchmarks.gpu.plans import Plans, described
 from benchmarks.gpu.results import Results, ResultsError
 from mucudnn.optimizer import Division, Option
+from tests.forked_python import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ",".join(REQUIRED) + "\n4,2,16,16,3,5,5,2,2,1,1\n"
@@ -245,14 +245,7 @@ def test_a_layer_on_the_host(
     table.write_text(TINY)
     options = ["--device", "cpu", "--part", "layers", "--layers", str(table), "--precision", "float32"]
     options += ["--direction", "backward_filter", "--results", str(folder), "--policy", "powerOfTwo", "--limits", "1"]
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu/gpu.py", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = run_python("benchmarks/gpu/gpu.py", *options, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "1 of 1 units are measured" in done.stderr
     (row,) = json.loads((folder / "gpu.json").read_text())["rows"].values()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from distconv.agreement.ledger import finish
 from distconv.check.findings import Findings, Layer, Refusal
 from distconv.check.report import summary
 from distconv.transfer.gathering import _NAME
+from tests.forked_python import run_python
 
 
 def net() -> nn.Module:
@@ -62,9 +62,8 @@ def huge() -> nn.Module:
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distconv", "check", *arguments]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_python("-m", "distconv", "check", *arguments, env=environment)
 
 
 def found(maker: str, shape: str, partition: str, code: int) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +11,14 @@ from jobs import ENVIRONMENT, SCRIPTS, launch
 
 from mucudnn.convolution.problem import Direction
 from mucudnn.reporting.run_file import Outcome
+from tests.forked_python import run_python
 
 SCRIPT = SCRIPTS / "compiled.py"
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[dict[str, float]]:
-    done = subprocess.run([sys.executable, SCRIPT], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = run_python(SCRIPT, env=ENVIRONMENT)
     (steps,) = json.loads(done.stdout)
     return list(steps)
 
@@ -73,6 +72,6 @@ print(y.to_local().shape)
 
 
 def test_what_was_compiled_before_distconv_was_imported_hides_no_rule() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED_FIRST], env=ENVIRONMENT, capture_output=True, text=True)
+    done = run_python("-c", COMPILED_FIRST, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "torch.Size([2, 3])"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 from jobs import ENVIRONMENT, SCRIPTS, command, launch, started
+
+from tests.forked_python import run_python
 
 RESUMES, ERRORS = str(SCRIPTS / "resumes.py"), str(SCRIPTS / "errors.py")
 
@@ -17,13 +18,7 @@ def losses(printed: str) -> dict[int, float]:
 
 
 def test_torchrun_starts_anew_and_fewer_ranks_go_on(tmp_path):
-    plain = subprocess.run(
-        [sys.executable, RESUMES, "--steps", "6", "--checkpoint", str(tmp_path / "plain.pt")],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    plain = run_python(RESUMES, "--steps", "6", "--checkpoint", tmp_path / "plain.pt", env=ENVIRONMENT)
     expected = losses(plain.stdout)
     assert len(expected) == 6, plain.stderr
     temporary, checkpoint = tmp_path / "temporary", str(tmp_path / "ours.pt")

@@ -16,6 +16,7 @@ from distconv.job.launcher import divides_locally
 from distconv.place import Place, find_place
 from mucudnn import spelling
 from mucudnn.reporting.run_file import Outcome
+from tests.forked_python import run_python
 
 HELLO, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "shares.py"))
 
@@ -194,10 +195,7 @@ def losses(output: str) -> list[float]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict[str, list[float]]:
     def run(task: str) -> list[float]:
-        arguments = [sys.executable, TRAIN, "--task", task]
-        return losses(
-            subprocess.run(arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=True).stdout
-        )
+        return losses(run_python(TRAIN, "--task", task, env=ENVIRONMENT).stdout)
 
     return {task: run(task) for task in ("classes", "pixels")}
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import distconv
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.performance.imagined import imagined_job
+from tests.forked_python import run_python
 
 
 @pytest.mark.parametrize(
@@ -197,12 +196,7 @@ def test_a_script_trains_as_alone_under_a_strategy(tmp_path: Path) -> None:
     path = strategy_file(tmp_path, **{"0": "channel=2", "2": "height=2", "*": "sample=2"})
     done = launch("alone", 2, "--strategy", path, TRAIN, "--task", "pixels", "--save", str(tmp_path / "here.pt"))
     assert done.returncode == 0, done.stderr
-    alone = subprocess.run(
-        [sys.executable, TRAIN, "--task", "pixels", "--save", str(tmp_path / "alone.pt")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    alone = run_python(TRAIN, "--task", "pixels", "--save", tmp_path / "alone.pt")
     lines = (
         [line.rsplit(" ", 1) for line in done.stdout.splitlines()],
         [line.rsplit(" ", 1) for line in alone.stdout.splitlines()],

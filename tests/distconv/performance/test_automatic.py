@@ -27,6 +27,7 @@ from distconv.performance.layers import trace
 from distconv.performance.machine import parse, read
 from distconv.performance.recording import on_meta, record_step
 from distconv.settings.partition import Partition
+from tests.forked_python import run_python
 
 MATRIX = Shape((8, 8), (8, 1), torch.float32)
 
@@ -206,9 +207,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_script_runs_under_what_is_chosen(tmp_path: Path) -> None:
-    plain = subprocess.run(
-        [sys.executable, str(SCRIPTS / "chosen.py")], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
-    )
+    plain = run_python(SCRIPTS / "chosen.py", cwd=tmp_path, env=ENVIRONMENT)
     os.remove(tmp_path / "starts.txt")
     done = run(tmp_path, "--partition", "auto", "--nproc", "2")
     assert done.returncode == 0, done.stderr

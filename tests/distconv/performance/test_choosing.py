@@ -27,6 +27,7 @@ from distconv.performance.kept import Kept
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta
 from distconv.settings.choosing import Question
+from tests.forked_python import run_python
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +44,7 @@ def test_ranks_of_a_launcher_run_under_what_is_chosen(
     cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plain = subprocess.run(
-        [sys.executable, str(SCRIPTS / "chosen.py")], env=ENVIRONMENT, capture_output=True, text=True
-    )
+    plain = run_python(SCRIPTS / "chosen.py", env=ENVIRONMENT)
     done = launch("torchrun", 2, "--partition", "auto", str(SCRIPTS / "chosen.py"), seconds=240, XDG_CACHE_HOME=cache)
     assert done.returncode == 0, done.stderr
     assert [*map(float, done.stdout.split())] == pytest.approx([*map(float, plain.stdout.split())], abs=3e-6)

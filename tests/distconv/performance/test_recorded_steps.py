@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,8 @@ import pytest
 import small_network
 from jobs import ENVIRONMENT, ROOT, SCRIPTS, SUPPORT
 from ranks import Ranks
+
+from tests.forked_python import run_python
 
 pytestmark = pytest.mark.gloo
 
@@ -21,9 +21,7 @@ SCRIPT = SCRIPTS / "imagined.py"
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, Any]:
     environment = {**ENVIRONMENT, "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = run_python(SCRIPT, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import subprocess
-import sys
 from pathlib import Path
 
 import h5py
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from distconv.reading.conversion import CHUNK_BYTES, chunk_shape
 from distconv.settings.partition import Partition, ownership
+from tests.forked_python import run_python
 
 needs_zarr = pytest.mark.skipif(importlib.util.find_spec("zarr") is None, reason="zarr is not installed")
 
@@ -41,8 +41,7 @@ def test_chunks_are_small() -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "distconv", "convert", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return run_python("-m", "distconv", "convert", *arguments)
 
 
 @needs_zarr

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 
 import pytest
 from jobs import SCRIPTS
+
+from tests.forked_python import run_python
 
 SCRIPT = SCRIPTS / "own_dtensors.py"
 
 
 @cache
 def lines(how: str) -> list[str]:
-    done = subprocess.run([sys.executable, SCRIPT, how], capture_output=True, text=True, timeout=120)
+    done = run_python(SCRIPT, how)
     assert done.returncode == 0, done.stderr
     # torch's dispatch of DTensors in C++ and that in Python find the same errors, and write them a little differently;
     # torch 2.11 takes a batch norm apart further in Python than in C++, before it refuses what is left.

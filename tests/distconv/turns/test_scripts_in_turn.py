@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+
+from tests.forked_python import run_python
 
 SCRIPT = """
 import sys, torch
@@ -28,8 +29,7 @@ sys.exit(3)
 def test_a_script_in_turn_prints_what_it_prints_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    words = ["-m", "distconv", "run", "--parts", "height=4", str(path), "-x"]
-    turned = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    turned = run_python("-m", "distconv", "run", "--parts", "height=4", path, "-x")
     with mock.patch.object(sys, "argv", [str(path), "-x"]), pytest.raises(SystemExit):
         torch.set_default_dtype(torch.float32)
         runpy.run_path(str(path), run_name="__main__")
