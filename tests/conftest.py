@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait busily for each other take each other's cores
@@ -12,3 +13,9 @@ with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do with
     # How long an example takes says nothing of a machine that does something else too; CI is to be the same every time.
     settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
     settings.load_profile("tests")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: no collection of garbage that a test asks for looks through it again."""
+    gc.collect()
+    gc.freeze()

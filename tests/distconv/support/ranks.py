@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+IMPORTS = "tests.distconv.support.rank_imports"
 STARTUP_SECONDS = 120.0
 GRACE_SECONDS = 5.0  # what other ranks get to finish, or to fail alike, after the first failure
 
@@ -70,7 +72,7 @@ class Forked:
 def _forking() -> ForkServerContext:
     """What forks processes from one that has imported what ranks need, with the environment of this one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "distconv.interface"])
+    context.set_forkserver_preload([IMPORTS])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = _path()
     try:
@@ -260,4 +262,5 @@ def _serve(address: str, backend: str, *arguments: str) -> None:
 
 
 if __name__ == "__main__":
+    importlib.import_module(IMPORTS)
     _serve(*sys.argv[1:])
