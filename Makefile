@@ -43,7 +43,7 @@ test-newest: newest
 
 .venv-torch-%/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --editable '.[dev,demo,mpi]' torch==$(firstword $(subst -, ,$*))
+	$(@D)/bin/python -m pip install --quiet --no-compile --editable '.[dev,demo,mpi]' torch==$(firstword $(subst -, ,$*))
 	touch $@
 
 # The CUDA code where there is no GPU: torch's build for CUDA, 5.6 GB, on a card that gcc makes; not part of `make test`.
