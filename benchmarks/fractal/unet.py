@@ -12,6 +12,7 @@ over categories. Reading is part of all seconds.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -57,7 +58,7 @@ class UNet(nn.Module):
             for inputs, outputs in zip([volumes.COLOURS, *channels], channels, strict=False)
         )
         rising = list(reversed(channels))
-        pairs = list(zip(rising, rising[1:], strict=False))
+        pairs = list(itertools.pairwise(rising))
         self.rise = nn.ModuleList(nn.ConvTranspose3d(inputs, outputs, 2, stride=2) for inputs, outputs in pairs)
         self.up = nn.ModuleList(double(inputs, outputs, groups) for inputs, outputs in pairs)
         self.head = nn.Conv3d(width, classes, 1)
@@ -133,7 +134,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     model = UNet(options.classes, options.width, options.poolings, options.groups).to(options.device, dtype)
     weights = class_weights(fractals.masks[: -(-trained // 10)], options.classes).to(options.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=options.rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 10, 2, eta_min=options.rate / 10)
     record: dict[str, Any] = {"losses": [], "dice": [], "seconds": []}
     begin = time.perf_counter()
     for epoch in range(options.epochs):
@@ -144,7 +144,6 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             loss.backward()
             optimizer.step()
             record["losses"].append(loss.item())
-        schedule.step()
         model.eval()
         with torch.no_grad():
             seen = [
@@ -178,8 +177,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     training.add_argument("--classes", type=int, default=4, help="categories and one (default %(default)s)")
     training.add_argument("--epochs", type=int, default=70, help="at most (default %(default)s)")
     training.add_argument("--until", type=float, default=0.95, help="Dice that ends it (default %(default)s)")
-    training.add_argument("--batch", type=int, default=1, help="volumes of a step (default %(default)s)")
-    training.add_argument("--rate", type=float, default=1e-2, help="highest learning rate (default %(default)s)")
+    training.add_argument("--batch", type=int, default=2, help="volumes of a step (default %(default)s)")
+    training.add_argument("--rate", type=float, default=2e-2, help="learning rate (default %(default)s)")
     training.add_argument("--width", type=int, default=8, help="of the U-Net (default %(default)s)")
     training.add_argument("--poolings", type=int, default=2, help="of the U-Net (default %(default)s)")
     training.add_argument("--groups", type=int, default=4, help="of its norms (default %(default)s)")

@@ -1,10 +1,10 @@
 """Volumes of fractals and their masks, in the manner of the benchmark ScaFFold: data of any size that need no download.
 
-A category is an iterated function system: two to four affine maps of space, each drawn as often as its determinant says.
-Its points, found by applying maps in random order, are brought into a cube and mark the voxels that they fall into. An
-instance of a category has one of the numbers of its maps scaled by 0.4 to 1.6. A volume holds instances of three random
-categories, the later over the earlier: each voxel has the colour of its category, 0 where there is none, and noise; the
-mask has the number of the category, from 1 on.
+A category is an iterated function system: two to four affine maps of space, drawn the more often the more volume they
+keep. Its points, found by applying maps in random order, are brought into a cube and mark the voxels that they fall
+into. An instance of a category has one of the numbers of its maps scaled by 0.4 to 1.6. A volume holds instances of
+three random categories, the later over the earlier: each voxel has the colour of its category, 0 where there is none,
+and noise; the mask has the number of the category, from 1 on.
 """
 
 from __future__ import annotations
