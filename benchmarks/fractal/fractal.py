@@ -1,6 +1,6 @@
 """A 3-D U-Net on volumes of fractals: the same script in one process and on ranks, to a Dice of 0.95.
 
-    python benchmarks/fractal/fractal.py            # both parts; about a quarter of an hour on one idle core a rank
+    python benchmarks/fractal/fractal.py            # both parts; about ten minutes on two cores
     python benchmarks/fractal/fractal.py --only prediction
     python benchmarks/fractal/fractal.py --save     # keeps the figures in benchmarks/results/fractal.*
 
@@ -9,12 +9,12 @@ function systems, are segmented by category, and what counts is the seconds unti
 reading included. The script, `unet.py` beside this file, is ours and for one device. It runs as it is in one process
 and under `mpiexec -n RANKS python -m distconv run --shard-data --partition ...`, on the same files.
 
-training: each arm trains in float32 until the Dice is reached, and four steps in float64 on fewer volumes, where
+Training: each arm trains in float32 until the Dice is reached, and four steps in float64 on fewer volumes, where
 rounding leaves next to nothing: these losses must be those of one process to 1e-9, or the exit code is 1. In float32
 training amplifies rounding from step to step, so that an arm may take more or fewer epochs than another: these
 differences are shown.
 
-prediction: a step of the network with ScaFFold's 64 channels and four poolings on one volume of 128³ to 2,048³ voxels,
+Prediction: a step of the network with ScaFFold's 64 channels and four poolings on one volume of 128³ to 2,048³ voxels,
 on 1 to 2,048 GPUs. Nothing of it is measured: the performance model follows distconv's own rules without data.
 """
 
@@ -151,6 +151,17 @@ def failures(arms: Sequence[Arm], until: float) -> list[str]:
     return found
 
 
+def keep(before: str, arms: Sequence[Arm], rows: Sequence[prediction.Predicted], tables: Sequence[Table]) -> None:
+    """Writes the results; `before` tells the conditions."""
+    _, _, about = __doc__.split("\n\n", 2)
+    figures: Any = {
+        "training": [asdict(arm) for arm in arms],
+        "prediction": {"machine": prediction.MACHINE, "rows": [asdict(row) for row in rows]},
+    }
+    command = "`python benchmarks/fractal/fractal.py --save`"
+    save(RESULT, "Volumes of fractals", f"{command}: {before}\n\n{about.strip()}", figures, tables)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("training", "prediction"), help="one of the parts (default: both)")
@@ -177,18 +188,7 @@ def main() -> int:
         tables.append(prediction.table(rows))
     show(tables)
     if options.save:
-        figures: Any = {
-            "training": [asdict(arm) for arm in arms],
-            "prediction": {"machine": prediction.MACHINE, "rows": [asdict(row) for row in rows]},
-        }
-        _, _, about = __doc__.split("\n\n", 2)
-        save(
-            RESULT,
-            "Volumes of fractals",
-            f"`python benchmarks/fractal/fractal.py --save`: {before}\n\n{about}",
-            figures,
-            tables,
-        )
+        keep(before, arms, rows, tables)
     unmet = failures(arms, options.until) if arms else []
     for line in unmet:
         print(f"fractal: {line}", file=sys.stderr)

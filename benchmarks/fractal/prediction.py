@@ -66,7 +66,7 @@ def table(rows: Iterable[Predicted]) -> Table:
     headings = ("voxels", "GPUs", "partition", "ms a step", "of which waiting", "memory of a GPU", "fits")
     cells = [
         (
-            f"{row.size}³",
+            f"{row.size:,}³",
             f"{row.gpus:,}",
             row.partition if row.gpus > 1 else "-",
             f"{1e3 * row.seconds:.0f}",

@@ -195,12 +195,9 @@ def main() -> None:
         volumes.write(options.data, scenes, options.size, options.volumes)
         return
     record = train(options)
-    reached = record["dice"][-1] >= options.until
-    print(
-        f"Dice {options.until:g}: {record['seconds'][-1]:.1f} s, {len(record['losses'])} steps"
-        if reached
-        else f"Dice {options.until:g} not reached in {options.epochs} epochs"
-    )
+    score, steps = record["dice"][-1], len(record["losses"])
+    reached = "reached" if score >= options.until else f"not reached, {score:.4f}"
+    print(f"Dice {options.until:g} {reached}: {record['seconds'][-1]:.1f} s, {steps} steps")
     if options.json:
         options.json.write_text(json.dumps(record) + "\n")
 
