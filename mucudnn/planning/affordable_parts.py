@@ -10,6 +10,7 @@ from mucudnn.optimizer import PartSizes, micro_batch_sizes
 from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan_budget import PlanBudget
 from mucudnn.providers import STOCK
+from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.survey import Task
 
@@ -82,8 +83,10 @@ class AffordableParts:
         return PartSizes(sorted(sizes), self._allowed, ask)
 
     def _is_too_large(self, candidate: Candidate) -> bool:
-        """Whether one sample is served, but needs more than the limit."""
+        """Whether one sample is served, but needs more than the limit, or is too large for cuDNN's numbers."""
         if not self._budget.allows(Dim.HEIGHT):
             return False
+        if is_too_large(self._measurement.problem.with_extent(1)):
+            return True
         need = self._measurement.workspace(candidate, Dim.BATCH, 1)
         return need is not None and need > self._allowed

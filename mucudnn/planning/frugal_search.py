@@ -13,6 +13,7 @@ from mucudnn.planning.plan_budget import PlanBudget
 from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.survey import Task
 
@@ -116,7 +117,7 @@ class FrugalSearch(Search):
     def _too_large(self, candidates: Iterable[Candidate]) -> list[str]:
         """The algorithms that one sample needs too much for, of those that the cost model does not rule out.
 
-        Where none serves a sample at all, as it may be too large for cuDNN's numbers, these are all of them.
+        Where none serves a sample at all, and where it is too large for cuDNN's numbers, these are all of them.
         """
         needs = {
             one[1]: self._measurement.workspace(one, Dim.BATCH, 1)
@@ -125,7 +126,8 @@ class FrugalSearch(Search):
             and self._budget.allows(dims(self._problem)[-1])
             and self._least(one, Dim.BATCH, 1, 0.0, True) < math.inf
         }
-        if all(need is None for need in needs.values()) and not self._timed_so_far:
+        is_unserved = all(need is None for need in needs.values()) and not self._timed_so_far
+        if is_unserved or is_too_large(self._problem.with_extent(1)):
             return list(needs)
         return [name for name, need in needs.items() if need is not None and need > self._allowed]
 

@@ -10,6 +10,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.providers.strips import Strips, strips_of
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.survey import Task
@@ -77,12 +78,14 @@ class Offers:
         return [(dim, name) for dim in dims(measurement.problem)[1:] for name in names]
 
     def in_strips(self, measurement: Measurement, allowed: float, names: Sequence[str]) -> list[Task]:
-        """Which algorithms are tried on strips of samples, or of tiles of a single sample, that are too large for them.
+        """Which algorithms are tried on strips of samples that are too large for them, or of tiles, where there is one
+        sample or where it is too large for cuDNN's numbers.
 
         The widest strips are chosen that would fit within so many bytes if these were in proportion to the width.
         """
         problem = measurement.problem
-        dim = Dim.BATCH if problem.extent > 1 else dims(problem)[-1]
+        is_by_sample = problem.extent > 1 and not is_too_large(problem.with_extent(1))
+        dim = Dim.BATCH if is_by_sample else dims(problem)[-1]
         found: list[Task] = []
         for one in self.candidates(problem, Dim.BATCH):
             need = measurement.workspace(one, dim, 1) if one[1] in names else None

@@ -19,8 +19,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCES = sorted(HERE.glob("*.c"))
-API = re.compile(r"^API [\w ]*?[ *]+(\w+)\(", re.MULTILINE)
-"""A function that a C file defines for others."""
+API = re.compile(r"^(?:API [\w ]*?[ *]+|(?:MADE|ACCEPTED|LAUNCHED)\()(\w+)[()]", re.MULTILINE)
+"""A function that a C file defines for others, by itself or by a macro."""
 
 
 def site_of(python: str) -> Path:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from mucudnn.convolution.problem import ConvProblem, Role
-from mucudnn.convolution.tile import Part
+from mucudnn.convolution.tile import Part, dims, extent, tile
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import Device
-from mucudnn.providers.cudnn.form import Form, form
+from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import Engine, ExecutionPlan, Graph
 from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import CudnnError
@@ -89,11 +89,9 @@ class Engines:
         return True
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
+        put = _form(problem)
         sums = (False, True) if problem.target is Role.W and not problem.is_half else (False,)
-        own = max(self._plans.workspace(problem, algorithm, accumulate) for accumulate in sums)
-        put = form(problem)
-        assert put is not None, "there is a plan of it"
-        return own + put.copied_bytes
+        return put.copied_bytes + max(self._plans.workspace(problem, algorithm, accumulate) for accumulate in sums)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         launch(self._place, self, algorithm, parts, accumulate)
@@ -106,9 +104,7 @@ class Engines:
         return self._plans.plan(problem, algorithm, accumulate)
 
     def _made(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
-        put = form(problem)
-        if put is None:
-            raise CudnnError("form", 0, "cuDNN would compute another output shape")
+        put = _form(problem)
         configuration = Configuration.parsed(algorithm)
         with self._place.planning() as device:
             graph = Graph(self._place.library, device, put, accumulate)
@@ -127,6 +123,7 @@ class Engines:
             return self._known[key]
 
     def _chosen(self, problem: ConvProblem) -> tuple[dict[str, bool], dict[str, str]]:
+        problem = _asked_for(problem)
         put = form(problem)
         if put is None:
             return {}, {}
@@ -159,7 +156,8 @@ class Engines:
         found: list[list[Configuration]] = []
         for size in SIZES:
             put = form(problem.with_extent(size))
-            assert put is not None, "the mini-batch has no part in it"
+            if put is None:
+                continue
             try:
                 sized = Graph(self._place.library, device, put, accumulate=False)
             except CudnnError:
@@ -184,3 +182,22 @@ def _compiled(
     plan = graph.plan(engine, configuration.knobs)
     archive.keep_compiled_plan(problem, launch, plan.text)
     return plan
+
+
+def _form(problem: ConvProblem) -> Form:
+    """
+    Raises:
+        CudnnError: for a problem that cuDNN cannot be asked for, before it is asked for a plan.
+    """
+    put = form(problem)
+    if put is None:
+        raise CudnnError("form", 0, "it is too large, or cuDNN would compute another output shape")
+    return put
+
+
+def _asked_for(problem: ConvProblem) -> ConvProblem:
+    """The problem, or, of one that is too large for cuDNN, a part in the middle that is not, if there is one."""
+    for dim in dims(problem):
+        while is_too_large(problem) and (size := extent(problem, dim)) > 1:
+            problem = tile(problem, dim, size // 4, size // 2).problem
+    return problem

@@ -18,6 +18,9 @@ MEMORY_FORMATS = {
 }
 """Torch's memory formats by name and number of tensor dims."""
 
+MOST_ELEMENTS = 2**31 - 1
+"""Of a tensor that cuDNN is given: some of its engines number elements with 32 bits, whatever they accept."""
+
 
 @dataclass(frozen=True)
 class Form:
@@ -61,9 +64,10 @@ class Form:
 
 @lru_cache(maxsize=65536)
 def form(problem: ConvProblem) -> Form | None:
-    """None for a problem that cuDNN cannot be asked for: one whose last inputs are beyond the kernel's last step."""
+    """None for a problem that cuDNN cannot be asked for: one whose last inputs are beyond the kernel's last step, or that
+    `is_too_large`."""
     after = _padding_after(problem)
-    if after is None:
+    if after is None or is_too_large(problem):
         return None
     flat = problem.dims == 1
     shapes = problem.x_shape, problem.w_shape, problem.y_shape
@@ -92,6 +96,11 @@ def form(problem: ConvProblem) -> Form | None:
         frozenset(copied),
         count,
     )
+
+
+def is_too_large(problem: ConvProblem) -> bool:
+    """Whether a tensor has more elements than cuDNN is given, so that only parts of the problem are for cuDNN."""
+    return max(map(math.prod, (problem.x_shape, problem.w_shape, problem.y_shape))) > MOST_ELEMENTS
 
 
 def strides(shape: Shape, name: str) -> Shape:
