@@ -1,11 +1,11 @@
 """Peak memory as torch's allocator counts it, on the null card: plain torch beside mucudnn within several limits.
 
-    python tests/null_card/build.py PYTHON benchmarks/planning/null_peak.py --save      # every network; about an hour
-    python tests/null_card/build.py PYTHON benchmarks/planning/null_peak.py --only vgg16
+    python tests/null_card/build.py PYTHON benchmarks/planning/null_peak.py --save --only vgg16
 
 PYTHON has torch's build for CUDA, torchvision and diffusers. Nothing is computed and nothing is timed: kernels are
 launched in form, and allocate what they need. A step is a forward and a backward pass, of a decoder a forward pass.
-Every network runs in processes of its own, one for each card, and one under torch.backends.cudnn.benchmark.
+Every network runs in a process of its own; with `--benchmark`, under torch.backends.cudnn.benchmark alone. With
+`--save` the figures join those that are kept.
 """
 
 from __future__ import annotations
@@ -40,30 +40,29 @@ CARDS = {"H100, 80 GB": 81078, "24 GiB": 24576}
 STOCK, BENCHMARK = "torch", "torch, benchmark"
 LIMITS = {"limit 0": "0", "limit 64 MiB": "64MiB", "limit 512 MiB": "512MiB"}
 ARMS = (STOCK, BENCHMARK, *LIMITS)
-FINENESS = 32
-"""The largest batch is found to so many parts of itself."""
 
 ABOUT = """\
 `python tests/null_card/build.py PYTHON benchmarks/planning/null_peak.py --save`: {conditions} cuDNN {cudnn}.
 
 A step is a forward and a backward pass, of the two decoders a forward pass. Memory is that of the
-[null card](../gpu.md#the-null-card): torch's allocator, its kernels' allocations and cuDNN's workspaces are real, but nothing
-is computed. **Times are not known**, so neither is which of these arms is faster.
+[null card](../gpu.md#the-null-card): torch's allocator, what its kernels allocate and cuDNN's workspaces are real, but
+nothing is computed. **Times are not known**, so neither is which of these arms is faster.
 
-* **How algorithms were picked**: plain torch takes the first engine that cuDNN's heuristic proposes and that runs. With
-  `benchmark`, and within mucudnn's limits, engines are compared by the card's clock. It counts operations, takes engines
-  with a workspace to be 1.6 times as fast as those without, and varies by a made-up factor between engines. Workspaces are
-  those of the plans that it favours. A real card will favour others, within the same limits.
-* A limit binds what mucudnn chooses. Convolutions that it leaves to torch's own kernel take what that takes, as with the
-  limit 0, where all of them are.
-* The **first step** includes the search for algorithms; `benchmark` tries all that cuDNN proposes, whatever their
-  workspace, where memory allows.
-* The largest batch is found to 1/32 of itself, with a first step and a second one. Within a limit it is looked for up to
-  plain torch's. The context of CUDA, some hundred MiB, is not counted. The engines are those of an H100 on both cards.
+* **How algorithms were picked**: plain torch takes the first engine that cuDNN's heuristic proposes and that runs.
+  Under `benchmark`, and within mucudnn's limits, engines are compared by the card's clock. It counts operations, takes
+  engines with a workspace for 1.6 times as fast as those without, and differs by a made-up factor between engines.
+  Workspaces are those of the plans that it favours. A real card will favour others, within the same limits.
+* A limit binds what mucudnn chooses. Convolutions that it leaves to torch's own kernel take what that takes, as all of
+  them do within the limit 0.
+* The **first step** includes the search for algorithms. `benchmark` tries all that cuDNN proposes, whatever their
+  workspaces, where memory allows; where the column is empty it was not run.
+* **No batch larger than**: a later step of that batch takes all memory of the card, as its peak grows from half of the
+  batch in the first table to all of it. That is an upper bound: what the allocator cannot use of its blocks, the
+  context of CUDA and whatever else is on the card come on top. The engines are those of an H100 for both cards.
 * cuDNN's workspaces of batch norms, where torch uses them, are taken for 0.
-* Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of this
-  project: the U-Net (128³) and CosmoFlow (4 x 128³). Of diffusers: the decoders of Stable Diffusion (float16, 64x64 latents,
-  512x512 pixels) and of Wan (bfloat16, 17 frames of 480x832 pixels).
+* Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of
+  this project, float32, too: the U-Net (128³) and CosmoFlow (4 x 128³). Of diffusers: the decoders of Stable Diffusion
+  (float16, 64x64 latents, 512x512 pixels) and of Wan (bfloat16, 17 frames of 480x832 pixels).
 """
 
 Step = Callable[[int], None]
@@ -152,45 +151,24 @@ def measured(step: Step, batch: int) -> dict[str, float] | None:
     return {"first": first, "later": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-def largest(step: Step) -> int:
-    """The largest batch that fits, to one part of `FINENESS`; 0 where not even one sample does."""
-    fits, fails = 0, 1
-    while measured(step, fails) is not None:
-        fits, fails = fails, 2 * fails
-    while fails - fits > max(1, fails // FINENESS):
-        middle = (fits + fails) // 2
-        fits, fails = (fits, middle) if measured(step, middle) is None else (middle, fails)
-    return fits
-
-
-def largest_up_to(step: Step, most: int) -> int:
-    """As `largest`, of batches that are no larger than plain torch's, as every batch is planned anew."""
-    batch, width = most, max(1, most // FINENESS)
-    while batch > 0 and measured(step, batch) is None:
-        batch -= width
-    return max(0, batch)
-
-
-def child(name: str, with_benchmark: bool, with_peaks: bool) -> None:
-    """Measures a network on this process's card, and prints the figures."""
+def child(name: str, with_benchmark: bool) -> None:
+    """Measures a network, and prints the figures."""
     warnings.simplefilter("ignore")
-    step, found = SUBJECTS[name].build(), dict[str, Any]()
-    for arm in (BENCHMARK,) if with_benchmark else tuple(arm for arm in ARMS if arm != BENCHMARK):
+    subject, found = SUBJECTS[name], dict[str, Any]()
+    step = subject.build()
+    for arm in (BENCHMARK,) if with_benchmark else (STOCK, *LIMITS):
         with _under(arm):
-            found[arm] = {"peaks": measured(step, SUBJECTS[name].batch)} if with_benchmark or with_peaks else {}
-            if arm == STOCK:
-                found[arm]["largest"] = largest(step)
-            elif arm != BENCHMARK:
-                found[arm]["largest"] = largest_up_to(step, found[STOCK]["largest"])
+            batches = (subject.batch,) if with_benchmark else (subject.batch // 2, subject.batch)
+            found[arm] = {batch: measured(step, batch) for batch in batches}
     # Threads that cuDNN compiles engines with would end the process with an error after its work is done.
     print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-def asked(name: str, mebibytes: int, *options: str) -> dict[str, Any]:
+def asked(name: str, *options: str) -> dict[str, Any]:
     """The figures of a process of its own."""
     # Read when torch is imported: only what is launched in form allocates as on a card.
-    switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0", "NULL_CARD_MIB": str(mebibytes)}
+    switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
     command = [sys.executable, __file__, "--child", name, *options]
     ended = subprocess.run(command, env={**os.environ, **switches}, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -205,22 +183,28 @@ def _gib(found: dict[str, float] | None, *names: str) -> str:
     return " / ".join(f"{found[name] / 2**30:.2f}" for name in names)
 
 
+def most(peaks: dict[str, dict[str, float]], memory: int) -> int:
+    """The batch at which a later step's tensors come to so many bytes, as the peak grows from one batch to another."""
+    (small, low), (large, high) = ((int(batch), one["later"]) for batch, one in peaks.items())
+    each = (high - low) / (large - small)
+    return int((memory - low) / each) + small
+
+
 def tables(figures: dict[str, Any]) -> list[Table]:
-    """Of peaks, of what is reserved, and of the largest batches."""
-    first, *others = CARDS
+    """Of peaks, of what is reserved, and of batches."""
     peaks, reserved, batches = [], [], []
     for name, found in figures.items():
-        row, cells = f"{name}, {SUBJECTS[name].batch}", [found[first][arm]["peaks"] for arm in ARMS]
-        peaks.append((row, *(_gib(cell, "first", "later") for cell in cells)))
-        reserved.append((row, *(_gib(cell, "reserved") for cell in cells)))
-        for card in (first, *others):
-            cells = [found[card][arm]["largest"] for arm in ARMS if arm != BENCHMARK]
-            batches.append((f"{name}, {card}", *map(str, cells)))
-    heads = ("network, batch", *ARMS)
+        batch = str(SUBJECTS[name].batch)
+        cells = [found[arm][batch] if arm in found else "" for arm in ARMS]
+        for rows, names in ((peaks, ("first", "later")), (reserved, ("reserved",))):
+            rows.append((f"{name}, {batch}", *(cell if cell == "" else _gib(cell, *names) for cell in cells)))
+        for card, memory in CARDS.items():
+            bounds = (str(most(found[arm], memory << 20)) if arm in found else "" for arm in ARMS if arm != BENCHMARK)
+            batches.append((f"{name}, {card}", *bounds))
     return [
-        Table("Peak of the first step / of a later one, GiB", heads, peaks),
-        Table("Reserved by torch's allocator at most, GiB", heads, reserved),
-        Table("Largest batch that fits", ("network, card", *(arm for arm in ARMS if arm != BENCHMARK)), batches),
+        Table("Peak of the first step / of a later one, GiB", ("network, batch", *ARMS), peaks),
+        Table("Reserved by torch's allocator at most, GiB", ("network, batch", *ARMS), reserved),
+        Table("No batch larger than", ("network, card", *(arm for arm in ARMS if arm != BENCHMARK)), batches),
     ]
 
 
@@ -229,23 +213,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
     parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     parser.add_argument("--child", choices=SUBJECTS, help=argparse.SUPPRESS)
-    parser.add_argument("--benchmark", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--peaks", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--benchmark", action="store_true", help="under benchmark=True only, which takes longest")
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.benchmark, options.peaks)
+        child(options.child, options.benchmark)
         return
-    kept, about = RESULTS / f"{RESULT}.json", ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
+    kept, about = (
+        RESULTS / f"{RESULT}.json",
+        ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version()),
+    )
     figures: dict[str, Any] = {}
     for name in options.only:
-        found = {}
-        for number, (card, mebibytes) in enumerate(CARDS.items()):
-            found[card] = asked(name, mebibytes, *(() if number else ("--peaks",)))
-            if number == 0:
-                found[card] |= asked(name, mebibytes, "--benchmark")
-        figures[name] = found
+        known = json.loads(kept.read_text()) if options.save and kept.exists() else {}
+        figures[name] = known.get(name, {}) | asked(name, *(("--benchmark",) if options.benchmark else ()))
         if options.save:  # after every network, as the next one takes minutes
-            known = {**(json.loads(kept.read_text()) if kept.exists() else {}), **figures}
+            known = (json.loads(kept.read_text()) if kept.exists() else {}) | figures
             ordered = {name: known[name] for name in SUBJECTS if name in known}
             save(RESULT, "Peak memory on the null card", about, ordered, tables(ordered))
     show(tables({name: figures[name] for name in options.only}))

@@ -43,7 +43,9 @@ def main() -> None:
     x, w = (torch.empty(shape, dtype=dtype, device="cuda") for shape in (options.x, options.w))
     spatial = [n + 2 * options.padding - k + 1 for n, k in zip(options.x[2:], options.w[2:], strict=True)]
     geometry = ([1] * dims, [options.padding] * dims, [1] * dims, False, [0] * dims, 1)
-    y = torch.empty(0 if options.direction == "forward" else (options.x[0], options.w[0], *spatial), dtype=dtype, device="cuda")
+    y = torch.empty(
+        0 if options.direction == "forward" else (options.x[0], options.w[0], *spatial), dtype=dtype, device="cuda"
+    )
     mask = [options.direction == "backward_data", options.direction == "backward_filter", False]
 
     def call() -> torch.Tensor:

@@ -121,8 +121,8 @@ def test_tiles_give_the_right_numbers(name: str, dtype: torch.dtype, all_is_larg
 
 @pytest.mark.usefixtures("card")
 def test_tiles_along_two_dims_give_the_right_numbers(all_is_large: list[ConvProblem]) -> None:
-    """The limit is less than a plane of all samples takes. Not every direction has plans left to ask for when tiles do not
-    fit: parts of a gradient of the weight take two plans each."""
+    """The limit is less than a plane of all samples takes. A gradient of the weight may have no plans left to ask for
+    when tiles do not fit, as its parts take two each."""
     found = divisions("volume", torch.float32, "8KiB")
     assert len(found) >= 2 and all("depth" in division and "@height" in division for division in found)
     assert largest(all_is_large) <= MOST

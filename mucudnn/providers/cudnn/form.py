@@ -64,7 +64,7 @@ class Form:
 
 @lru_cache(maxsize=65536)
 def form(problem: ConvProblem) -> Form | None:
-    """None for a problem that cuDNN cannot be asked for: one whose last inputs are beyond the kernel's last step, or that
+    """None for a problem that cuDNN cannot be asked for: its last inputs are beyond the kernel's last step, or it
     `is_too_large`."""
     after = _padding_after(problem)
     if after is None or is_too_large(problem):
