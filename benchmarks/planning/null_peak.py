@@ -227,7 +227,7 @@ def main() -> None:
         known = json.loads(kept.read_text()) if options.save and kept.exists() else {}
         figures[name] = known.get(name, {}) | asked(name, *(("--benchmark",) if options.benchmark else ()))
         if options.save:  # after every network, as the next one takes minutes
-            known = (json.loads(kept.read_text()) if kept.exists() else {}) | figures
+            known = (json.loads(kept.read_text()) if kept.exists() else {}) | {name: figures[name]}
             ordered = {name: known[name] for name in SUBJECTS if name in known}
             save(RESULT, "Peak memory on the null card", about, ordered, tables(ordered))
     show(tables({name: figures[name] for name in options.only}))
