@@ -11,7 +11,7 @@ import torch
 from mucudnn.convolution.call import Call, Outline
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.planning.plan import Plan
-from mucudnn.planning.prospects import is_too_short
+from mucudnn.planning.search import is_too_short
 from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Budget, Explored, is_worth

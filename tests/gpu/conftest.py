@@ -18,7 +18,6 @@ import torch
 import mucudnn
 from mucudnn.devices.gpu import GpuClock
 from mucudnn.providers.stock import Stock
-from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
 
@@ -78,11 +77,5 @@ def on_the_null_card(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def slow_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes torch's own kernel look slow: the best division within the limit is taken, whatever it takes."""
-
-    def ratio(work: clock.Work, *others: object) -> float:
-        work()
-        return 0.1
-
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(clock, "ratio", ratio)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
