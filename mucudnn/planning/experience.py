@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Hashable
 from functools import cached_property
 
@@ -22,7 +23,7 @@ from kernels of 3x3 to one of 31x31."""
 
 
 class Experience:
-    """The times of all launches that are known, from earlier runs and from this one."""
+    """The times of all launches that are known, from earlier runs and from this one, for all threads."""
 
     def __init__(self, store: Store) -> None:
         """
@@ -31,6 +32,7 @@ class Experience:
         """
         self._store = store
         self._costs: dict[Environment, Costs] = {}
+        self._lock = threading.RLock()
 
     @cached_property
     def shapes(self) -> frozenset[tuple[str, Shape, Shape]]:
@@ -45,17 +47,20 @@ class Experience:
         Args:
             part: what it computed.
         """
-        self._known(environment).add(_kind(algorithm, part), part.with_extent(1), _sizes(part), seconds)
+        with self._lock:
+            self._known(environment).add(_kind(algorithm, part), part.with_extent(1), _sizes(part), seconds)
 
     def forecast(self, environment: Environment, algorithm: str, part: ConvProblem) -> Forecast | None:
         """The expected time of a launch; `None` where next to nothing is known."""
-        costs, kind = self._known(environment), _kind(algorithm, part)
-        found = costs.forecast(kind, part.with_extent(1), _sizes(part))
-        if found is None or found.uncertainty > UNCERTAIN:
-            return None
-        # Torch's own kernel is noted on the whole of each convolution: on parts it is tried where two are known.
-        is_tried = costs.groups(kind, 2 if algorithm == STOCK else 1) >= LEAST_TRIED
-        return found if is_tried else found._replace(uncertainty=ODD * found.uncertainty)
+        kind = _kind(algorithm, part)
+        with self._lock:
+            costs = self._known(environment)
+            found = costs.forecast(kind, part.with_extent(1), _sizes(part))
+            if found is None or found.uncertainty > UNCERTAIN:
+                return None
+            # Torch's own kernel is noted on the whole of each convolution: on parts it is tried where two are known.
+            is_tried = costs.groups(kind, 2 if algorithm == STOCK else 1) >= LEAST_TRIED
+            return found if is_tried else found._replace(uncertainty=ODD * found.uncertainty)
 
     def _known(self, environment: Environment) -> Costs:
         """The cost model of an environment, at first of what the database holds."""
