@@ -40,7 +40,7 @@ PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
 
 
-class Budget:
+class LiveBudget:
     """The budget of all live planning of a session.
 
     Attributes:
@@ -81,7 +81,7 @@ class Explored:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: LiveBudget,
         search: Search,
         strides: Shape,
         launches: dict[Key, list[float]],

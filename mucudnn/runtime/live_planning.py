@@ -17,7 +17,7 @@ from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.explored import Budget, Explored
+from mucudnn.runtime.explored import Explored, LiveBudget
 from mucudnn.runtime.live import Live, Site
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
@@ -48,7 +48,7 @@ class LivePlanning:
         """
         self._is_chosen, self._board = settings.planning == "live", board
         self._planner_for, self._planner_on = planner_for, planner_on
-        self._budget, self._shapes = Budget(), experience.shapes
+        self._budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
         # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
