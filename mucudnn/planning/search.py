@@ -13,7 +13,7 @@ from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
-from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, Settled, Trial, Variant
+from mucudnn.optimizer import Division, Exploration, Forecast, Key, Option, OverheadBudget, Settled, Trial, Variant
 from mucudnn.planning.affordable_parts import AffordableParts
 from mucudnn.planning.candidate_sizes import fitting, fitting_sizes
 from mucudnn.planning.experience import Experience
@@ -168,17 +168,20 @@ class Search:
         provider, name = candidate
         if not isinstance(provider, Engines) or not provider.is_compiled(self.problem, name):
             return False
-        part = middle(self.problem, Dim.BATCH, -(-self.problem.extent // 2)).problem
-        return self.experience.forecast(self.measurement.logbook.environment, name, part) is None
+        return self._known(name, Dim.BATCH) is None
 
     def _forecast(self, algorithm: str, dim: Dim, stock_seconds: float) -> tuple[float, float]:
         """Expected seconds of the whole in parts along a dim, and the factor within which they are sure to hold."""
-        part = middle(self.problem, dim, -(-extent(self.problem, dim) // 2))
-        known = self.experience.forecast(self.measurement.logbook.environment, algorithm, part.problem)
+        known, whole = self._known(algorithm, dim), extent(self.problem, dim)
         if known is None:
             ratio, uncertainty = UNKNOWN_PARTS if algorithm == STOCK else UNKNOWN
             return ratio * stock_seconds, uncertainty
-        return known.seconds * extent(self.problem, dim) / part.extent, known.uncertainty
+        return known.seconds * whole / -(-whole // 2), known.uncertainty
+
+    def _known(self, algorithm: str, dim: Dim) -> Forecast | None:
+        """What launches of other convolutions tell of one on half of the whole; `None` for next to nothing."""
+        part = middle(self.problem, dim, -(-extent(self.problem, dim) // 2)).problem
+        return self.experience.forecast(self.measurement.logbook.environment, algorithm, part)
 
     @property
     def _wrong(self) -> Mapping[str, str]:
@@ -204,17 +207,9 @@ class Search:
         """Torch's own kernel as the plan."""
         whole = Division((Option(self.problem.extent, STOCK, seconds, self.stock_workspace or 0),))
         wrong = tuple(self.measurement.logbook.wrong(self.problem).items())
-        return Plan(
-            schedule=Schedule(self.problem, Dim.BATCH, whole, self.providers),
-            limit=self.limit,
-            options={},
-            seconds=seconds,
-            undivided_seconds=seconds,
-            stock_seconds=seconds,
-            wrong=wrong,
-            checks=self.settings.check,
-            stock_workspace=self.stock_workspace,
-        )
+        schedule, same = Schedule(self.problem, Dim.BATCH, whole, self.providers), (seconds,) * 3
+        checks, held = self.settings.check, self.stock_workspace
+        return Plan(schedule, self.limit, {}, *same, wrong=wrong, checks=checks, stock_workspace=held)
 
     def so_far(self, exploration: Exploration) -> Plan:
         """Torch's own kernel, and what was tried beside it."""
@@ -238,16 +233,11 @@ class Search:
         for dim in dims(self.problem):
             for option in exploration.launches.measured(dim):
                 self.measurement.adopt(dim, option)
-        self.record_stock(plan.stock_seconds)
+        record, whole = self.measurement.logbook.record, self.problem.extent
+        record(self.problem, Option(whole, STOCK, plan.stock_seconds, 0))
         if not plan.is_stock:
-            logbook, problem = self.measurement.logbook, self.problem
-            whole = Option(problem.extent, plan.schedule.name, plan.seconds, plan.division.workspace)
-            logbook.record(problem, whole)
+            record(self.problem, Option(whole, plan.schedule.name, plan.seconds, plan.division.workspace))
         self._settle(plan)
-
-    def record_stock(self, seconds: float) -> None:
-        """Writes the time of torch's own kernel on the whole to the database."""
-        self.measurement.logbook.record(self.problem, Option(self.problem.extent, STOCK, seconds, 0))
 
     def keep_stock(self, seconds: float) -> None:
         """Writes torch's own kernel to the database as the plan, until another is found."""
