@@ -83,6 +83,7 @@ class Exploration:
         margins: tuple[float, float],
         warm_ups: int = 0,
         launches: dict[Key, list[float]] | None = None,
+        smallest_first: bool = False,
     ) -> None:
         """
         Args:
@@ -94,9 +95,10 @@ class Exploration:
                 use the baseline's algorithm.
             warm_ups: the number of first times of a launch that do not count, because they include loading kernels.
             launches: {launch: times}, shared with explorations of the same convolution within other limits.
+            smallest_first: as `Launches` has it.
         """
         self._name, self._overhead, self._margins, self._warm_ups = baseline, overhead, margins, warm_ups
-        self.launches = Launches(variants, baseline, launches)
+        self.launches = Launches(variants, baseline, launches, smallest_first)
         self.settled: Settled | None = None
         self.tried, self.lost = 0, 0.0
         self.tries: dict[str, int] = {}

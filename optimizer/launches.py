@@ -56,16 +56,21 @@ class Launches:
     """
 
     def __init__(
-        self, variants: Sequence[Variant], baseline: str, seconds: dict[Key, list[float]] | None = None
+        self,
+        variants: Sequence[Variant],
+        baseline: str,
+        seconds: dict[Key, list[float]] | None = None,
+        smallest_first: bool = False,
     ) -> None:
         """
         Args:
             baseline: the algorithm that computes the rest of a call beside a trial.
             seconds: {launch: times measured before}; new times are added to it.
+            smallest_first: whether the first launch of an algorithm is the smallest that tells enough.
         """
         self.variants = [variant for variant in variants if variant.workspaces]
         self.seconds: dict[Key, list[float]] = {} if seconds is None else seconds
-        self._baseline = baseline
+        self._baseline, self._smallest_first = baseline, smallest_first
         self._correction: dict[tuple[str, str], float] = {}
         self._failed: dict[tuple[str, str], int] = {}
 
@@ -202,7 +207,7 @@ class Launches:
         """Sizes that one call may try together, the most informative first; later ones cost less."""
         if self._nearest(variant, wanted[0]) is None:
             large = [size for size in wanted if size * SHARE >= variant.extent] or wanted[-1:]
-            yield from ([size] for size in large)
+            yield from ([size] for size in (large if self._smallest_first else reversed(large)))
             return
         taken, left = [], variant.extent
         for size in reversed(wanted):

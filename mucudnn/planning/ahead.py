@@ -24,7 +24,7 @@ def plan_ahead(search: Search) -> Plan:
     if kept is not None:
         return kept
     stock_seconds = search.measurement.stock_seconds()
-    if search.limit == 0 or search.is_too_short(stock_seconds):
+    if search.settings.workspace_limit == 0 or search.is_too_short(stock_seconds):
         search.keep_stock(stock_seconds)
         return search.stock(stock_seconds)
     exploration = search.exploration([stock_seconds], OverheadBudget(rate=math.inf), is_live=False)

@@ -100,14 +100,15 @@ class Search:
         Args:
             seconds: measured times of torch's own kernel on the whole.
             launches: times of the problem's launches, shared with its explorations within other limits.
-            is_live: whether calls of the program are the trials; otherwise what they warm up does not count.
+            is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little.
         """
         self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
         margins = (MARGIN, PARTS_MARGIN)
         if not self.stock_fits:
             margins = (-math.inf, -math.inf)
         warm_ups = int(is_live and self.measurement.device.is_asynchronous)
-        return Exploration(STOCK, seconds, self._variants(min(seconds)), overhead, margins, warm_ups, launches)
+        given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
+        return Exploration(STOCK, seconds, *given, smallest_first=not is_live)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
         """What may be tried, without algorithms that cannot win by their times for similar problems.
