@@ -16,6 +16,8 @@ from mucudnn.convolution.tile import Part
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers.fft import Fft
+from mucudnn.providers.gemm import Gemm
+from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board, name_of
 from mucudnn.timing.measurement import Measurement
@@ -58,6 +60,8 @@ def test_what_one_finds_wrong_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
         parts[0].target[..., -1] += 1
 
     monkeypatch.setattr(Fft, "launch", wrong)
+    for other in (Gemm, Stock):
+        monkeypatch.setattr(other, "algorithms", lambda provider, problem: ())
     monkeypatch.setattr(Measurement, "stock_seconds", lambda measurement: 1.0)  # so that something faster is found
     board = Shared()
     with pytest.warns(RuntimeWarning, match="fft computed"):
