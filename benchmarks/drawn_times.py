@@ -9,7 +9,9 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from mucudnn.optimizer import Costs
+from mucudnn.optimizer import Launches, Trial
+from mucudnn.planning.experience import Experience
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.timing import clock
 
 STOCK_SECONDS = 0.02
@@ -34,10 +36,15 @@ def drawn_times(seed: int) -> Iterator[None]:
         work()
         return float(10 ** random.uniform(-7, -2)) if work in launches else STOCK_SECONDS
 
-    def ratio(work: Any, baseline: Any, *_: Any) -> float:
-        work()
-        return random.uniform(0.3, 0.99)
+    def laps(runner: TrialRunner, trial: Trial, given: Any) -> list[float]:
+        runner.run(trial, given)
+        return [STOCK_SECONDS * (1.0 if trial.division is None else random.uniform(0.3, 0.99))]
 
-    times = {"seconds": again_seconds, "again_seconds": again_seconds, "first_seconds": first_seconds, "ratio": ratio}
-    with mock.patch.multiple(clock, **times), mock.patch.object(Costs, "forecast", lambda *_: None):
+    times = {"seconds": again_seconds, "again_seconds": again_seconds, "first_seconds": first_seconds}
+    with (
+        mock.patch.multiple(clock, **times),
+        mock.patch.object(TrialRunner, "laps", laps),
+        mock.patch.object(Experience, "forecast", lambda *_: None),
+        mock.patch.object(Launches, "_lower_bound", lambda *_: 0.0),
+    ):
         yield

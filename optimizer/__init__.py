@@ -13,8 +13,7 @@ from mucudnn.optimizer.launches import Key, Launches, Variant
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
-from mucudnn.optimizer.part_sizes import PartSizes, missing
-from mucudnn.optimizer.relative_times import RelativeTimes
+from mucudnn.optimizer.part_sizes import PartSizes
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
 from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
 from mucudnn.optimizer.timeline import Timeline, common
@@ -31,7 +30,6 @@ __all__ = [
     "Option",
     "OverheadBudget",
     "PartSizes",
-    "RelativeTimes",
     "Reusing",
     "Settled",
     "Sharing",
@@ -50,6 +48,5 @@ __all__ = [
     "divide_workspace",
     "longest_path_first",
     "micro_batch_sizes",
-    "missing",
     "share",
 ]

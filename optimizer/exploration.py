@@ -83,6 +83,7 @@ class Exploration:
         margins: tuple[float, float],
         warm_ups: int = 0,
         launches: dict[Key, list[float]] | None = None,
+        smallest_first: bool = False,
     ) -> None:
         """
         Args:
@@ -94,9 +95,10 @@ class Exploration:
                 use the baseline's algorithm.
             warm_ups: the number of first times of a launch that do not count, because they include loading kernels.
             launches: {launch: times}, shared with explorations of the same convolution within other limits.
+            smallest_first: as `Launches` has it.
         """
         self._name, self._overhead, self._margins, self._warm_ups = baseline, overhead, margins, warm_ups
-        self.launches = Launches(variants, baseline, launches)
+        self.launches = Launches(variants, baseline, launches, smallest_first)
         self.settled: Settled | None = None
         self.tried, self.lost = 0, 0.0
         self.tries: dict[str, int] = {}
@@ -173,9 +175,27 @@ class Exploration:
         elif self._playoff is not None:
             self._playoff.learn(trial.place, total)
 
-    def fresh(self, dim: str, division: Division) -> list[Key]:
-        """The launches of a division that were never timed, each once."""
-        keys = {(dim, option.algorithm, option.extent) for option in division.options}
+    def bar(self, algorithm: str, best: float | None = None) -> float:
+        """Seconds of the whole below which an algorithm's launches may be part of the best division.
+
+        Args:
+            best: `_best()`, if that is at hand.
+        """
+        margin = self._margins[algorithm == self._name]
+        return min(self._best() if best is None else best, (1 - margin) * self.baseline_seconds)
+
+    def _best(self) -> float:
+        """Expected seconds of the fastest division so far."""
+        return min((division.seconds for _, division in self.launches.wholes()), default=math.inf)
+
+    def end_survey(self) -> None:
+        """Tries no further launches: the best divisions of those that are known play off."""
+        self._surveyed = True
+
+    def fresh(self, trial: Trial) -> list[Key]:
+        """The launches of a trial that were never timed, each once."""
+        options = () if trial.division is None else trial.division.options
+        keys = {(trial.dim, option.algorithm, option.extent) for option in options}
         return sorted(keys.difference(self.launches.seconds))
 
     def adopt(self, ratios: Mapping[Key, float]) -> None:
@@ -203,23 +223,26 @@ class Exploration:
         """
         stock = self.baseline_seconds
         if self._wanted is None:
-            best = min((division.seconds for _, division in self.launches.wholes()), default=math.inf)
-            found = self.launches.trials(min(best, (1 - min(self._margins)) * stock), stock)
+            best = self._best()
+            found = self.launches.trials(lambda name: self.bar(name, best), stock)
             self._wanted = [whole for wholes in found for whole in wholes]
             self._surveyed = not self._wanted
         if self._surveyed:
             return None
         granted = (whole for whole in self._wanted if self._overhead.grants(whole[1].seconds - stock))
-        whole = next((whole for whole in granted if not is_elsewhere(self.fresh(*whole))), None)
-        if whole is None:
+        trials = (Trial(*whole, by_launch=True) for whole in granted)
+        trial = next((trial for trial in trials if not is_elsewhere(self.fresh(trial))), None)
+        if trial is None:
             faster = (whole for whole in self.launches.wholes() if whole[1].seconds < stock)
             whole = min(faster, key=lambda whole: whole[1].seconds, default=None)
-        return None if whole is None else Trial(whole[0], whole[1], by_launch=True)
+            trial = None if whole is None else Trial(*whole, by_launch=True)
+        return trial
 
     def _begin(self) -> None:
         """Starts a playoff of the best divisions that were in none before."""
         wholes = {_shape(whole): whole for whole in self.launches.wholes()}
-        fast = [whole for whole in wholes.values() if whole[1].seconds < self.baseline_seconds]
+        stock = self.baseline_seconds
+        fast = [whole for whole in wholes.values() if whole[1].seconds < (1 - self._margin(whole[1])) * stock]
         best = min((division.seconds for _, division in fast), default=math.inf)
         close = sorted((w for w in fast if w[1].seconds <= CLOSE * best), key=lambda whole: whole[1].seconds)
         self._contenders = [whole for whole in close if _shape(whole) not in self._met][:MOST_CONTENDERS]
@@ -238,7 +261,9 @@ class Exploration:
         seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
         if winner is not None and winner != BASELINE:
             dim, division = self._contenders[winner]
-            undivided = [s for place, s in seconds.items() if len(self._contenders[place][1].options) == 1]
+            played = {_shape(self._contenders[place]): found for place, found in seconds.items()}
+            wholes = (whole for whole in self.launches.wholes() if len(whole[1].options) == 1)
+            undivided = [played.get(_shape(whole), whole[1].seconds) for whole in wholes]
             self.settled = Settled(dim, division, seconds[winner], min([stock, *undivided]))
         elif self._attempts >= ATTEMPTS or not self._contenders:
             self.settled = Settled("", None, stock, stock)

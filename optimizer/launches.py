@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.reuse import best_division
 
-TREND, MOST_GAIN = 2.0, 4.0
+TREND, MOST_GAIN = 1.5, 2.25
 """Per sample, a launch of twice or half the size is at most `TREND` times as fast, of any size `MOST_GAIN` times."""
+
+BETWEEN = 1.1
+"""Per sample, a launch of a size between two measured ones is at most so many times as fast as the faster of these."""
 
 SHARE = 4
 """The first trial of an algorithm computes at least 1/SHARE of the whole, where its workspace allows that: the time of
@@ -53,16 +56,21 @@ class Launches:
     """
 
     def __init__(
-        self, variants: Sequence[Variant], baseline: str, seconds: dict[Key, list[float]] | None = None
+        self,
+        variants: Sequence[Variant],
+        baseline: str,
+        seconds: dict[Key, list[float]] | None = None,
+        smallest_first: bool = False,
     ) -> None:
         """
         Args:
             baseline: the algorithm that computes the rest of a call beside a trial.
             seconds: {launch: times measured before}; new times are added to it.
+            smallest_first: whether the first launch of an algorithm is the smallest that tells enough.
         """
         self.variants = [variant for variant in variants if variant.workspaces]
         self.seconds: dict[Key, list[float]] = {} if seconds is None else seconds
-        self._baseline = baseline
+        self._baseline, self._smallest_first = baseline, smallest_first
         self._correction: dict[tuple[str, str], float] = {}
         self._failed: dict[tuple[str, str], int] = {}
 
@@ -73,6 +81,10 @@ class Launches:
             bytes for variant in self.variants for bytes in (*variant.workspaces.values(), *variant.rests.values())
         )
         return max(needs, default=0)
+
+    def is_met(self, dim: str, algorithm: str) -> bool:
+        """Whether a launch of an algorithm along a dim is known."""
+        return any(key[:2] == (dim, algorithm) for key in self.seconds)
 
     def fail(self, dim: str, algorithm: str, extent: int) -> None:
         """Excludes an algorithm from the extent at which it failed upwards."""
@@ -114,14 +126,15 @@ class Launches:
             found.append(best_division([option for option in options if option.extent == extent], extent, math.inf))
             yield from ((dim, division) for division in found if division is not None)
 
-    def trials(self, best: float, baseline: float) -> Iterator[list[tuple[str, Division]]]:
+    def trials(self, bar: Callable[[str], float], baseline: float) -> Iterator[list[tuple[str, Division]]]:
         """For every variant worth measuring further, divisions for one call, the most informative first.
 
         The variant with the smallest lower bound comes first: as a rule the one that is known least. Sizes are pruned
-        if they cannot be part of a faster division, even with the most favourable trend over sizes.
+        if they cannot be part of a faster division, even with the most favourable trend over sizes. Of each variant
+        powers of two come first.
 
         Args:
-            best: seconds of the whole that a division must beat.
+            bar: seconds of the whole that launches of an algorithm must beat.
             baseline: seconds of the whole by the baseline.
         """
         bounded: list[tuple[float, Variant, list[int]]] = []
@@ -131,25 +144,16 @@ class Launches:
                 for size in self._sizes(variant)
                 if not self._is_known(variant, size)
             }
-            wanted = [size for size, seconds in bounds.items() if seconds < best]
+            most = bar(variant.algorithm)
+            wanted = [size for size, seconds in bounds.items() if seconds < most]
             if wanted:
-                bounded.append((min(bounds.values()), variant, wanted))
+                powers = [size for size in wanted if size.bit_count() == 1]
+                bounded.append((min(bounds.values()), variant, powers or wanted))
         for _, variant, wanted in sorted(bounded, key=lambda one: one[0]):
             divisions = [self._division(variant, sizes, baseline) for sizes in self._starts(variant, wanted)]
             found = [(variant.dim, division) for division in divisions if division is not None]
             if found:
                 yield found
-
-    def fastest(self) -> dict[str, float]:
-        """The least measured seconds of the whole, for each algorithm that was tried."""
-        found: dict[str, float] = {}
-        for variant in self.variants:
-            for size in variant.workspaces:
-                seconds = self._seen(variant, size)
-                if seconds is not None:
-                    whole = seconds * variant.extent / size
-                    found[variant.algorithm] = min(whole, found.get(variant.algorithm, whole))
-        return found
 
     def _sizes(self, variant: Variant) -> list[int]:
         """The sizes in ascending order, without those at which the algorithm failed."""
@@ -192,14 +196,18 @@ class Launches:
         if known is None:
             seconds, uncertainty = self._forecast(variant)
             return seconds / uncertainty
-        gain = TREND ** abs(math.log2(size / known))
-        return self._expected(variant, size) / min(gain, MOST_GAIN)
+        gain = min(TREND ** abs(math.log2(size / known)), MOST_GAIN)
+        sizes = [n for n in variant.workspaces if self._is_known(variant, n)]
+        if min(sizes) < size < max(sizes):
+            beside = (max(n for n in sizes if n < size), min(n for n in sizes if n > size))
+            return min(self._expected(variant, n) for n in beside) / min(gain, BETWEEN)
+        return self._expected(variant, size) / gain
 
     def _starts(self, variant: Variant, wanted: Sequence[int]) -> Iterator[list[int]]:
         """Sizes that one call may try together, the most informative first; later ones cost less."""
         if self._nearest(variant, wanted[0]) is None:
             large = [size for size in wanted if size * SHARE >= variant.extent] or wanted[-1:]
-            yield from ([size] for size in reversed(large))
+            yield from ([size] for size in (large if self._smallest_first else reversed(large)))
             return
         taken, left = [], variant.extent
         for size in reversed(wanted):

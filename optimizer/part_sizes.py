@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 MOST_ATTEMPTS = 4
 """Sizes between the smallest and the whole that are asked for while the largest that fits is looked for."""
@@ -79,17 +79,3 @@ class PartSizes:
             need = self._ask(size)
             self._needs[size] = math.inf if need is None else need
         return self._needs[size]
-
-
-def missing(whole: int, sizes: Sequence[int], timed: Collection[int]) -> list[int]:
-    """The sizes of a division of the whole into parts as large as the largest timed one, that were not timed.
-
-    Args:
-        sizes: of parts, in ascending order.
-    """
-    found: list[int] = []
-    for size in (size for size in reversed(sizes) if size <= max(timed)):
-        count, whole = divmod(whole, size)
-        if count and size not in timed:
-            found.append(size)
-    return found

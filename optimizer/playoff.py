@@ -8,8 +8,11 @@ from collections.abc import Sequence
 BASELINE = -1
 """The baseline's place among the contenders."""
 
-LEAST_ROUNDS = 5
-MOST_ROUNDS = 11
+LEAST_ROUNDS, MOST_ROUNDS = 5, 7
+
+LOST, CLEARLY = 1.2, 0.9
+"""A contender is out after two rounds in both of which it takes more than `LOST` times as long as it may. Three rounds
+suffice for the last one if it always takes less than `CLEARLY` of what it may."""
 
 DECISIVE = 0.5
 """The baseline is not called again if the best contender takes less than this share of its time."""
@@ -88,23 +91,34 @@ class Playoff:
     def _judge(self) -> None:
         rounds = len(self.ratios[self._left[0]])
         if rounds < 3:
+            for place in list(self._left) if rounds == 2 else ():
+                if min(self.ratios[place]) > LOST * self._most(place):
+                    self.drop(place)
             return
         quartiles = {place: _quartiles(self.ratios[place]) for place in self._left}
         first = min(self._left, key=lambda place: quartiles[place][1])
         self._left = [
             place
             for place in self._left
-            if quartiles[place][0] <= 1 - self._margins[place]
+            if quartiles[place][0] <= self._most(place)
             and (place == first or quartiles[place][0] <= quartiles[first][2])
         ]
         if not self._left:
             self.winner = BASELINE
-        elif rounds >= MOST_ROUNDS or (len(self._left) == 1 and rounds >= LEAST_ROUNDS):
+        elif rounds >= MOST_ROUNDS or (len(self._left) == 1 and self._is_enough(self._left[0])):
             best = min(self._left, key=lambda place: quartiles[place][1])
-            if quartiles[best][2] <= 1 - self._margins[best]:
+            if quartiles[best][2] <= self._most(best):
                 self.winner = best
             elif rounds >= MOST_ROUNDS:
                 self.winner = BASELINE
+
+    def _is_enough(self, place: int) -> bool:
+        ratios = self.ratios[place]
+        return len(ratios) >= LEAST_ROUNDS or max(ratios) < CLEARLY * self._most(place)
+
+    def _most(self, place: int) -> float:
+        """What a contender may take, in units of the baseline."""
+        return 1 - self._margins[place]
 
 
 def _quartiles(values: Sequence[float]) -> list[float]:

@@ -126,7 +126,7 @@ def older_against_engines(device: torch.device) -> Answer:
         with precise("float32"):
             problem = alexnet_conv2(device, direction)
             planner = planner_on(device)
-            plan = planner.measured(planner.measurement(problem), LIMIT)
+            plan = planner.plan(planner.measurement(problem), LIMIT)
         best = {}
         for kind in ("legacy_", "eng"):
             options = [o for o in plan.options.get(Dim.BATCH, ()) if o.algorithm.startswith(kind)]

@@ -44,7 +44,7 @@ def part_microseconds(device: torch.device) -> tuple[str, float]:
     operands = synthetic_operands(problem, device)
     planner = Planner(Settings.from_environment({}, database=MEMORY), Store(MEMORY), device=device)
     one = problem.with_extent(1)
-    providers = {name: who for name, who in planner.providers(problem).items() if who.serves(one, name)}
+    providers = {name: who for name, who in planner.offers.providers(problem).items() if who.serves(one, name)}
     workspace, algorithm = min((providers[name].workspace(one, name), name) for name in providers if name != STOCK)
 
     def microseconds(parts: int) -> float:

@@ -167,7 +167,7 @@ def measure(
     took = []
     for _ in range(2):  # the second time every launch is known
         began = time.perf_counter()
-        plan = planner.measured(planner.measurement(problem, operands), math.inf)
+        plan = planner.plan(planner.measurement(problem, operands), math.inf)
         took.append(time.perf_counter() - began)
     plans = Plans.of(plan.options.get(Dim.BATCH, ()), problem.extent)
     chosen = {limit: plans.within(limit) for limit in limits}
@@ -247,7 +247,7 @@ def _tried(
     problem: ConvProblem, division: Division, operands: Operands, planner: Planner, call: Callable[[], object]
 ) -> tuple[dict[str, Any], Callable[[], object] | None]:
     """Whether a division runs, and how far its result is from torch's own, relative to that in the 2-norm."""
-    schedule = Schedule(problem, Dim.BATCH, division, planner.providers(problem))
+    schedule = Schedule(problem, Dim.BATCH, division, planner.offers.providers(problem))
 
     def work() -> None:
         schedule.run(operands)

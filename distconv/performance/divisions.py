@@ -44,7 +44,7 @@ class Divisions:
         if key not in self._known:
             with _threads(self._threads):
                 found = [self._planner.measurement(problem) for problem in problems(kernel.call)]
-                plans = [self._planner.measured(each, math.inf) for each in found]
+                plans = [self._planner.plan(each, math.inf) for each in found]
             self._known[key] = shares([plan.desirable() for plan in plans])
         return self._known[key]
 

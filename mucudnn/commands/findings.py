@@ -37,7 +37,7 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
         "devices": [environment.device, *_accelerators()],
         "threads": environment.threads,
         "precision": environment.precision,
-        "algorithms": list(Planner(settings, store).providers(_SMALL)),
+        "algorithms": list(Planner(settings, store).offers.providers(_SMALL)),
         "cudnn": state.found(_SMALL, providers_on),
         "database": {
             "path": store.path,

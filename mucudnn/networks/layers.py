@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.prospects import Prospects, experience
-from mucudnn.planning.trial_runner import plan_by_trials
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
@@ -128,20 +126,11 @@ def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
 
 
 def measure(layers: list[LayerCall], settings: Settings, store: Store) -> list[Record]:
-    """How each layer is computed on this machine's processor, measured as far as the store does not know it.
-
-    It is planned as a program's would be: ahead, or by what live planning would try.
-    """
-    planner, relative_times = Planner(settings, store), experience(store.settlements()).relative_times
-    records = []
+    """How each layer is computed on this machine's processor, measured as far as the store does not know it."""
+    planner, records = Planner(settings, store), []
     with progress.bar(len(layers), "convolutions", settings.progress) as advance:
         for layer in layers:
-            measurement = planner.measurement(layer.problem)
-            if settings.planning != "ahead":
-                prospects = Prospects(planner, measurement, settings.workspace_limit, settings.policy)
-                records.append(plan_by_trials(prospects, relative_times).record)
-            else:
-                records.append(planner.plan(measurement).record)
+            records.append(planner.plan(planner.measurement(layer.problem)).record)
             advance()
     return records
 

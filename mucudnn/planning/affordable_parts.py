@@ -1,18 +1,18 @@
-"""Affordable parts: those that live planning may try where every question for a workspace makes a plan."""
+"""Affordable parts: those that may be tried where every question for a workspace makes a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from mucudnn.convolution.problem import Dim
-from mucudnn.convolution.tile import extent
-from mucudnn.optimizer import PartSizes, micro_batch_sizes
-from mucudnn.planning.offers import Offers
+from mucudnn.optimizer import PartSizes
+from mucudnn.planning.candidate_sizes import sizes_of
+from mucudnn.planning.offers import Offers, Task
 from mucudnn.planning.plan_budget import PlanBudget
-from mucudnn.providers import STOCK
+from mucudnn.providers import STOCK, Provider
+from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.timing.measurement import Candidate, Measurement
-from mucudnn.timing.survey import Task
 
 MOST_FURTHER = 6
 """Sizes of an algorithm that are asked for below the largest one."""
@@ -47,6 +47,7 @@ class AffordableParts:
         self._budget = PlanBudget(measurement.problem, lambda: offers.plans_made)
         self.offered: dict[Task, Candidate] = {}
         self.fitting: dict[Task, dict[int, int]] = {}
+        self._tried: dict[Task, PartSizes] = {}
         problem = measurement.problem
         batches = offers.along_batch(problem)
         wanted = {task: one for task, one in batches.items() if task[1] != STOCK and may_win(one)}
@@ -56,26 +57,34 @@ class AffordableParts:
             served = {name for (_, name), fitting in self.fitting.items() if fitting}
             left = [name for _, name in wanted if name not in served and self._is_too_large(wanted[Dim.BATCH, name])]
             self._ask(offers.named(problem, further(measurement, allowed, left)))
+        self._ask_further()
         stock = [one for (_, name), one in batches.items() if name == STOCK]
         self.offered |= {(dim, STOCK): one for dim in {dim for dim, _ in self.offered} | {Dim.BATCH} for one in stock}
 
     def _ask(self, candidates: dict[Task, Candidate]) -> None:
-        tried: dict[Task, PartSizes] = {}
+        """Asks for the largest sizes of candidates."""
         for task, candidate in candidates.items():
             self._budget.begin(task[1])
-            tried[task] = sizes = self._sizes(task[0], candidate)
+            self._tried[task] = sizes = self._sizes(task[0], candidate)
             largest = sizes.largest(sizes.sizes[-1]) if sizes.sizes else None
             self.offered[task] = candidate
             self.fitting[task] = {} if largest is None else {largest: int(sizes.expected(largest))}
+
+    def _ask_further(self) -> None:
+        """Asks for smaller sizes of all in turn, but of engines that are compiled for every plan."""
         for _ in range(MOST_FURTHER):
-            for task, fitting in ((task, self.fitting[task]) for task in candidates):
-                smaller = [size for size in tried[task].sizes if size < min(fitting, default=0)]
-                if smaller and self._budget.allows(task[0]) and tried[task].fits(smaller[-1]):
-                    fitting[smaller[-1]] = int(tried[task].expected(smaller[-1]))
+            for task, fitting in self.fitting.items():
+                smaller = [size for size in self._tried[task].sizes if size < min(fitting, default=0)]
+                if not smaller or self._is_compiled(*self.offered[task]) or not self._budget.allows(task[0]):
+                    continue
+                if self._tried[task].fits(smaller[-1]):
+                    fitting[smaller[-1]] = int(self._tried[task].expected(smaller[-1]))
+
+    def _is_compiled(self, provider: Provider, name: str) -> bool:
+        return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
 
     def _sizes(self, dim: Dim, candidate: Candidate) -> PartSizes:
-        whole = extent(self._measurement.problem, dim)
-        sizes = set(micro_batch_sizes(self._policy, whole)) - (set() if dim is Dim.BATCH else {whole})
+        sizes = sizes_of(self._measurement.problem, candidate, dim, self._policy)
 
         def ask(size: int) -> int | None:
             return self._measurement.workspace(candidate, dim, size) if self._budget.allows(dim) else None

@@ -13,7 +13,9 @@ from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.providers.strips import Strips, strips_of
 from mucudnn.timing.measurement import Candidate, Measurement, middle
-from mucudnn.timing.survey import Task
+
+Task = tuple[Dim, str]
+"""A dim and an algorithm that is tried along it."""
 
 WIDTHS = 3
 """Of an algorithm that only serves in strips within the limit, so many widths are tried."""
@@ -26,18 +28,17 @@ class Offers:
     which strips, each is tried (`within`). On a GPU every such answer of cuDNN's takes a plan. So there an algorithm is
     named for the whole and tried along the mini-batch (`along_batch`), then, if one sample is too large for it, along
     space (`along_space`), and if the smallest tile is, too, in strips (`in_strips`).
+
+    Attributes:
+        are_plans_costly: whether providers can only tell what a part needs by making a plan, as on a GPU.
     """
 
     def __init__(self, providers: Sequence[Provider], are_plans_costly: bool) -> None:
-        """
-        Args:
-            are_plans_costly: whether providers can only tell what a part needs by making a plan, as on a GPU.
-        """
-        self._providers, self._are_plans_costly = providers, are_plans_costly
+        self._providers, self.are_plans_costly = providers, are_plans_costly
 
     def candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
         """Who serves parts of the problem along a dim, by which algorithms; where plans are costly, who may."""
-        is_whole = dim is Dim.BATCH or self._are_plans_costly
+        is_whole = dim is Dim.BATCH or self.are_plans_costly
         part = problem if is_whole else middle(problem, dim, extent(problem, dim) // 2).problem
         return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
 

@@ -171,15 +171,3 @@ class Plan:
 def surviving(options: Iterable[Option], failed: LaunchError) -> list[Option]:
     """The options left when an algorithm has failed: those of others, and its own on smaller parts."""
     return [option for option in options if option.algorithm != failed.algorithm or option.extent < failed.extent]
-
-
-def enlarged(options: Sequence[Option], division: Division, workspaces: Iterable[int]) -> Sequence[Option]:
-    """The options with no less workspace than launches of the division turn out to need."""
-    needed: dict[tuple[str, int], int] = {}
-    for option, workspace in zip(division.options, workspaces, strict=True):
-        key = option.algorithm, option.extent
-        needed[key] = max(workspace, needed.get(key, 0))
-    return [
-        replace(option, workspace=max(option.workspace, needed.get((option.algorithm, option.extent), 0)))
-        for option in options
-    ]

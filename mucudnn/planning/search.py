@@ -1,264 +1,298 @@
-"""Search: which launches of a problem are timed, in which order, and which are pruned because they cannot win."""
+"""Search: what is tried for one problem within one limit, and how the result becomes a plan and is kept.
+
+There is one search. Live planning makes its trials in calls of the program, and `ahead` makes them before the first.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
-from mucudnn.convolution.tile import extent
-from mucudnn.optimizer import Costs, Forecast, Option
-from mucudnn.planning.candidate_sizes import Sizes
-from mucudnn.planning.offers import Offers
-from mucudnn.planning.plan import MARGIN
-from mucudnn.providers import STOCK
-from mucudnn.timing.environment import Environment
+from mucudnn.convolution.tile import dims, extent
+from mucudnn.optimizer import Division, Exploration, Forecast, Key, Option, OverheadBudget, Settled, Trial, Variant
+from mucudnn.planning.affordable_parts import AffordableParts
+from mucudnn.planning.candidate_sizes import fitting, fitting_sizes
+from mucudnn.planning.experience import Experience
+from mucudnn.planning.offers import Offers, Task
+from mucudnn.planning.plan import MARGIN, Plan
+from mucudnn.providers import STOCK, Provider
+from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.settings import Settings
 from mucudnn.timing.measurement import Candidate, Measurement, middle
-from mucudnn.timing.store import Store
-from mucudnn.timing.survey import Task
+from mucudnn.timing.schedule import Schedule
+
+LEAST_SECONDS = 1e-4
+"""Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
+costs about as much time."""
+
+UNKNOWN, UNKNOWN_PARTS = (1.5, 50.0), (1.0, 1.5)
+"""What is expected of an algorithm of which no launches like its own are known, and of torch's own kernel on parts: the
+seconds of the whole in units of that kernel's on the whole, and the factor within which they are sure to hold."""
 
 PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
 so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
 
-ONCE, ONCE_IF_LONG, LONG = 1.7, 1.25, 0.005
-"""A launch is timed once only if its first call takes more than so many times the time at which it could win. The
-warm-up within a first call takes less than that, above all where a call takes more than `LONG` seconds."""
 
-WARM_UP_SECONDS = 0.025
-"""As long as no launch of an algorithm is known, its first call is repeated if it takes fewer seconds: its warm-up,
-such as loading a library, may take ten times as long as the call's own work."""
-
-MOST_TIMES_STOCK = 1.3
-"""Other parts are pruned if the parts that are timed first take more than so many times torch's time per sample."""
-
-BETWEEN = 1.1
-"""Once the promising powers of two are timed, a part is taken to be at most so many times as fast per sample as the
-faster of its two timed neighbours in size."""
-
-PATIENCE, CALLS = 20.0, 2
-"""Timing parts beyond the first ones may take, for all algorithms of a problem together, so many times the time of
-torch's own kernel on the whole. As a rule a part is called `CALLS` times."""
-
-LEAST_TRIED, ODD = 3, 2.0
-"""Until times of so many convolutions are known for an algorithm, its first size is timed if it could win when `ODD`
-times as fast as these times predict: one outlier must not prune the algorithm everywhere."""
-
-UNCERTAIN = 10.0
-"""An algorithm's first size is always timed if its forecast is more uncertain than this factor: such a forecast
-extrapolates far beyond the timed launches, such as from kernels of 3x3 to one of 31x31."""
-
-PROBE_SECONDS = 0.25
-
-SHARE = 4
-"""The first part that is timed is no larger than the smallest size of at least 1/SHARE of the whole."""
-
-
+@dataclass(frozen=True)
 class Search:
-    """The launches of one problem that are worth timing.
+    """One problem within one limit.
 
-    Torch's own kernel on the whole is always timed. Of the others, those with the smallest lower bounds come first. A
-    launch is pruned if the times of similar launches make it nearly sure that no division with it beats torch's own
-    kernel by the margin. Where that kernel fits any limit, as its scratch memory does not count, this holds within any.
+    Attributes:
+        measurement: what is known of the problem.
+        limit: bytes of workspace.
+        settings: of the user.
+        offers: the algorithms of the problem's device.
+        experience: of other problems.
+        stock_workspace: as `Plan` has it.
+        peers: the same search on other devices of the same kind, which share the measuring.
+        tries_compiled: whether engines that cuDNN compiles are tried though nothing is known of them.
     """
 
-    def __init__(
-        self, measurement: Measurement, costs: Costs, allowed: float, policy: str, takes_any: bool = False
-    ) -> None:
-        """
-        Args:
-            costs: the cost model; newly timed launches are added.
-            allowed: bytes of workspace.
-            policy: which sizes of parts are tried.
-            takes_any: whether whatever fits may win, since torch's own kernel does not.
-        """
-        self._takes_any = takes_any
-        self._measurement, self._costs = measurement, costs
-        self._problem, self._allowed, self._policy = measurement.problem, allowed, policy
-        self._group = measurement.problem.with_extent(1)
-        self._stock_seconds = measurement.stock_seconds()
-        self._spent = 0.0
-        self._add(STOCK, middle(self._problem, Dim.BATCH, self._problem.extent).problem, self._stock_seconds)
+    measurement: Measurement
+    limit: float
+    settings: Settings
+    offers: Offers
+    experience: Experience
+    stock_workspace: int | None = None
+    peers: tuple[Search, ...] = ()
+    tries_compiled: bool = False
 
-    def rounds(
-        self, offers: Offers, sizes: Mapping[str, Sequence[int]] | None, found: Mapping[Task, Sequence[Option]]
-    ) -> Iterator[dict[Task, Candidate]]:
-        """What is tried, round by round.
+    @property
+    def problem(self) -> ConvProblem:
+        """The convolution."""
+        return self.measurement.problem
 
-        Args:
-            sizes: that an earlier search came to; `None` if there was none.
-            found: what was measured in the rounds so far.
-        """
-        yield offers.within(self._measurement, self._allowed)
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether runs are to compute the same."""
+        return self.measurement.logbook.environment.deterministic
 
-    def lower_bound(self, candidate: Candidate, dim: Dim) -> float:
-        """The least seconds that the whole may take by a candidate; 0 where no similar launch is known."""
-        part = middle(self._problem, dim, max(1, extent(self._problem, dim) // 2))
-        forecast = self._forecast(candidate[1], part.problem)
-        return 0.0 if forecast is None else forecast.least * extent(self._problem, dim) / part.extent
+    @property
+    def stock_fits(self) -> bool:
+        """Whether torch's own kernel on the whole keeps the limit."""
+        return (self.stock_workspace or 0) <= self.limit
 
-    def options(self, candidate: Candidate, dim: Dim) -> Iterator[Option]:
-        """The candidate's launches along a dim: those that are known, then those that are worth timing."""
-        sizes = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
-        if sizes.smallest is None:
-            return
-        known = [size for size in sizes.all if self._measurement.is_known(candidate, dim, size)]
-        left = set(sizes.all).difference(known)
-        seen: dict[int, float] = {}
-        for noted in filter(sizes.fits, known):
-            for option in self._timed(candidate, dim, noted):
-                seen[noted] = option.seconds
-                yield option
-        probes = list(self._probes(sizes, dim))
-        while (size := self._next(candidate, dim, left, (probes, sizes.few, sizes.all), seen)) is not None:
-            left.remove(size)
-            if sizes.fits(size):
-                for option in self._timed(candidate, dim, size):
-                    seen[size] = option.seconds
-                    self._spent += 0.0 if size in probes else CALLS * option.seconds
-                    yield option
+    @property
+    def terms(self) -> dict[str, Any]:
+        """What decides on the plan besides the problem and the environment."""
+        settings = self.settings
+        terms = {"limit": str(self.limit), "policy": settings.policy, "engines": settings.engines}
+        return {**terms, "check": settings.check}
 
-    def _next(
+    def is_too_short(self, seconds: float) -> bool:
+        """Whether a convolution is left to torch's own kernel, which takes so many seconds."""
+        return self.stock_fits and is_too_short(seconds)
+
+    def exploration(
         self,
-        candidate: Candidate,
-        dim: Dim,
-        left: set[int],
-        stages: Sequence[Sequence[int]],
-        seen: Mapping[int, float],
-    ) -> int | None:
-        """The size to time next, from the first stage with a size that may win; the first stage keeps its order.
+        seconds: Sequence[float],
+        overhead: OverheadBudget,
+        launches: dict[Key, list[float]] | None = None,
+        is_live: bool = True,
+    ) -> Exploration:
+        """The exploration of all that may be tried.
 
         Args:
-            left: sizes that were not timed; those that cannot win are removed.
-            stages: the sizes of each stage.
-            seen: {timed size: seconds}.
+            seconds: measured times of torch's own kernel on the whole.
+            launches: times of the problem's launches, shared with its explorations within other limits.
+            is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little.
         """
-        bar = self._bar(candidate[1])
-        for number, stage in enumerate(stages):
-            if number and not (self._is_promising(seen, dim) and self._spent <= PATIENCE * self._stock_seconds):
-                return None
-            bounds: dict[int, float] = {}
-            for size in filter(left.__contains__, stage):
-                if number < 2 or _between(size, seen) < bar * self._share(dim, size):
-                    bounds[size] = self._lower_bound(candidate, dim, size, number == 0 and size == stage[0])
-            left.difference_update(size for size, seconds in bounds.items() if seconds == math.inf)
-            wanted = [size for size in bounds if size in left]
-            if wanted:
-                return wanted[0] if number == 0 else min(wanted, key=lambda size: (bounds[size], -size))
-        return None
+        self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
+        margins = (MARGIN, PARTS_MARGIN)
+        if not self.stock_fits:
+            margins = (-math.inf, -math.inf)
+        warm_ups = int(is_live and self.measurement.device.is_asynchronous)
+        given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
+        return Exploration(STOCK, seconds, *given, smallest_first=not is_live)
 
-    def chosen(self, candidate: Candidate, dim: Dim, sizes: Iterable[int]) -> Iterator[Option]:
-        """The candidate's launches of sizes that an earlier search has chosen."""
-        fitting = Sizes(self._measurement, candidate, dim, self._allowed, self._policy)
-        for size in sizes:
-            if fitting.fits(size):
-                yield from self._timed(candidate, dim, size)
+    def _variants(self, stock_seconds: float) -> list[Variant]:
+        """What may be tried, without algorithms that cannot win by their times for similar problems.
 
-    def _probes(self, sizes: Sizes, dim: Dim) -> Iterator[int]:
-        """The sizes that are timed first: about 1/SHARE of the whole, less where that takes long, and the smallest."""
-        whole = extent(self._problem, dim)
-        enough = next((size for size in sizes.few if size * SHARE >= whole), whole)
-        yield (
-            sizes.largest(lambda size: size <= enough and self._share(dim, size) <= PROBE_SECONDS)
-            or sizes.smallest
-            or whole
-        )
-        if dim is Dim.BATCH and sizes.smallest is not None:
-            yield sizes.smallest
-
-    def _timed(self, candidate: Candidate, dim: Dim, size: int) -> Iterator[Option]:
-        share, is_new = self._share(dim, size), not self._measurement.is_known(candidate, dim, size)
-        most = self._bar(candidate[1]) * share
-        abandon = (ONCE_IF_LONG if most > LONG else ONCE) * most
-        part = middle(self._problem, dim, size).problem
-        if self._groups(candidate[1], part, 1) == 0:
-            abandon = max(abandon, WARM_UP_SECONDS)
-        option = self._measurement.option(candidate, dim, size, abandon, most)
-        if option is not None:
-            if is_new:
-                self._add(candidate[1], part, option.seconds)
-            yield option
-
-    def _lower_bound(self, candidate: Candidate, dim: Dim, size: int, is_first: bool) -> float:
-        """The least seconds that the whole may take in parts of a size; infinite if such parts cannot win.
-
-        Args:
-            is_first: whether this is the first size; it is timed all the same where few similar launches are known.
+        Of these not even the workspaces are queried, which is what takes most of the time of preparing an exploration.
         """
-        part = middle(self._problem, dim, size).problem
-        forecast = self._forecast(candidate[1], part)
-        if forecast is None:
-            return 0.0
-        least = forecast.least * extent(self._problem, dim) / size
-        bar = self._bar(candidate[1]) * self._stock_seconds
-        # Torch's own kernel is noted on the whole of each convolution.
-        enough = 2 if candidate[1] == STOCK else 1
-        if is_first and forecast.uncertainty > UNCERTAIN:
-            return least
-        if is_first and least < ODD * bar and self._groups(candidate[1], part, enough) < LEAST_TRIED:
-            return least
-        return least if least < bar else math.inf
+        problem, measurement, policy = self.problem, self.measurement, self.settings.policy
+        allowed = min(self.limit, measurement.device.memory // 2)
 
-    def _groups(self, algorithm: str, part: ConvProblem, least: int) -> int:
-        """The number of convolutions with at least so many known launches of the kind."""
-        return self._costs.groups(kind_of(algorithm, part, self._measurement.logbook.environment), least)
+        def may_win(candidate: Candidate) -> bool:
+            return self._may_win(candidate, stock_seconds)
 
-    def _is_promising(self, seen: Mapping[int, float], dim: Dim) -> bool:
-        return self._takes_any or any(
-            seconds <= MOST_TIMES_STOCK * self._share(dim, size) for size, seconds in seen.items()
-        )
+        affordable: Mapping[Task, dict[int, int]] = {}
+        if self.offers.are_plans_costly:
+            parts = AffordableParts(self.offers, measurement, allowed, policy, may_win)
+            offered, affordable = parts.offered, parts.fitting
+        else:
+            offered = self.offers.within(measurement, allowed)
+        found: list[Variant] = []
+        for dim in dims(problem):
+            whole = extent(problem, dim)
+            others: list[Variant] = []
+            # Torch's own kernel comes last: it computes the rest of the whole beside parts of the others.
+            along = [one for (place, _), one in offered.items() if place is dim]
+            for candidate in sorted(along, key=lambda one: one[1] == STOCK):
+                name, is_stock = candidate[1], candidate[1] == STOCK
+                if not may_win(candidate) and not (is_stock and others and STOCK not in self._wrong):
+                    continue
+                sizes, rests = affordable.get((dim, name)), dict[int, int]()
+                if sizes is None:
+                    sizes = fitting_sizes(measurement, candidate, dim, allowed, policy)
+                    left = {whole - size for variant in others for size in variant.workspaces} - {0}
+                    rests = fitting(measurement, candidate, dim, allowed, left) if is_stock else rests
+                expected, uncertainty = self._forecast(name, dim, stock_seconds)
+                others.append(Variant(dim, name, whole, sizes, expected, uncertainty, rests))
+            found += others
+        return found
 
-    def _share(self, dim: Dim, size: int) -> float:
-        """Seconds of torch's own kernel on the whole, scaled down to a part of this size."""
-        return self._stock_seconds * size / extent(self._problem, dim)
+    def _may_win(self, candidate: Candidate, stock_seconds: float) -> bool:
+        """Whether an algorithm may win by the times of launches like its own; what cuDNN compiles needs such times."""
+        name = candidate[1]
+        if name in self._wrong:
+            return False
+        if not self.tries_compiled and self._is_left_out(candidate):
+            return False
+        expected, uncertainty = self._forecast(name, Dim.BATCH, stock_seconds)
+        margin = PARTS_MARGIN if name == STOCK else MARGIN
+        return not self.stock_fits or expected / uncertainty < (1 - margin) * stock_seconds
 
-    def _bar(self, algorithm: str) -> float:
-        """The time below which parts may form a winning division, in units of torch's own kernel."""
-        if self._takes_any:
-            return math.inf
-        return 1 - (PARTS_MARGIN if algorithm == STOCK else MARGIN)
+    def with_compiled(self) -> Search | None:
+        """The search that also tries the engines that this one leaves out, if there are any."""
+        candidates = self.offers.candidates(self.problem, Dim.BATCH)
+        is_wider = not self.tries_compiled and any(map(self._is_left_out, candidates))
+        return replace(self, tries_compiled=True) if is_wider else None
 
-    def _forecast(self, algorithm: str, part: ConvProblem) -> Forecast | None:
-        environment = self._measurement.logbook.environment
-        return self._costs.forecast(kind_of(algorithm, part, environment), self._group, sizes_of(part))
+    def _is_left_out(self, candidate: Candidate) -> bool:
+        """Whether a plan of an engine is compiled, which takes long, and nothing is known of the engine."""
+        provider, name = candidate
+        if not isinstance(provider, Engines) or not provider.is_compiled(self.problem, name):
+            return False
+        return self._known(name, Dim.BATCH) is None
 
-    def _add(self, algorithm: str, part: ConvProblem, seconds: float) -> None:
-        kind = kind_of(algorithm, part, self._measurement.logbook.environment)
-        self._costs.add(kind, self._group, sizes_of(part), seconds)
+    def _forecast(self, algorithm: str, dim: Dim, stock_seconds: float) -> tuple[float, float]:
+        """Expected seconds of the whole in parts along a dim, and the factor within which they are sure to hold."""
+        known, whole = self._known(algorithm, dim), extent(self.problem, dim)
+        if known is None:
+            ratio, uncertainty = UNKNOWN_PARTS if algorithm == STOCK else UNKNOWN
+            return ratio * stock_seconds, uncertainty
+        return known.seconds * whole / -(-whole // 2), known.uncertainty
+
+    def _known(self, algorithm: str, dim: Dim) -> Forecast | None:
+        """What launches of other convolutions tell of one on half of the whole; `None` for next to nothing."""
+        part = middle(self.problem, dim, -(-extent(self.problem, dim) // 2)).problem
+        return self.experience.forecast(self.measurement.logbook.environment, algorithm, part)
+
+    @property
+    def _wrong(self) -> Mapping[str, str]:
+        return self.measurement.logbook.wrong(self.problem) if self.settings.check else {}
+
+    def note(self, key: Key, seconds: float) -> None:
+        """Notes the time of a launch, which tells of other problems, too."""
+        dim, algorithm, size = key
+        part = middle(self.problem, Dim(dim), size).problem
+        self.experience.note(self.measurement.logbook.environment, algorithm, part, seconds)
+
+    def schedule(self, trial: Trial) -> Schedule:
+        """What computes a trial."""
+        assert trial.division is not None, "torch's own kernel needs none"
+        return Schedule(self.problem, Dim(trial.dim), trial.division, self.providers)
+
+    @cached_property
+    def providers(self) -> dict[str, Provider]:
+        """Who serves the problem or parts of it, by algorithm."""
+        return self.offers.providers(self.problem)
+
+    def stock(self, seconds: float) -> Plan:
+        """Torch's own kernel as the plan."""
+        whole = Division((Option(self.problem.extent, STOCK, seconds, self.stock_workspace or 0),))
+        wrong = tuple(self.measurement.logbook.wrong(self.problem).items())
+        schedule, same = Schedule(self.problem, Dim.BATCH, whole, self.providers), (seconds,) * 3
+        checks, held = self.settings.check, self.stock_workspace
+        return Plan(schedule, self.limit, {}, *same, wrong=wrong, checks=checks, stock_workspace=held)
+
+    def so_far(self, exploration: Exploration) -> Plan:
+        """Torch's own kernel, and what was tried beside it."""
+        plan = self.stock(exploration.baseline_seconds)
+        tries = tuple(sorted(exploration.tries.items()))
+        leader, seconds = exploration.leader()
+        plan = replace(plan, trials=exploration.tried, cost=exploration.lost, tries=tries)
+        return replace(plan, leader=leader, leader_seconds=seconds)
+
+    def found(self, exploration: Exploration, settled: Settled) -> Plan:
+        """The plan that the exploration has settled on, with all known launches."""
+        options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
+        plan = replace(self.so_far(exploration), options=options, leader=None, leader_seconds=0.0)
+        if settled.division is not None:
+            plan = plan.divided(Dim(settled.dim), settled.division)
+            plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
+        return self._complete(plan)
+
+    def keep(self, plan: Plan, exploration: Exploration) -> None:
+        """Writes a plan and the times of launches to the database."""
+        for dim in dims(self.problem):
+            for option in exploration.launches.measured(dim):
+                self.measurement.adopt(dim, option)
+        record, whole = self.measurement.logbook.record, self.problem.extent
+        record(self.problem, Option(whole, STOCK, plan.stock_seconds, 0))
+        if not plan.is_stock:
+            record(self.problem, Option(whole, plan.schedule.name, plan.seconds, plan.division.workspace))
+        self._settle(plan)
+
+    def keep_stock(self, seconds: float) -> None:
+        """Writes torch's own kernel to the database as the plan, until another is found."""
+        self._settle(self.stock(seconds))
+
+    def _settle(self, plan: Plan) -> None:
+        self.measurement.logbook.settle(self.problem, self.terms, self.values(plan))
+
+    def values(self, plan: Plan) -> dict[str, Any]:
+        """A plan as plain values, from which `plan_of` makes it again."""
+        return {
+            "dim": plan.dim,
+            "parts": [_values(option) for option in plan.division.options],
+            "seconds": plan.seconds,
+            "undivided_seconds": plan.undivided_seconds,
+            "stock_seconds": plan.stock_seconds,
+            "options": {str(dim): [_values(option) for option in options] for dim, options in plan.options.items()},
+            "wrong": dict(plan.wrong),
+        }
+
+    def kept(self) -> Plan | None:
+        """The plan that an earlier run found under the same terms, if all its algorithms are still available."""
+        values = self.measurement.logbook.settlement(self.problem, self.terms)
+        return None if values is None else self.plan_of(values)
+
+    def plan_of(self, values: Mapping[str, Any]) -> Plan | None:
+        """The plan that was written as plain values; `None` if not all its algorithms are available.
+
+        What its maker has found wrong is noted here, too.
+        """
+        self.measurement.logbook.note_wrong(self.problem, values.get("wrong", {}))
+        division, dim = Division(tuple(Option(*part) for part in values["parts"])), Dim(values["dim"])
+        plan = self.stock(values["stock_seconds"]).divided(dim, division)
+        if not plan.is_stock and not {o.algorithm for o in division.options} <= self.providers.keys():
+            return None
+        options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
+        plan = replace(plan, options=options, **{name: values[name] for name in ("seconds", "undivided_seconds")})
+        return self._complete(plan)
+
+    def _complete(self, plan: Plan) -> Plan:
+        """The plan with what its algorithms other than torch's own would need undivided."""
+        whole, used = Dim.BATCH, {algorithm for algorithm, _ in plan.division.runs()} - {STOCK}
+        needs = [
+            self.measurement.workspace(one, whole, self.problem.extent)
+            for one in self.offers.candidates(self.problem, whole)
+            if one[1] in used
+        ]
+        return replace(plan, whole_workspace=max((need for need in needs if need is not None), default=0))
 
 
-def _between(size: int, seen: Mapping[int, float]) -> float:
-    """The least seconds that a part may take, from the timed sizes next to it."""
-    below = max((other for other in seen if other < size), default=None)
-    above = min((other for other in seen if other > size), default=None)
-    rates = [seen[other] / other for other in (below, above) if other is not None]
-    return size * min(rates) / BETWEEN if rates else 0.0
+def is_too_short(seconds: float) -> bool:
+    """Whether a convolution is left to torch's own kernel, as calling another from Python takes about as long."""
+    return seconds < LEAST_SECONDS
 
 
-def costs_on_record(store: Store, environment: Environment) -> Costs:
-    """The cost model of the launches that a database holds for an environment."""
-    costs, here = Costs(), environment.launch_key()
-    for key, options in store.contents():
-        if all(key[name] == value for name, value in here.items()):
-            for option in options:
-                if not option.algorithm.startswith("division "):
-                    part = ConvProblem.from_launch_key(key, option.extent)
-                    kind = kind_of(option.algorithm, part, environment)
-                    costs.add(kind, part.with_extent(1), sizes_of(part), option.seconds)
-    return costs
-
-
-def kind_of(algorithm: str, part: ConvProblem, environment: Environment) -> Hashable:
-    """The properties of a launch on which its time does not depend smoothly: one cost model for each combination."""
-    dense = tuple(name == "channels_last" for name in part.formats)
-    return algorithm, part.direction, part.dims, part.transposed, part.dtype, dense, environment
-
-
-def sizes_of(part: ConvProblem) -> tuple[float, ...]:
-    """The numbers on which a launch's time depends smoothly: operations, elements, and what these are made of."""
-    places, taps = math.prod(part.y_shape[2:]), math.prod(part.w_shape[2:])
-    elements = sum(map(math.prod, (part.x_shape, part.w_shape, part.y_shape)))
-    rows = math.e if "strided" in part.formats else 1.0
-    channels, filters = part.x_shape[1] / part.groups, part.y_shape[1] / part.groups
-    sizes = (elements, part.extent, channels, filters, places, taps, math.prod(part.stride), part.groups, rows)
-    return part.flops, *(float(size) for size in sizes)
+def _values(option: Option) -> list[Any]:
+    return [option.extent, option.algorithm, option.seconds, option.workspace]

@@ -11,15 +11,11 @@ import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Dim, Shape
-from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import OverheadBudget, RelativeTimes, Trial
-from mucudnn.planning.plan import Plan
-from mucudnn.planning.prospects import Prospects, is_too_short
+from mucudnn.devices import Stopwatch
+from mucudnn.optimizer import Trial
+from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK, stock_result
 from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, check
-
-STOCK_CALLS = 3
-"""Calls of torch's own kernel before anything else is tried; the first one warms up."""
 
 
 class TrialRunner:
@@ -29,13 +25,13 @@ class TrialRunner:
         checking: seconds that the checks have taken so far.
     """
 
-    def __init__(self, prospects: Prospects, strides: Shape) -> None:
+    def __init__(self, search: Search, strides: Shape) -> None:
         """
         Args:
             strides: of what torch's own kernel returns.
         """
-        self._prospects, self._strides = prospects, strides
-        self._device = device_of(prospects.planner.device)
+        self._search, self._strides = search, strides
+        self._device = search.measurement.device
         self._schedules: dict[Hashable, Schedule] = {}
         self._right, self._met = set[str](), set[tuple[Dim, str]]()
         self._peer: Schedule | None = None
@@ -51,7 +47,7 @@ class TrialRunner:
         Raises:
             LaunchError: where an algorithm fails, computes something wrong, or would exceed the limit.
         """
-        problem, watch = self._prospects.problem, self._device.stopwatch()
+        problem, watch = self._search.problem, self._device.stopwatch()
         if trial.division is None:
             result = stock_result(problem, given)
             watch.lap()
@@ -64,7 +60,7 @@ class TrialRunner:
         seconds = time.perf_counter() - start
         if not trial.by_launch:
             watch.lap()
-        if self._prospects.planner.checks and schedule.name not in self._right:
+        if self._search.settings.check and schedule.name not in self._right:
             self._check(schedule, operands, seconds)
         return result, watch
 
@@ -78,9 +74,10 @@ class TrialRunner:
         Raises:
             WrongResult: where an algorithm computed something wrong.
         """
-        start, problem = time.perf_counter(), schedule.problem
+        start = time.perf_counter()
         met = {(schedule.dim, algorithm) for algorithm, _ in schedule.division.runs()}
-        compares = self._prospects.planner.compares and not met <= self._met
+        # Where budgets come from a step's memory, no second result may be held: a sample must do.
+        compares = not self._search.settings.is_by_step and not met <= self._met
         other, by = self._second_result(operands) if compares else (None, STOCK)
         found: dict[str, str] | None = None
         try:
@@ -95,7 +92,7 @@ class TrialRunner:
             raise
         finally:
             if found:
-                self._prospects.measurement.logbook.keep_faults(problem, schedule.name, found)
+                self._search.measurement.logbook.note_wrong(schedule.problem, found)
             self.checking += time.perf_counter() - start
 
     def _second_result(self, operands: Operands) -> tuple[torch.Tensor, str]:
@@ -104,7 +101,7 @@ class TrialRunner:
         The fastest schedule that was right before computes it, since torch's own kernel may take a hundred times as
         long. Until there is a faster one, it is torch's own.
         """
-        problem = self._prospects.problem
+        problem = self._search.problem
         if self._peer is not None:
             result = torch.empty_like(operands.target(problem))
             try:
@@ -144,38 +141,11 @@ class TrialRunner:
         assert trial.division is not None
         key = trial.dim, trial.division.runs()
         if key not in self._schedules:
-            schedule = self._prospects.schedule(trial)
+            schedule = self._search.schedule(trial)
             # Parts at an edge, or at an odd address, may need more than others of their size.
-            workspaces = self._prospects.measurement.workspaces(schedule)
+            workspaces = self._search.measurement.workspaces(schedule)
             for option, workspace in zip(trial.division.options, workspaces, strict=True):
-                if workspace > self._prospects.limit:
+                if workspace > self._search.limit:
                     raise LaunchError(option.algorithm, option.extent, MemoryError("it needs more than the limit"))
             self._schedules[key] = schedule
         return self._schedules[key]
-
-
-def plan_by_trials(prospects: Prospects, relative_times: RelativeTimes) -> Plan:
-    """The plan that live planning would find, by calls that are made for nothing else."""
-    plan = prospects.kept()
-    if plan is not None:
-        return plan
-    measurement = prospects.measurement
-    runner = TrialRunner(prospects, measurement.strides)
-    stock = [sum(runner.laps(Trial(), measurement.turn())) for _ in range(STOCK_CALLS)]
-    if is_too_short(min(stock)):
-        prospects.record_stock(min(stock))
-        prospects.keep_stock(min(stock))
-        return prospects.stock(min(stock))
-    exploration = prospects.exploration(stock, OverheadBudget(rate=math.inf), relative_times)
-    while (trial := exploration.trial()) is not None:
-        try:
-            laps = runner.laps(trial, measurement.turn())
-        except LaunchError as error:
-            exploration.fail(trial, error.algorithm, error.extent)
-        else:
-            exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
-    assert exploration.settled is not None, "everything is granted"
-    plan = prospects.found(exploration, exploration.settled)
-    prospects.note_times(relative_times, exploration)
-    prospects.keep(plan, exploration)
-    return plan

@@ -14,9 +14,9 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Shape
-from mucudnn.devices import Stopwatch, device_of
-from mucudnn.optimizer import Exploration, Key, OverheadBudget, RelativeTimes, Trial
-from mucudnn.planning.prospects import Prospects, is_too_short
+from mucudnn.devices import Stopwatch
+from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
+from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
@@ -40,20 +40,18 @@ PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
 
 
-class Budget:
+class LiveBudget:
     """The budget of all live planning of a session.
 
     Attributes:
         overhead: in seconds on the device.
         lock: of everything that planning decides; no convolution runs under it.
-        relative_times: times of algorithms for convolutions that are settled.
         preparing: expected seconds of preparing the trials of a convolution.
     """
 
-    def __init__(self, relative_times: RelativeTimes) -> None:
+    def __init__(self) -> None:
         self.overhead = OverheadBudget()
         self.lock = threading.RLock()
-        self.relative_times = relative_times
         self.preparing = PREPARING_SECONDS
         self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
         self._pace: Recent[Hashable, float] = Recent(MOST_LAYERS)
@@ -83,8 +81,8 @@ class Explored:
 
     def __init__(
         self,
-        budget: Budget,
-        prospects: Prospects,
+        budget: LiveBudget,
+        search: Search,
         strides: Shape,
         launches: dict[Key, list[float]],
         pool: PooledLaunches | None = None,
@@ -96,16 +94,16 @@ class Explored:
             pool: shared with other processes that meet the problem, if there are any.
         """
         self._pool = pool
-        self.problem = prospects.problem
-        self._budget, self._prospects, self._strides, self._launches = budget, prospects, strides, launches
-        self._device = device_of(prospects.planner.device)
+        self.problem = search.problem
+        self._budget, self._search, self._strides, self._launches = budget, search, strides, launches
+        self._device = search.measurement.device
         self._calls, self._uncounted = 0, 0
         self._stock: list[float] = []
         self._exploration: Exploration | None = None
         self._pending: list[tuple[Trial, Stopwatch]] = []
-        self._runner = TrialRunner(prospects, strides)
+        self._runner = TrialRunner(search, strides)
         self.fixed: FixedLimit | None = None
-        kept = prospects.kept()
+        kept = search.kept()
         if kept is not None:
             self.fixed = FixedLimit(kept, strides, self._device.is_asynchronous)
 
@@ -139,8 +137,8 @@ class Explored:
         with self._budget.lock:
             exploration, stock = self._exploration, self._stock
             if exploration is None:
-                return [replace(self._prospects.stock(min(stock)).record, leader="")] if stock else []
-            return [self._prospects.so_far(exploration).record]
+                return [replace(self._search.stock(min(stock)).record, leader="")] if stock else []
+            return [self._search.so_far(exploration).record]
 
     def _next(self) -> Trial | None:
         """The trial of the next call; `None` if there is none now."""
@@ -170,8 +168,8 @@ class Explored:
         overhead, preparing = self._budget.overhead, self._budget.preparing
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
-        if is_too_short(stock_seconds):
-            self.fixed = FixedLimit(self._prospects.stock(stock_seconds), self._strides)
+        if self._search.is_too_short(stock_seconds):
+            self.fixed = FixedLimit(self._search.stock(stock_seconds), self._strides)
         elif is_worth(self._calls, stock_seconds, preparing) and overhead.grants(preparing):
             self._prepare()
         else:
@@ -181,18 +179,15 @@ class Explored:
     def _prepare(self) -> None:
         start = time.perf_counter()
         budget = self._budget
-        self._exploration = self._prospects.exploration(
-            self._stock, budget.overhead, budget.relative_times, self._launches
-        )
+        self._exploration = self._search.exploration(self._stock, budget.overhead, self._launches)
         budget.prepared(time.perf_counter() - start)
 
     def _settle(self, exploration: Exploration) -> None:
         if exploration.settled is not None and self.fixed is None:
             start = time.perf_counter()
-            plan = self._prospects.found(exploration, exploration.settled)
+            plan = self._search.found(exploration, exploration.settled)
             self.fixed = FixedLimit(plan, self._strides, self._device.is_asynchronous)
-            self._prospects.note_times(self._budget.relative_times, exploration)
-            self._prospects.keep(plan, exploration)
+            self._search.keep(plan, exploration)
             self._budget.overhead.count(0, time.perf_counter() - start)
 
     def _read(self) -> None:
@@ -204,20 +199,21 @@ class Explored:
                 return
             del self._pending[0]
             if self._exploration is None:
-                if not self._stock and self._prospects.is_deterministic:
+                if not self._stock and self._search.is_deterministic:
                     # The next run is to compute the same, however far this one comes.
-                    self._prospects.keep_stock(sum(laps))
+                    self._search.keep_stock(sum(laps))
                 self._calls += 1
                 self._stock.append(sum(laps))
                 self._budget.overhead.count(sum(laps))
             else:
+                fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
-                if trial.by_launch and self._pool is not None:
-                    known = self._exploration.launches.seconds
-                    self._pool.tell(trial, known, self._exploration.baseline_seconds)
-                if trial.by_launch:
+                known = self._exploration.launches.seconds
+                for key in filter(known.__contains__, fresh):
                     # Others learn at once: where shapes change, none may be explored to the end for long.
-                    self._prospects.note_times(self._budget.relative_times, self._exploration)
+                    self._search.note(key, known[key][-1])
+                if trial.by_launch and self._pool is not None:
+                    self._pool.tell(trial, known, self._exploration.baseline_seconds)
 
     def _checked(self, seconds: float) -> None:
         """Notes the time of a check, and charges its excess over one call of torch's own kernel to the budget."""
@@ -252,7 +248,7 @@ def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
         trial = exploration.trial(pool.waits)
         if trial is None or trial.division is None or not trial.by_launch:
             return trial
-        fresh = exploration.fresh(trial.dim, trial.division)
+        fresh = exploration.fresh(trial)
         if not fresh or pool.claim(trial, fresh):
             return trial
 

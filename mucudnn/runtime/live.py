@@ -11,10 +11,10 @@ import torch
 from mucudnn.convolution.call import Call, Outline
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.planning.plan import Plan
-from mucudnn.planning.prospects import is_too_short
+from mucudnn.planning.search import is_too_short
 from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.explored import Budget, Explored, is_worth
+from mucudnn.runtime.explored import Explored, LiveBudget, is_worth
 
 OFF = 2.0
 """Per element of the input, a convolution is taken to need at most so many times as long as its layer on other
@@ -33,7 +33,7 @@ class Site:
         leave: called with a key whose convolutions are left to torch's own kernel.
     """
 
-    budget: Budget
+    budget: LiveBudget
     meet: Callable[[Call, torch.Tensor], Explored | None]
     stock: Callable[[Outline, torch.device, float], Record | None]
     leave: Callable[[Hashable], None]

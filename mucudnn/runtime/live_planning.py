@@ -8,21 +8,21 @@ from functools import partial
 import torch
 
 from mucudnn.convolution.call import Call, Outline
-from mucudnn.convolution.problem import ConvProblem, Shape
+from mucudnn.convolution.problem import Shape
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Key
+from mucudnn.planning.experience import Experience
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.prospects import Prospects, experience
+from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.explored import Budget, Explored
+from mucudnn.runtime.explored import Explored, LiveBudget
 from mucudnn.runtime.live import Live, Site
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
 from mucudnn.timing.environment import Environment
-from mucudnn.timing.store import Store
 
 MOST_SHAPES = 4096
 """The most problems that are explored at once, and the most convolutions that are known to have been called once."""
@@ -34,22 +34,21 @@ class LivePlanning:
     def __init__(
         self,
         settings: Settings,
-        store: Store,
+        experience: Experience,
         planner_for: Callable[[Call], Planner | None],
         planner_on: Callable[[torch.device], Planner | None],
         board: Board | None = None,
     ) -> None:
         """
         Args:
-            store: of what earlier runs found.
+            experience: what earlier runs found.
             planner_for: who plans a call; `None` where it is left to torch.
             planner_on: who plans on a device; `None` where its convolutions are left to torch.
             board: of processes that run the same program, among which trials are shared out.
         """
         self._is_chosen, self._board = settings.planning == "live", board
-        self._policy, self._planner_for, self._planner_on = settings.policy, planner_for, planner_on
-        known = experience(store.settlements())
-        self._budget, self._shapes = Budget(known.relative_times), known.shapes
+        self._planner_for, self._planner_on = planner_for, planner_on
+        self._budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
         # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
@@ -116,24 +115,21 @@ class LivePlanning:
             if (same, limit) not in self._explored:
                 if same not in self._launches:
                     self._launches[same] = {}
-                prospects = self._prospects(problem, planner, result.stride(), limit)
-                pool = self._pool(prospects, result.stride())
-                explored = Explored(self._budget, prospects, result.stride(), self._launches[same], pool)
+                search = planner.search(planner.measurement(problem, None, result.stride()), limit)
+                pool = self._pool(search, result.stride())
+                explored = Explored(self._budget, search, result.stride(), self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
 
-    def _pool(self, prospects: Prospects, strides: Shape) -> PooledLaunches | None:
+    def _pool(self, search: Search, strides: Shape) -> PooledLaunches | None:
         if self._board is None:
             return None
-        problem, terms = prospects.problem, {"live": True, "strides": list(strides), **prospects.terms}
-        key = prospects.measurement.logbook.key(problem)
+        problem, terms = search.problem, {"live": True, "strides": list(strides), **search.terms}
+        key = search.measurement.logbook.key(problem)
         return PooledLaunches(self._board, {**key, "extent": problem.extent, **terms}, STOCK)
 
     def _stock_record(self, limit: float, outline: Outline, device: torch.device, seconds: float) -> Record | None:
         problem, planner = outline.problem(), self._planner_on(device)
         if problem is None or planner is None:
             return None
-        return self._prospects(problem, planner, None, limit).stock(seconds).record
-
-    def _prospects(self, problem: ConvProblem, planner: Planner, strides: Shape | None, limit: float) -> Prospects:
-        return Prospects(planner, planner.measurement(problem, None, strides), limit, self._policy)
+        return planner.search(planner.measurement(problem), limit).stock(seconds).record

@@ -13,6 +13,7 @@ import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import allocations, device_of
+from mucudnn.planning.experience import Experience
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
@@ -72,8 +73,9 @@ class Session:
         for notice in self.notices:
             _log.info(notice)
         self._live: LivePlanning | None = None
+        self._experience = Experience(self.store)
         if settings.planning != "ahead":
-            self._live = LivePlanning(settings, self.store, self._who_plans, self._who_plans_on, board)
+            self._live = LivePlanning(settings, self._experience, self._who_plans, self._who_plans_on, board)
             self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
@@ -201,11 +203,11 @@ class Session:
             if met is None:
                 return None
             planner, measurement = met
-            stock = planner.measured(measurement, self.settings.workspace_limit)
-        if len(stock.desirable()) == 1:
-            self._made[measurement.problem] = FixedLimit(stock, measurement.strides)
+            plan = planner.plan(measurement)
+        if plan.is_stock:
+            self._made[measurement.problem] = FixedLimit(plan, measurement.strides)
             return None
-        decision = SharedTotal(workspace, stock, self._within)
+        decision = SharedTotal(workspace, plan.undivided(), self._within)
         self._made[decision] = decision  # layers of one problem may differ in their strides
         return decision
 
@@ -272,7 +274,7 @@ class Session:
         if device not in self._planners:
             self._planners[device] = None
             try:
-                self._planners[device] = Planner(self.settings, self.store, device=device, board=self._board)
+                self._planners[device] = Planner(self.settings, self.store, None, device, self._board, self._experience)
             except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
                 warn(f"convolutions on {device} are left to torch: {error}")
         return self._planners[device]

@@ -39,42 +39,21 @@ class Board(ABC):
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
         """The measurement of one of the processes, plain values; this process's own if that one fails."""
-        return self.take(key, measure) if self.claim(name_of(key)) else self.given(key, measure)
-
-    def take(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
-        """Measures and posts a claimed piece; that it failed is posted too."""
-        text = ""
-        try:
-            value = measure()
-            text = json.dumps(value)
-        finally:
-            self.post(name_of(key), text)
-        return value
-
-    def given(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
-        """The measurement that another process posts."""
-        text = self.read(name_of(key))
-        if not text:
+        name = name_of(key)
+        if self.claim(name):
+            text = ""
+            try:
+                value = measure()
+                text = json.dumps(value)
+            finally:
+                self.post(name, text)  # that it failed is posted, too
+            return value
+        posted = self.read(name)
+        if not posted:
             _log.warning("another process did not post its measurement of %s; it is measured here", key.get("work"))
             return measure()
-        value: Value = json.loads(text)
-        return value
-
-
-class Alone(Board):
-    """The board of a single process."""
-
-    def claim(self, name: str) -> bool:
-        return True
-
-    def post(self, name: str, text: str) -> None:
-        pass
-
-    def read(self, name: str) -> str | None:
-        return None
-
-    def look(self, name: str) -> str | None:
-        return None
+        found: Value = json.loads(posted)
+        return found
 
 
 def name_of(key: Mapping[str, Any]) -> str:

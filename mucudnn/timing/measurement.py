@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,12 +19,14 @@ from mucudnn.providers import STOCK, Provider, stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.timing import clock
 from mucudnn.timing.logbook import Logbook
-from mucudnn.timing.schedule import LaunchError, Schedule, faults, rounding_bytes
+from mucudnn.timing.schedule import Schedule, rounding_bytes
 
 MOST_SETS = 16
 """Sets of operands that a GPU's measurement goes round."""
 
-_log = logging.getLogger("mucudnn")
+ONCE = 1.7
+"""A launch is called once only if that takes more than so many times the time at which it would be of interest: what a
+first call does beside its work takes less than that."""
 
 Candidate = tuple[Provider, str]
 
@@ -36,6 +37,11 @@ class Measurement:
     Every timed call allocates its result and frees it again, as calls of a program do, so that measuring holds no more
     memory than the program would. On a GPU successive calls read different copies of the operands, which together are
     twice as large as the L2 cache, so that no call finds its operands in that cache.
+
+    Attributes:
+        problem: the convolution.
+        logbook: what is known, and where what is measured is kept.
+        device: to measure on.
     """
 
     def __init__(
@@ -59,11 +65,10 @@ class Measurement:
         self.logbook = logbook
         self._given = operands
         self._strides = strides
-        self._device = device_of(device or torch.device("cpu"))
-        self._clock = self._device.clock
+        self.device = device_of(device or torch.device("cpu"))
+        self._clock = self.device.clock
         self._turns: Iterator[Operands] | None = None
         self._first = first
-        self._stock_seconds: float | None = None
 
     @property
     def strides(self) -> Shape:
@@ -73,21 +78,23 @@ class Measurement:
         return self._strides
 
     def elsewhere(self, device: torch.device) -> Measurement:
-        """A measurement of the same problem on another device of the same kind, with operands of its own."""
-        given = None
-        if self._given is not None:
-            tensors: dict[str, Any] = {str(role): getattr(self._given, role) for role in Role}
+        """A measurement of the same problem on another device of the same kind."""
+        given = self._given
+        if given is not None:
+            tensors: dict[str, Any] = {str(role): getattr(given, role) for role in Role}
             moved: dict[str, Any] = {name: t if t is None else t.to(device) for name, t in tensors.items()}
-            given = replace(self._given, **moved)
-        found = Measurement(self.problem, self.logbook.unshared(), given, self._strides, device)
-        found._stock_seconds = self.stock_seconds()
-        return found
+            given = replace(given, **moved)
+        return Measurement(self.problem, self.logbook, given, self._strides, device)
 
     def stock_seconds(self) -> float:
-        """Seconds of torch's own kernel on the whole."""
-        if self._stock_seconds is None:
-            self._stock_seconds = self.logbook.seconds(self.problem, STOCK, 0, self._measure_stock)
-        return self._stock_seconds
+        """Seconds of torch's own kernel on the whole, from the database or measured now."""
+        logbook, problem = self.logbook, self.problem
+        known = logbook.launches(problem).get((STOCK, problem.extent))
+        if known is not None:
+            return known.seconds
+        seconds = self._measure_stock()
+        logbook.record(problem, Option(problem.extent, STOCK, seconds, 0))
+        return seconds
 
     def _measure_stock(self) -> float:
         def work() -> None:
@@ -118,7 +125,7 @@ class Measurement:
         Raises:
             LaunchError: where an algorithm does not serve a part after all.
         """
-        if not self._device.uses_cudnn:
+        if not self.device.uses_cudnn:
             return schedule.workspaces
 
         def ask(provider: Provider, algorithm: str, part: ConvProblem) -> int:
@@ -127,39 +134,32 @@ class Measurement:
 
         return schedule.needs(ask)
 
-    def is_known(self, candidate: Candidate, dim: Dim, size: int) -> bool:
-        """Whether a launch is on record."""
-        problem = middle(self.problem, dim, size).problem
-        return (candidate[1], problem.extent) in self.logbook.launches(problem)
+    def seconds(self, candidate: Candidate, dim: Dim, size: int, most: float) -> float:
+        """Seconds of a launch, from the database or measured now.
 
-    def option(self, candidate: Candidate, dim: Dim, size: int, abandon: float, most: float) -> Option | None:
-        """Times a launch, or finds it on record; `None` where the algorithm fails.
-
-        A first call that takes more than `abandon` seconds, or more than `clock.BUDGET`, is the only one. After it
+        A first call that takes far more than `most` seconds, or more than `clock.BUDGET`, is the only one. After it
         there is one call, and more of short ones as long as they take at most `most` seconds.
 
         Successive calls on micro-batches take different samples of the mini-batch, so that no call finds its samples in
         a cache. Of micro-tiles the one in the middle of the tensor is timed: it reads the most rows, as it has
         neighbours on both sides. A launch is recorded under the problem of its part, with that problem's number of
         samples, so that other convolutions with the same part find it.
+
+        Raises:
+            LaunchError: where the algorithm fails.
         """
-        algorithm = candidate[1]
-        workspace = self.workspace(candidate, dim, size)
-        assert workspace is not None, "sizes are of parts that the algorithm serves"
-        problem = middle(self.problem, dim, size).problem
+        algorithm, problem = candidate[1], middle(self.problem, dim, size).problem
         known = self.logbook.launches(problem).get((algorithm, problem.extent))
         if known is not None:
-            return Option(size, algorithm, known.seconds, workspace)
+            return known.seconds
+        workspace = self.workspace(candidate, dim, size)
+        assert workspace is not None, "sizes are of parts that the algorithm serves"
         work = self._launching(candidate, dim, size, workspace)
-        try:
-            seconds = clock.first_seconds(work, self._clock)
-            if seconds <= min(abandon, clock.BUDGET):
-                seconds = clock.again_seconds(work, most, self._clock, 0.0, seconds)
-        except LaunchError as error:
-            _log.warning("%s %s: not usable: %s", self.problem.direction, self.problem, error)
-            return None
+        seconds = clock.first_seconds(work, self._clock)
+        if seconds <= min(ONCE * most, clock.BUDGET):
+            seconds = clock.again_seconds(work, most, self._clock, 0.0, seconds)
         self.logbook.record(problem, Option(problem.extent, algorithm, seconds, workspace))
-        return Option(size, algorithm, seconds, workspace)
+        return seconds
 
     def _launching(self, candidate: Candidate, dim: Dim, size: int, workspace: int) -> Work:
         """The work that times a launch of a size: each call uses the next part."""
@@ -178,56 +178,16 @@ class Measurement:
 
         return work
 
-    def division_seconds(self, schedule: Schedule, wanted: float) -> float:
-        """Seconds of a division: its time in units of torch's own kernel's, both run in turn, times that on record.
-
-        It is kept as a launch of its own, named by its parts.
-
-        Args:
-            wanted: what it must take less than to be of interest, in units of torch's own kernel.
-
-        Raises:
-            LaunchError: where one of the algorithms fails.
-        """
-
-        def measure() -> float:
-            ratio = clock.ratio(
-                lambda: schedule.run(self._with_target(self.turn())),
-                lambda: stock_result(self.problem, self.turn()),
-                self._clock,
-                wanted,
-            )
-            return ratio * self.stock_seconds()
-
-        return self.logbook.seconds(self.problem, schedule.name, schedule.division.workspace, measure)
-
-    def faults(self, schedule: Schedule, compares: bool = True) -> dict[str, str]:
-        """What is wrong with a division's result, and with torch's own, by algorithm; empty where nothing is.
-
-        Args:
-            compares: whether torch's own kernel computes a second result; if not, a sample is looked at.
-
-        Raises:
-            LaunchError: where one of the algorithms fails.
-        """
-
-        def judge() -> dict[str, str] | None:
-            operands = self._with_target(self.turn())
-            schedule.run(operands)
-            return faults(schedule, operands, stock_result(self.problem, operands) if compares else None)
-
-        return self.logbook.faults(self.problem, schedule.name, judge)
-
     def adopt(self, dim: Dim, option: Option) -> None:
-        """Keeps a launch that another measurement of the problem has found."""
-        part = middle(self.problem, dim, option.extent)
-        self.logbook.record(part.problem, replace(option, extent=part.problem.extent))
+        """Keeps a launch that calls of the program have timed."""
+        part = middle(self.problem, dim, option.extent).problem
+        self.logbook.record(part, replace(option, extent=part.extent))
 
     def turn(self) -> Operands:
         """The next set of operands; nothing of it may be written."""
         if self._turns is None:
-            given = self._given or synthetic_operands(self.problem, self._device.place)
-            self._turns = itertools.cycle(_sets(given, self.problem, self._device.cache))
+            given = self._given or synthetic_operands(self.problem, self.device.place)
+            self._turns = itertools.cycle(_sets(given, self.problem, self.device.cache))
         return next(self._turns)
 
     def _walk(self, dim: Dim, size: int) -> Iterator[tuple[Tile, Operands]]:
@@ -245,7 +205,7 @@ class Measurement:
 
     def _need(self, provider: Provider, algorithm: str, part: ConvProblem) -> int | None:
         """Bytes that a part needs; `None` where the algorithm does not serve it."""
-        if not self._device.uses_cudnn:
+        if not self.device.uses_cudnn:
             return provider.workspace(part, algorithm) if provider.serves(part, algorithm) else None
         known = self.logbook.needs(part)
         launch = f"{algorithm} of {part.extent} at {part.alignment}"

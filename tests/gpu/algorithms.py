@@ -159,7 +159,9 @@ def on_device(problem: ConvProblem, given: Operands, device: torch.device) -> Op
 
 def providers(problem: ConvProblem, device: torch.device) -> dict[str, Provider]:
     """Who serves the problem on the device, by algorithm."""
-    return Planner(Settings.from_environment({}, database=MEMORY), Store(MEMORY), device=device).providers(problem)
+    return Planner(Settings.from_environment({}, database=MEMORY), Store(MEMORY), device=device).offers.providers(
+        problem
+    )
 
 
 def launch(

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import mucudnn
+from mucudnn.convolution.operands import Operands
 from mucudnn.devices.gpu import GpuClock
+from mucudnn.optimizer import Trial
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers.stock import Stock
-from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
 
@@ -78,11 +80,11 @@ def on_the_null_card(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.fixture
 def slow_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes torch's own kernel look slow: the best division within the limit is taken, whatever it takes."""
+    laps = TrialRunner.laps
 
-    def ratio(work: clock.Work, *others: object) -> float:
-        work()
-        return 0.1
+    def slow(runner: TrialRunner, trial: Trial, given: Operands) -> list[float]:
+        return [1e3] if trial.division is None else laps(runner, trial, given)
 
+    monkeypatch.setattr(TrialRunner, "laps", slow)
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(clock, "ratio", ratio)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())

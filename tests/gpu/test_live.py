@@ -13,8 +13,8 @@ from torch import nn
 
 import mucudnn
 from mucudnn.optimizer import OverheadBudget
-from mucudnn.planning import planner
-from mucudnn.runtime import explored, live
+from mucudnn.planning import search
+from mucudnn.runtime import explored
 
 LAYERS = {
     "2-D": (nn.Conv2d(6, 8, 3, padding=1), (6, 6, 17, 16)),
@@ -29,10 +29,8 @@ STEPS = 60
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is granted and nothing is too short, so that small tensors are explored at once."""
     monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
-    monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(explored, "WORTH", 0)
-    for module in (live, explored):
-        monkeypatch.setattr(module, "is_too_short", lambda seconds: False)
 
 
 @contextmanager

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import mucudnn
-from mucudnn.convolution.problem import Direction
-from mucudnn.optimizer import Option
-from mucudnn.timing.measurement import Measurement
+from mucudnn.convolution.problem import Dim, Direction
+from mucudnn.timing.measurement import Candidate, Measurement
 
 MIB = 2**20
 
@@ -100,10 +97,8 @@ def test_where_memory_runs_out_the_next_plan_serves(direction: Direction, cuda: 
 @pytest.fixture
 def greedy(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes launches look the faster the more workspace they take."""
-    measured = Measurement.option
 
-    def option(self: Measurement, *arguments: Any) -> Option | None:
-        found = measured(self, *arguments)
-        return None if found is None else replace(found, seconds=found.extent / (1 + found.workspace))
+    def seconds(self: Measurement, candidate: Candidate, dim: Dim, size: int, most: float) -> float:
+        return size / (1 + (self.workspace(candidate, dim, size) or 0))
 
-    monkeypatch.setattr(Measurement, "option", option)
+    monkeypatch.setattr(Measurement, "seconds", seconds)

@@ -273,7 +273,7 @@ def test_plans_come_from_the_database(device: torch.device, tmp_path: object, mo
         results(module, x)
     monkeypatch.setattr("mucudnn.timing.clock.seconds", _never)
     monkeypatch.setattr("mucudnn.timing.clock.first_seconds", _never)
-    monkeypatch.setattr("mucudnn.timing.clock.ratio", _never)
+    monkeypatch.setattr("mucudnn.planning.trial_runner.TrialRunner.laps", _never)
     with mucudnn.patched(workspace_limit="8MiB", database=f"{tmp_path}/times.sqlite", progress="off") as second:
         results(module, x)
     assert [record.parts for record in second.records()] == [record.parts for record in first.records()]

@@ -6,15 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 import mucudnn
-from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.problem import ConvProblem, Dim
+from mucudnn.convolution.tile import dims, extent, kinds
+from mucudnn.providers import STOCK, providers_on
 from mucudnn.timing.board import Board
 
 STOCK_SECONDS, PART_SECONDS = 1.0, 0.1
 
 
 class Forced(Board):
-    """Times by which every convolution that an algorithm serves is cut in two halves and computed by it."""
+    """Plans by which every convolution that an algorithm serves is cut in two halves and computed by it."""
 
     def __init__(self, algorithm: str, spatial: bool = False) -> None:
         """
@@ -36,28 +40,23 @@ class Forced(Board):
         raise AssertionError("everything is known already")
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """Seconds of torch's own kernel, or of a division as a whole."""
-        if key["work"] == "stock":
-            return STOCK_SECONDS
-        if key["work"].startswith("check "):
-            return measure()
-        is_spatial = key["work"].count(" ") == 2  # "division height 4:fft+4:fft"
-        return PART_SECONDS if is_spatial else 2 * PART_SECONDS
+        """A plan as plain values."""
+        problem = ConvProblem.from_launch_key(key, key["extent"])
+        stock: dict[str, Any] = dict.fromkeys(("seconds", "undivided_seconds", "stock_seconds"), STOCK_SECONDS)
+        stock |= {"dim": Dim.BATCH, "parts": [[problem.extent, STOCK, STOCK_SECONDS, 0]], "options": {}}
+        for dim in reversed(dims(problem)) if self._spatial else dims(problem)[:1]:
+            whole = extent(problem, dim)
+            sizes = [size for size in (-(-whole // 2), whole // 2) if size]
+            if all(self._serves(part) for size in set(sizes) for part in kinds(problem, dim, size)):
+                parts = [[size, self._algorithm, PART_SECONDS, 0] for size in sizes]
+                return {**stock, "dim": dim, "parts": parts, "options": {dim: parts}, "seconds": 2 * PART_SECONDS}
+        return stock
 
-    def given(self, key: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """The launches of an algorithm along a dim: its halves."""
-        dim, algorithm = key["work"].split(" ")
-        is_batch = dim == Dim.BATCH
-        if algorithm != self._algorithm or not (self._spatial or is_batch):
-            return []
-        whole = key["extent"] if is_batch else key["x" if _makes_x(key) else "y"][1]
-        larger = -(-whole // 2)
-        seconds = 3 * PART_SECONDS if self._spatial and is_batch else PART_SECONDS
-        return [[extent, algorithm, seconds, 0] for extent in {larger, whole - larger} if extent]
-
-
-def _makes_x(key: Mapping[str, Any]) -> bool:
-    return key["direction"] == ("forward" if key["transposed"] else "backward_data")
+    def _serves(self, part: ConvProblem) -> bool:
+        return any(
+            self._algorithm in provider.algorithms(part) and provider.serves(part, self._algorithm)
+            for provider in providers_on(torch.device("cpu"), "heuristic")
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from boards import Alone
 from made_up_clock import MadeUp
 from torch.nn import functional
 
@@ -13,7 +14,6 @@ import mucudnn
 from mucudnn.runtime.live_planning import LivePlanning
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from mucudnn.timing.board import Alone
 
 X, W = torch.randn(8, 3, 12, 12), torch.randn(5, 3, 5, 5)
 

@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from boards import Shared
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mucudnn.convolution.problem import ConvProblem, Dim, Direction
-from mucudnn.optimizer import Option
+from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.convolution.tile import Part
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
+from mucudnn.providers.fft import Fft
+from mucudnn.providers.gemm import Gemm
+from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
-from mucudnn.timing.board import Board
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import Logbook
+from mucudnn.timing.board import Board, name_of
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
-from mucudnn.timing.survey import Survey
 
 PROBLEM = ConvProblem.of_convolution(
     Direction.FORWARD, (8, 4, 48, 48), (4, 4, 15, 15), stride=(1, 1), padding=(7, 7), dilation=(1, 1)
 )
-ENVIRONMENT = Environment("test", threads=1, deterministic=False, precision="", libraries="")
 
 
-class Shared(Board):
-    """A board in memory.
-
-    Attributes:
-        posts: how often each name was posted.
-    """
-
-    def __init__(self, patience: float = 30.0) -> None:
-        self.patience = patience
-        self.posts: dict[str, int] = {}
-        self._texts: dict[str, str] = {}
-        self._claimed: set[str] = set()
-        self._changed = threading.Condition()
-
-    def claim(self, name: str) -> bool:
-        with self._changed:
-            first = name not in self._claimed
-            self._claimed.add(name)
-            return first
-
-    def post(self, name: str, text: str) -> None:
-        with self._changed:
-            self.posts[name] = self.posts.get(name, 0) + 1
-            self._texts[name] = text
-            self._changed.notify_all()
-
-    def look(self, name: str) -> str | None:
-        return self._texts.get(name)
-
-    def read(self, name: str) -> str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: name in self._texts, self.patience)
-            return self._texts.get(name)
-
-
-def planned(board: Board, policy: str = "powerOfTwo") -> Plan:
-    settings = Settings.from_environment({}, policy=policy, database=":memory:", progress="off")
-    planner = Planner(settings, Store(":memory:"), board=board)
+def planned(board: Board | None, store: Store | None = None) -> Plan:
+    settings = Settings.from_environment({}, database=":memory:", progress="off")
+    planner = Planner(settings, store or Store(":memory:"), board=board)
     return planner.plan(planner.measurement(PROBLEM))
 
 
@@ -82,37 +46,27 @@ def test_all_come_to_one_plan_from_times_that_differ() -> None:
 
 def test_what_a_database_knows_does_not_set_its_owner_apart() -> None:
     board, store = Shared(), Store(":memory:")
-    own = Measurement(PROBLEM, Logbook(ENVIRONMENT, store))
-    own_seconds = own.stock_seconds()
-    first = Measurement(PROBLEM, Logbook(ENVIRONMENT, Store(":memory:"), board)).stock_seconds()
-    assert Measurement(PROBLEM, Logbook(ENVIRONMENT, store, board)).stock_seconds() == first != own_seconds
-    assert Measurement(PROBLEM, Logbook(ENVIRONMENT, store)).stock_seconds() == first
+    own = planned(None, store)
+    first = planned(board)
+    assert planned(board, store).stock_seconds == first.stock_seconds != own.stock_seconds
+    assert planned(None, store) == own
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("processes", [1, 3])
-def test_a_survey_does_every_task_once(workers: int, processes: int) -> None:
+def test_what_one_finds_wrong_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = Fft.launch
+
+    def wrong(self: Fft, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        launch(self, algorithm, parts, accumulate)
+        parts[0].target[..., -1] += 1
+
+    monkeypatch.setattr(Fft, "launch", wrong)
+    for other in (Gemm, Stock):
+        monkeypatch.setattr(other, "algorithms", lambda provider, problem: ())
+    monkeypatch.setattr(Measurement, "stock_seconds", lambda measurement: 1.0)  # so that something faster is found
     board = Shared()
-    tasks = [(Dim.BATCH, f"algorithm {number}") for number in range(20)]
-    done: list[str] = []
-
-    def worker(dim: Dim, name: str) -> list[Option]:
-        done.append(name)
-        number = int(name.split()[1])
-        return [Option(size, name, 1.0 + number, size * number) for size in (1, 2)]
-
-    def process(_: int) -> list[list[Option]]:
-        measurement = Measurement(PROBLEM, Logbook(ENVIRONMENT, Store(":memory:"), board))
-        advanced = itertools.count()
-        found = Survey(measurement, tasks, {}).by([worker] * workers, lambda: next(advanced))
-        assert next(advanced) == len(tasks)
-        return found
-
-    with ThreadPoolExecutor(processes) as pool:
-        results = list(pool.map(process, range(processes)))
-    assert sorted(done) == sorted(name for _, name in tasks)
-    assert all(result == results[0] for result in results)
-    assert [options[0].algorithm for options in results[0]] == [name for _, name in tasks]
+    with pytest.warns(RuntimeWarning, match="fft computed"):
+        plans = [planned(board) for _ in range(2)]
+    assert [dict(plan.wrong).keys() for plan in plans] == [{"fft"}] * 2
 
 
 def test_a_failure_is_posted_and_the_others_measure_themselves(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,8 +80,8 @@ def test_a_failure_is_posted_and_the_others_measure_themselves(caplog: pytest.Lo
     assert board.once(key, lambda: 2.0) == 2.0
     assert "did not post" in caplog.text
     silent = Shared(patience=0.01)
-    silent.claim("another process's")
-    assert silent.given({"work": "x"}, lambda: 3.0) == 3.0
+    silent.claim(name_of({"work": "x"}))
+    assert silent.once({"work": "x"}, lambda: 3.0) == 3.0
 
 
 @given(st.one_of(st.floats(0, 1e9), st.lists(st.lists(st.floats(allow_nan=False, allow_infinity=False)))))

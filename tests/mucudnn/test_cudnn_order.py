@@ -12,16 +12,18 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.convolution.call import Call
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Dim, Direction
-from mucudnn.optimizer import Option
+from mucudnn.optimizer import Trial
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.launch import Place
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable
 from mucudnn.providers.stock import Stock
-from mucudnn.timing import clock
 from mucudnn.timing.measurement import Candidate, Measurement
+from mucudnn.timing.schedule import LaunchError
 
 pytestmark = pytest.mark.usefixtures("ahead")
 
@@ -38,20 +40,21 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCard]:
     card = SimulatedCard()
     serve(monkeypatch, card)
 
-    def option(self: Measurement, candidate: Candidate, dim: Dim, size: int, *others: float) -> Option | None:
-        workspace = self.workspace(candidate, dim, size)
-        seconds = SECONDS.get(candidate[1])
-        return (
-            None if seconds is None or dim is not Dim.BATCH else Option(size, candidate[1], seconds * size, workspace)
-        )
+    def seconds(self: Measurement, candidate: Candidate, dim: Dim, size: int, most: float) -> float:
+        name = candidate[1]
+        if name not in SECONDS or dim is not Dim.BATCH:
+            raise LaunchError(name, size, RuntimeError("it takes forever"))
+        return SECONDS[name] * size
 
-    def ratio(work: clock.Work, *others: object) -> float:
-        work()
-        return SECONDS[card.simulated.executed[-1]]
+    def laps(self: TrialRunner, trial: Trial, given: Operands) -> list[float]:
+        if trial.division is None:
+            return [4.0]
+        self.run(trial, given)
+        return [sum(SECONDS[option.algorithm] * option.extent for option in trial.division.options)]
 
-    monkeypatch.setattr(Measurement, "option", option)
+    monkeypatch.setattr(Measurement, "seconds", seconds)
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: float(4))
-    monkeypatch.setattr(clock, "ratio", ratio)
+    monkeypatch.setattr(TrialRunner, "laps", laps)
     yield card
 
 

@@ -16,11 +16,11 @@ from torch.nn import functional
 import mucudnn
 from mucudnn.convolution.tile import Part
 from mucudnn.optimizer import OverheadBudget
-from mucudnn.planning import planner
+from mucudnn.planning import search
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.runtime import explored as exploring
-from mucudnn.runtime import live, shim
+from mucudnn.runtime import shim
 from mucudnn.runtime.explored import Explored
 from mucudnn.runtime.session import Session
 from mucudnn.timing.schedule import Schedule
@@ -30,10 +30,8 @@ from mucudnn.timing.schedule import Schedule
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is granted and nothing is too short, so that small tensors are explored at once."""
     monkeypatch.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
-    monkeypatch.setattr(planner, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(search, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(exploring, "WORTH", 0)
-    for module in (live, exploring):
-        monkeypatch.setattr(module, "is_too_short", lambda seconds: False)
 
 
 def explored(session: Session) -> list[Explored]:
@@ -155,9 +153,7 @@ def test_what_fails_is_computed_by_torch_and_not_tried_again(monkeypatch: pytest
 
 def test_a_short_convolution_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     MadeUp(monkeypatch)
-    monkeypatch.setattr(planner, "LEAST_SECONDS", 2.0)
-    for module in (live, exploring):
-        monkeypatch.setattr(module, "is_too_short", lambda seconds: True)
+    monkeypatch.setattr(search, "LEAST_SECONDS", 2.0)
     with mucudnn.patched(planning="live", database=":memory:") as session:
         for _ in range(5):
             functional.conv2d(X, W)

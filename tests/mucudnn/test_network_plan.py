@@ -15,7 +15,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.networks.layers import LayerCall
 from mucudnn.networks.plan import plan
 from mucudnn.optimizer import Option, best_division
-from mucudnn.planning import trial_runner
+from mucudnn.planning import search
 from mucudnn.planning.on_record import Times, times
 from mucudnn.settings import Settings
 from mucudnn.timing.environment import Environment
@@ -149,7 +149,7 @@ def test_the_command_tells_what_is_missing_and_measures_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MUCUDNN_PLANNING", planning)
-    monkeypatch.setattr(trial_runner, "is_too_short", lambda seconds: is_short)
+    monkeypatch.setattr(search, "is_too_short", lambda seconds: is_short)
     arguments = ["plan", NETWORK, "--input", "3,21,21", "--batch", "2", "--database", str(tmp_path / "times.sqlite")]
     with pytest.raises(SystemExit) as ended:
         main(arguments)

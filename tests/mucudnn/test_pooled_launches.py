@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from test_board import Shared
+from boards import Shared
 
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial, Variant
 from mucudnn.runtime.explored import shared_out
@@ -47,7 +47,7 @@ class Process:
             self.exploration.fail(trial, self.failing, 1)
             return
         if trial.by_launch:
-            self.tried += self.exploration.fresh(trial.dim, trial.division)
+            self.tried += self.exploration.fresh(trial)
         seconds = [self.slow * option.extent * SECONDS[option.algorithm] for option in trial.division.options]
         self.exploration.learn(trial, sum(seconds), seconds if trial.by_launch else ())
         if trial.by_launch:
@@ -110,7 +110,7 @@ def test_what_another_process_never_tells_is_tried_here_in_the_end() -> None:
     gone, here = Process(board), Process(board)
     claimed = gone.next()
     assert claimed is not None and claimed.division is not None
-    fresh = gone.exploration.fresh(claimed.dim, claimed.division)
+    fresh = gone.exploration.fresh(claimed)
     here.explore(PATIENCE // 2)
     assert here.exploration.settled is None
     assert not set(fresh) <= set(here.tried)

@@ -14,11 +14,15 @@ import torch
 from torch import nn
 
 import mucudnn
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.tile import Part
-from mucudnn.planning import planner
+from mucudnn.optimizer import Trial
+from mucudnn.planning.trial_runner import TrialRunner
+from mucudnn.providers import Provider
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.onednn import OneDnn
+from mucudnn.providers.stock import Stock
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
@@ -38,7 +42,7 @@ class Meter:
             monkeypatch.setattr(provider, "launch", self._metered(provider.launch))
 
     def _metered(self, launch: Callable[..., None]) -> Callable[..., None]:
-        def metered(provider: planner.Provider, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+        def metered(provider: Provider, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
             size = max(provider.workspace(part.problem, algorithm) for part in parts)
             with self._held(size):
                 launch(provider, algorithm, parts, accumulate)
@@ -66,7 +70,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def slow_stock(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's own kernel looks slow, so that workspace is always worth having."""
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(clock, "ratio", lambda work, *others: (work(), 0.1)[1])
 
 
 def network() -> nn.Sequential:
@@ -135,22 +138,22 @@ def test_identical_layers_are_measured_once(slow_stock: None, monkeypatch: pytes
     with mucudnn.patched(total_workspace_size=500 * KIB, database=":memory:") as session:
         train(network(), 3)
         known = [option for _, options in session.store.contents() for option in options]
-    launches = [option for option in known if not option.algorithm.startswith("division ")]
+    launches = [one for one in known if not one.algorithm.startswith("division ") and one.seconds < 1e3]
     assert len(timed) == len(launches) > 0
 
 
 def test_divisions_that_disappoint_give_their_workspace_back(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
 
-    def ratio(work: clock.Work, *others: object) -> float:
-        return 2.0  # nothing holds against torch's own kernel
+    def laps(runner: TrialRunner, trial: Trial, given: Operands) -> list[float]:
+        return [1e3 if trial.division is None else 2e3]  # nothing holds against torch's own kernel
 
-    monkeypatch.setattr(clock, "ratio", ratio)
+    monkeypatch.setattr(TrialRunner, "laps", laps)
     module = network()
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
         train(module, 30)
         records = session.records()
-    assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
+    assert {(record.workspace, record.division) for record in records} == {(0, "stock(8)")}
 
 
 @pytest.mark.parametrize(
@@ -165,10 +168,14 @@ def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
 ) -> None:
     expected = train(network(), 30)
 
-    def exhausted(self: Measurement, *_: object) -> float:
-        raise error
+    own = TrialRunner.laps
 
-    monkeypatch.setattr(Measurement, "division_seconds", exhausted)
+    def exhausted(runner: TrialRunner, trial: Trial, given: Operands) -> list[float]:
+        if runner._search.limit < MIB:
+            raise error
+        return own(runner, trial, given)
+
+    monkeypatch.setattr(TrialRunner, "laps", exhausted)
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
         with pytest.warns(RuntimeWarning, match=f"left to torch, as it could not be measured: {error}"):
             assert train(network(), 30) == pytest.approx(expected, rel=1e-10)
@@ -179,16 +186,22 @@ def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
 def test_records_tell_of_what_came_on_the_menu_later(slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first division that is confirmed disappoints, so that another one, at corrected times, takes its place."""
     counts = iter(range(10**6))
-    monkeypatch.setattr(clock, "ratio", lambda work, *others: (work(), 2.0 if next(counts) % 2 == 0 else 0.5)[1])
+
+    def laps(runner: TrialRunner, trial: Trial, given: Operands) -> list[float]:
+        runner.run(trial, given)
+        return [1e3 if trial.division is None else (2e3, 0.5e3)[next(counts) % 2]]
+
+    monkeypatch.setattr(TrialRunner, "laps", laps)
     module = network()
     with mucudnn.patched(total_workspace_size=MIB, database=":memory:") as session:
         for _ in range(6):
             train(module, 1)
-            assert sum(record.limit for record in session.records()) <= MIB
+            assert sum(record.limit for record in session.records() if record.workspace) <= MIB
 
 
 def test_a_share_of_nothing_may_use_what_needs_nothing(slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Gemm, "workspace", lambda self, problem, algorithm: 0)
+    monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     monkeypatch.setattr(Fft, "algorithms", lambda self, problem: ())
     monkeypatch.setattr(OneDnn, "algorithms", lambda self, problem: ())
     with mucudnn.patched(total_workspace_size=1, database=":memory:") as session:

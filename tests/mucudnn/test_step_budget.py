@@ -76,7 +76,6 @@ class Program:
 def slow_stock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch's own kernel looks slow, so that workspace is taken wherever there is some."""
     monkeypatch.setattr(Measurement, "stock_seconds", lambda self: 1e3)
-    monkeypatch.setattr(clock, "ratio", lambda work, *others: (work(), 0.1)[1])
     monkeypatch.setattr(clock, "seconds", clock.first_seconds)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     return

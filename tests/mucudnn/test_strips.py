@@ -60,7 +60,10 @@ def test_strips_are_offered_where_one_dim_does_not_reach_the_limit(problem: Conv
     planner = Planner(Settings.from_environment({}, database=":memory:"), Store(":memory:"))
     measurement = planner.measurement(problem, operands(problem))
     one = {
-        (dim, name): found for dim in dims(problem) for found in planner.candidates(problem, dim) for name in found[1:]
+        (dim, name): found
+        for dim in dims(problem)
+        for found in planner.offers.candidates(problem, dim)
+        for name in found[1:]
     }
     least = {
         name: min(
@@ -72,15 +75,15 @@ def test_strips_are_offered_where_one_dim_does_not_reach_the_limit(problem: Conv
         )
         for _, name in one
     }
-    assert planner.within(measurement, least["fft"]).keys() >= one.keys()
-    assert not any(name.startswith("fft@") for _, name in planner.within(measurement, least["fft"]))
-    offered = planner.within(measurement, least["fft"] - 1)
+    assert planner.offers.within(measurement, least["fft"]).keys() >= one.keys()
+    assert not any(name.startswith("fft@") for _, name in planner.offers.within(measurement, least["fft"]))
+    offered = planner.offers.within(measurement, least["fft"] - 1)
     found = {task: candidate for task, candidate in offered.items() if task[1].startswith("fft@")}
     assert found and len(found) <= 2 * WIDTHS
     for (dim, name), candidate in found.items():
         need = measurement.workspace(candidate, dim, 1)
         assert need is not None and need < least["fft"]
-        assert name in planner.providers(problem), "a plan that is kept finds who serves it by the name"
+        assert name in planner.offers.providers(problem), "a plan that is kept finds who serves it by the name"
 
 
 def test_half_types_gradients_of_weights_are_not_cut_into_strips() -> None:

@@ -21,7 +21,6 @@ from mucudnn.providers.fft import FFT, Fft
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.providers.onednn import ONEDNN, OneDnn
 from mucudnn.providers.stock import Stock
-from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
 PROVIDERS = {FFT: Fft(), GEMM: Gemm(), ONEDNN: OneDnn()}
@@ -102,7 +101,6 @@ def test_a_patched_call_stays_within_the_limit(
         return 1e3
 
     monkeypatch.setattr(Measurement, "stock_seconds", slow_stock)
-    monkeypatch.setattr(clock, "ratio", lambda work, *others: 0.1)
     monkeypatch.setattr(Stock, "algorithms", lambda self, problem: ())
     torch.manual_seed(0)
     x, w = torch.randn(16, 4, 24, 24), torch.randn(8, 4, 9, 9)

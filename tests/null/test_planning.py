@@ -12,11 +12,9 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Option, RelativeTimes
+from mucudnn.optimizer import Division, Option
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.prospects import Prospects
-from mucudnn.planning.trial_runner import plan_by_trials
 from mucudnn.providers.cudnn.backend import Behavior
 from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.engines import Engines
@@ -70,24 +68,20 @@ def planner(database: Path) -> Planner:
     return Planner(settings, Store(str(database)), providers=(Engines(Card(0)),), device=GPU)
 
 
-def planned(way: str, wanted: ConvProblem, limit: float, database: Path) -> Plan:
+def planned(wanted: ConvProblem, limit: float, database: Path) -> Plan:
     found = planner(database)
-    measurement = found.measurement(wanted)
-    if way == "ahead":
-        return found.plan(measurement, limit)
-    return plan_by_trials(Prospects(found, measurement, limit, "powerOfTwo"), RelativeTimes())
+    return found.plan(found.measurement(wanted), limit)
 
 
-@pytest.mark.parametrize("way", ["ahead", "live"])
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("direction", Direction)
 def test_a_convolution_has_a_budget(
-    direction: Direction, precision: str, limit: int, way: str, card: Any, compiled: list[Engine], tmp_path: Path
+    direction: Direction, precision: str, limit: int, card: Any, compiled: list[Engine], tmp_path: Path
 ) -> None:
     torch.backends.cudnn.conv.fp32_precision = precision
     plans, launches = card.counted("plans"), card.counted("executed")
-    planned(way, problem(direction), limit, tmp_path / "times.sqlite")
+    planned(problem(direction), limit, tmp_path / "times.sqlite")
     assert 0 < card.counted("plans") - plans <= MOST_PLANS
     assert 0 < card.counted("executed") - launches <= MOST_LAUNCHES
     assert len(compiled) <= MOST_COMPILED
@@ -103,9 +97,9 @@ def test_naming_engines_makes_no_plan(card: Any) -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_a_second_run_makes_no_plan_but_those_that_it_uses(direction: Direction, card: Any, tmp_path: Path) -> None:
     database = tmp_path / "times.sqlite"
-    first = planned("ahead", problem(direction), LIMITS[1], database)
+    first = planned(problem(direction), LIMITS[1], database)
     plans, launches = card.counted("plans"), card.counted("executed")
-    again = planned("ahead", problem(direction), LIMITS[1], database)
+    again = planned(problem(direction), LIMITS[1], database)
     assert card.counted("plans") == plans and card.counted("executed") == launches
     assert again.division == first.division
 
@@ -142,8 +136,8 @@ def test_no_launch_needs_more_than_was_promised(direction: Direction, limit: flo
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     found = planner(tmp_path / "times.sqlite")
     measurement = found.measurement(problem(direction))
-    plan = found.measured(measurement, limit)
-    providers = found.providers(plan.problem)
+    plan = found.plan(measurement, limit)
+    providers = found.offers.providers(plan.problem)
     for dim, options in plan.options.items():
         for option in options:
             candidate = providers[option.algorithm], option.algorithm

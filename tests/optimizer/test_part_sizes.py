@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mucudnn.optimizer import PartSizes, micro_batch_sizes, missing
+from mucudnn.optimizer import PartSizes
 from mucudnn.optimizer.part_sizes import MOST_ATTEMPTS
 
 SIZES = [1, 2, 4, 8, 16, 32, 64]
@@ -55,14 +55,3 @@ def test_the_largest_that_is_found_fits_and_was_asked_for(needs: list[int | None
         assert found in asked and found <= most and need is not None and need <= limit and sizes.expected(found) == need
     else:
         assert 1 in asked and (known[1] is None or known[1] > limit)
-
-
-@given(st.integers(1, 300), st.sampled_from(["powerOfTwo", "all"]), st.data())
-def test_a_division_is_completed(whole: int, policy: str, data: st.DataObject) -> None:
-    sizes = sorted(micro_batch_sizes(policy, whole))
-    timed = data.draw(st.sets(st.sampled_from(sizes), min_size=1))
-    parts = {*timed, *missing(whole, sizes, timed)}
-    left = whole
-    for size in sorted((size for size in parts if size <= max(timed)), reverse=True):
-        left %= size
-    assert left == 0

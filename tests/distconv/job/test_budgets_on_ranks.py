@@ -18,9 +18,9 @@ import mucudnn
 from distconv.job.board import StoreBoard
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import OverheadBudget
-from mucudnn.planning import planner
+from mucudnn.planning import search
 from mucudnn.providers import stock_call
-from mucudnn.runtime import explored, live
+from mucudnn.runtime import explored
 from mucudnn.runtime.live_total import LiveTotal
 from mucudnn.runtime.local_work import is_local_work
 from mucudnn.runtime.shared_total import SharedTotal
@@ -88,11 +88,9 @@ def within(prefix: str, partition: str, limit: str, planning: str) -> dict[str, 
     with MonkeyPatch.context() as eager:
         eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
         eager.setattr(explored, "WORTH", 0)
-        eager.setattr(planner, "LEAST_SECONDS", 0.0)
+        eager.setattr(search, "LEAST_SECONDS", 0.0)
         if planning == "ahead":
             eager.setattr(Measurement, "stock_seconds", lambda measurement: 1.0)  # so that a division is taken
-        for module in (live, explored):
-            eager.setattr(module, "is_too_short", lambda seconds: False)
         for kind in (StepBudget, SharedTotal, LiveTotal):
             eager.setattr(kind, "run", watched(kind.run))
         given = {"planning": planning, "database": ":memory:", "progress": "off", **LIMITS[limit]}

@@ -18,9 +18,9 @@ import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
 from mucudnn.optimizer import Key, OverheadBudget, Trial
-from mucudnn.planning import planner
+from mucudnn.planning import search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.runtime import explored, live, live_planning, pooled_launches
+from mucudnn.runtime import explored, live_planning, pooled_launches
 from mucudnn.runtime.pooled_launches import PooledLaunches
 
 pytestmark = pytest.mark.gloo
@@ -80,9 +80,7 @@ def explored_by_all(prefix: str, partition: str) -> dict[str, Any]:
         eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
         eager.setattr(explored, "WORTH", math.inf if dist.get_rank() % 2 else 0)
         eager.setattr(TrialRunner, "run", rounded_otherwise(TrialRunner.run))
-        for module in (live, explored):
-            eager.setattr(module, "is_too_short", lambda seconds: False)
-        eager.setattr(planner, "LEAST_SECONDS", 0.0)
+        eager.setattr(search, "LEAST_SECONDS", 0.0)
         with mucudnn.patched(board=board, planning="live", database=":memory:", progress="off") as session:
             losses, gradients, alike = stepped(distconv.parallelize(Net(), mesh))
             trials = sum(record.trials for record in session.records())
@@ -131,8 +129,7 @@ def shared_out(prefix: str) -> list[tuple[Any, ...]]:
         eager.setattr(explored, "WORTH", 0)
         eager.setattr(pooled_launches, "PATIENCE", math.inf)
         eager.setattr(live_planning, "PooledLaunches", Noted)
-        for module in (live, explored):
-            eager.setattr(module, "is_too_short", lambda seconds: False)
+        eager.setattr(search, "LEAST_SECONDS", 0.0)
         with mucudnn.patched(board=board, planning="live", database=":memory:", progress="off"):
             stepped(distconv.parallelize(Net(), distconv.init("sample=2", device_type="cpu")))
     return list(claimed)
@@ -148,7 +145,7 @@ def held_whole(prefix: str) -> tuple[int, list[bytes]]:
     """Trials of a layer that ranks compute alike, since its input is not sharded, and what it gives."""
     board = StoreBoard(dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
     with MonkeyPatch.context() as eager:
-        eager.setattr(planner, "LEAST_SECONDS", 0.0)
+        eager.setattr(search, "LEAST_SECONDS", 0.0)
         with mucudnn.patched(board=board, planning="live", database=":memory:", progress="off") as session:
             layer = Net().first
             found = [layer(images()).detach().numpy().tobytes() for _ in range(STEPS)]

@@ -1,0 +1,93 @@
+"""Experience: what launches of other convolutions tell of the time of a launch."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Hashable
+from functools import cached_property
+
+from mucudnn.convolution.problem import ConvProblem, Shape
+from mucudnn.optimizer import Costs, Forecast
+from mucudnn.providers import STOCK
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.store import Store
+
+LEAST_TRIED, ODD = 3, 2.0
+"""Until times of so many convolutions are known for an algorithm, a forecast is more uncertain by the factor `ODD`: one
+outlier must not rule out the algorithm everywhere."""
+
+UNCERTAIN = 10.0
+"""A forecast that is more uncertain than this factor is none: it extrapolates far beyond the timed launches, such as
+from kernels of 3x3 to one of 31x31."""
+
+
+class Experience:
+    """The times of all launches that are known, from earlier runs and from this one, for all threads."""
+
+    def __init__(self, store: Store) -> None:
+        """
+        Args:
+            store: of what earlier runs have found.
+        """
+        self._store = store
+        self._costs: dict[Environment, Costs] = {}
+        self._lock = threading.RLock()
+
+    @cached_property
+    def shapes(self) -> frozenset[tuple[str, Shape, Shape]]:
+        """Directions and shapes of input and weight for which a plan may be on record."""
+        plans = ((key, terms) for key, terms, values in self._store.settlements() if "parts" in values)
+        problems = (ConvProblem.from_launch_key(key, terms["extent"]) for key, terms in plans)
+        return frozenset((str(problem.direction), problem.input_shape, problem.w_shape) for problem in problems)
+
+    def note(self, environment: Environment, algorithm: str, part: ConvProblem, seconds: float) -> None:
+        """Notes the time of a launch.
+
+        Args:
+            part: what it computed.
+        """
+        with self._lock:
+            self._known(environment).add(_kind(algorithm, part), part.with_extent(1), _sizes(part), seconds)
+
+    def forecast(self, environment: Environment, algorithm: str, part: ConvProblem) -> Forecast | None:
+        """The expected time of a launch; `None` where next to nothing is known."""
+        kind = _kind(algorithm, part)
+        with self._lock:
+            costs = self._known(environment)
+            found = costs.forecast(kind, part.with_extent(1), _sizes(part))
+            if found is None or found.uncertainty > UNCERTAIN:
+                return None
+            # Torch's own kernel is noted on the whole of each convolution: on parts it is tried where two are known.
+            is_tried = costs.groups(kind, 2 if algorithm == STOCK else 1) >= LEAST_TRIED
+            return found if is_tried else found._replace(uncertainty=ODD * found.uncertainty)
+
+    def _known(self, environment: Environment) -> Costs:
+        """The cost model of an environment, at first of what the database holds."""
+        if environment not in self._costs:
+            costs = self._costs[environment] = Costs()
+            here = environment.launch_key()
+            for key, options in self._store.contents():
+                if all(key[name] == value for name, value in here.items()):
+                    for option in options:
+                        if not option.algorithm.startswith("division "):
+                            part = ConvProblem.from_launch_key(key, option.extent)
+                            kind = _kind(option.algorithm, part)
+                            costs.add(kind, part.with_extent(1), _sizes(part), option.seconds)
+        return self._costs[environment]
+
+
+def _kind(algorithm: str, part: ConvProblem) -> Hashable:
+    """The properties of a launch on which its time does not depend smoothly: one cost model for each combination."""
+    dense = tuple(name == "channels_last" for name in part.formats)
+    return algorithm, part.direction, part.dims, part.transposed, part.dtype, dense
+
+
+def _sizes(part: ConvProblem) -> tuple[float, ...]:
+    """The numbers on which a launch's time depends smoothly: operations, elements, and what these are made of."""
+    places, taps = math.prod(part.y_shape[2:]), math.prod(part.w_shape[2:])
+    elements = sum(map(math.prod, (part.x_shape, part.w_shape, part.y_shape)))
+    rows = math.e if "strided" in part.formats else 1.0
+    channels, filters = part.x_shape[1] / part.groups, part.y_shape[1] / part.groups
+    sizes = (elements, part.extent, channels, filters, places, taps, math.prod(part.stride), part.groups, rows)
+    return part.flops, *(float(size) for size in sizes)

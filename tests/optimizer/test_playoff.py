@@ -1,0 +1,58 @@
+"""How many rounds a playoff takes, and who wins it, on made-up times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mucudnn.optimizer.playoff import BASELINE, LEAST_ROUNDS, MOST_ROUNDS, Playoff
+
+MARGIN = 0.05
+
+
+def played(*contenders: Callable[[int], float], baseline: Callable[[int], float] = lambda call: 1.0) -> tuple[int, int]:
+    """The winner, and the calls that it took.
+
+    Args:
+        contenders: the seconds of each contender's calls, by their number.
+    """
+    playoff = Playoff([MARGIN] * len(contenders), 1.0, [0.9] * len(contenders))
+    calls = dict.fromkeys(range(-1, len(contenders)), 0)
+    while playoff.winner is None:
+        place = playoff.next()
+        seconds = baseline if place == BASELINE else contenders[place]
+        playoff.learn(place, seconds(calls[place]))
+        calls[place] += 1
+    return playoff.winner, sum(calls.values())
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(2.0, 2), (1.2, 2), (1.1, 3), (1.0, 3)])
+def test_what_is_far_from_what_it_may_take_is_out_soon(seconds: float, rounds: int) -> None:
+    assert played(lambda call: seconds) == (BASELINE, 2 * rounds)
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.8, 3), (0.9, LEAST_ROUNDS)])
+def test_what_is_faster_every_time_needs_few_rounds(seconds: float, rounds: int) -> None:
+    assert played(lambda call: seconds) == (0, 2 * rounds)
+
+
+def test_of_two_that_are_alike_one_wins_soon() -> None:
+    winner, calls = played(lambda call: 0.8, lambda call: 0.8)
+    assert winner == 0 and calls == 3 * MOST_ROUNDS
+
+
+def test_a_slow_baseline_is_not_called_again() -> None:
+    playoff = Playoff([MARGIN], 20.0, [0.1])
+    while playoff.winner is None:
+        assert playoff.next() == 0
+        playoff.learn(0, 0.1)
+    assert playoff.winner == 0 and playoff.ratio(0) == pytest.approx(0.005)
+
+
+def test_a_lucky_half_is_not_trusted() -> None:
+    assert played(lambda call: (0.5, 1.5)[call % 2])[0] == BASELINE
+
+
+def test_a_drift_of_the_machine_cancels() -> None:
+    assert played(lambda call: 0.8 * 1.5**call, baseline=lambda call: 1.5**call)[0] == 0
