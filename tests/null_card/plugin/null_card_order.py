@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 from torch.cuda import _gpu_trace
 from torch.utils._pytree import tree_leaves
 
+FAULTS = "NULL_CARD_ORDER_FAULTS"
 MOST_FRAMES = 30
 
 MOST_RUNS = 256
@@ -122,10 +124,10 @@ class Watch:
     def _found(self, fault: Fault) -> None:
         text = described(fault, self._lines)
         if self.collected is not None:
-            self.collected.append(text)
+            self.collected += [text] if text not in self.collected else []
         elif text not in self._told:
             self._told.add(text)
-            path = os.environ.get("NULL_CARD_ORDER_FAULTS")
+            path = os.environ.get(FAULTS)
             with open(path, "a") if path else os.fdopen(os.dup(2), "w") as file:
                 file.write(f"{text}\n")
 
@@ -159,6 +161,25 @@ def collected() -> Iterator[list[str]]:
         yield found
     finally:
         _WATCH[0].collected = None
+
+
+@contextmanager
+def in_order() -> Iterator[None]:
+    """Raises an error where a fault is found within, by this process or by one that it starts.
+
+    Raises:
+        AssertionError: with the text of the faults.
+    """
+    if not is_kept():
+        yield
+        return
+    if FAULTS not in os.environ:
+        os.environ[FAULTS] = tempfile.NamedTemporaryFile(prefix="null-card-order-", delete=False).name
+    path = Path(os.environ[FAULTS])
+    known = len(path.read_text())
+    yield
+    found = path.read_text()[known:]
+    assert not found, f"the null card found uses of memory that nothing puts in order:\n{found}"
 
 
 def described(fault: Fault, lines: Any) -> str:
