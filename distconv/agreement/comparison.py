@@ -123,7 +123,8 @@ def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
     """Their checksums, int64 of shape (n,)."""
     if not noted:
         return torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.stack([each.checksum.to(device, non_blocking=True) for each in noted])
+    # To the host a copy that is not waited for would be read before it is made.
+    return torch.stack([each.checksum.to(device, non_blocking=device.type != "cpu") for each in noted])
 
 
 def _fingerprint(noted: Sequence[Noted]) -> int:

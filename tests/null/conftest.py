@@ -23,3 +23,10 @@ def in_order(card: Any) -> Iterator[None]:
     """Whatever a test does waits for what it depends on."""
     with importlib.import_module("null_card_order").in_order():
         yield
+
+
+@pytest.fixture
+def watched(card: Any) -> None:
+    """The card watches the order of uses."""
+    if not importlib.import_module("null_card_order").is_kept():
+        pytest.skip("NULL_CARD_ORDER is not set")
