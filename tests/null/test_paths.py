@@ -14,6 +14,7 @@ from torch import nn
 import distconv
 from distconv.agreement.disagreement import Disagreement
 from distconv.model.parallelize import distributed_script
+from distconv.turns import pager
 
 
 @pytest.fixture(scope="module", params=["gloo", "mpi"])
@@ -73,13 +74,17 @@ def test_faults_of_ranks_are_found(ranks: Callable[..., Any], watched: None) -> 
         assert [fault.splitlines()[0] for fault in faults] == ["a stream reads what another one may not have written yet"]
 
 
-@pytest.mark.parametrize("memory", [None, "192KiB"])
-def test_parts_in_turn_equal_the_whole(memory: str | None, card: Any) -> None:
+@pytest.mark.parametrize("memory", [None, 2048])
+def test_parts_in_turn_equal_the_whole(memory: int | None, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "LEAST", 64)
     plain = net().double().cuda()
     model = distconv.in_turn(copy.deepcopy(plain), "height=4", memory=memory)
-    x = torch.randn(2, 2, 64, 64, dtype=torch.float64, device="cuda")
+    x = torch.randn(2, 2, 16, 12, dtype=torch.float64, device="cuda")
     for found, expected in zip(gradients(model, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(found, expected)
+    if memory is not None:
+        used = pager.pager_of("cuda", memory)
+        assert used.written and used.read
 
 
 def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

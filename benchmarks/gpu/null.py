@@ -1,0 +1,167 @@
+"""What a training step asks of CUDA and of the host's processor: waits, launches, microseconds. On the null card.
+
+    python tests/null_card/build.py PYTHON benchmarks/gpu/null.py           # some minutes
+    python tests/null_card/build.py PYTHON benchmarks/gpu/null.py --save
+
+Nothing is computed, so that only work of the host remains: the program's, torch's, cuDNN's, the libraries' and the null
+card's own at each call. A step is forward and backward. It is measured in the processor's time of all threads, as the
+median of steps that take turns with those of torch as it is. Waits are calls that make the host wait for the card.
+mucudnn's plans are made before, ahead, within a limit for each convolution: each row names how many convolutions keep
+torch's own kernel, have another one, or are divided. A convolution here is one direction: forward, the gradient of the
+input, or that of the weight. distconv is one rank of four in a fake group, whose messages arrive at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import distconv
+from benchmarks.distributed.host_messages import let_messages_arrive_at_once
+from benchmarks.table import Table, conditions, save, show
+from mucudnn.networks.models import NETWORKS
+from mucudnn.runtime import shim
+from mucudnn.runtime.session import Session
+from mucudnn.settings import Settings
+
+RESULT = "null-card-steps"
+RANKS, WARM = 4, 3
+COUNTS = "waits", "executed", "launches"
+PROGRAMS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "ResNet-18, 8 x 3 x 64²": ("resnet18", (8, 3, 64, 64)),
+    "3-D U-Net, 4 x 1 x 32³": ("unet3d", (4, 1, 32, 32, 32)),
+}
+"""The name of a network, and the shape of its input."""
+
+LIMITS = "64MiB", "64KiB"
+PARTITIONS = "sample=4", "height=4"
+
+Figures = dict[str, dict[str, Any]]
+Arm = tuple[Callable[[], None], Session | None]
+"""A step, and the session that serves it."""
+
+
+def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """Forward and backward; the gradients of the step before are dropped first."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+
+    return step
+
+
+def built(network: str) -> nn.Module:
+    torch.manual_seed(0)
+    return NETWORKS[network].build().cuda()
+
+
+def timed(arms: Mapping[str, Arm], rounds: int) -> Figures:
+    """Of each arm: the processor's milliseconds of a step, and what one more step asks of the card."""
+    from null_card import counted
+
+    found: Figures = {name: {"ms": []} for name in arms}
+    for round in range(WARM + rounds + 1):
+        for name, (step, session) in arms.items():
+            shim.install(session)
+            before = {count: counted(count) for count in COUNTS}
+            start = time.process_time()
+            step()
+            milliseconds = 1e3 * (time.process_time() - start)
+            if round < WARM:
+                continue
+            if round < WARM + rounds:
+                found[name]["ms"].append(milliseconds)
+            else:
+                found[name] |= {count: counted(count) - before[count] for count in COUNTS}
+    shim.install(None)
+    stock = next(iter(found.values()))
+    for each in found.values():
+        each["over stock"] = 1e3 * statistics.median(
+            ours - its for ours, its in zip(each["ms"], stock["ms"], strict=True)
+        )
+        each["ms"] = statistics.median(each["ms"]) if each is not stock else each["ms"]
+    stock["ms"] = statistics.median(stock["ms"])
+    for each in found.values():
+        each["over stock, by convolution"] = each["over stock"] / stock["executed"]
+    return found
+
+
+def by_plan(session: Session) -> str:
+    """How many kinds of convolution keep torch's own kernel, have another one, and are divided."""
+    kinds = Counter(
+        "stock" if record.is_stock else "divided" if len(record.division) > 1 else "other"
+        for record in session.records()
+    )
+    return " / ".join(str(kinds[kind]) for kind in ("stock", "other", "divided"))
+
+
+def planned(program: str, rounds: int) -> Figures:
+    """Plain torch beside mucudnn."""
+    network, shape = PROGRAMS[program]
+    step = step_of(built(network), torch.randn(shape, device="cuda"))
+    arms: dict[str, Arm] = {"torch": (step, None)}
+    for limit in LIMITS:
+        settings = {"workspace_limit": limit, "database": ":memory:", "check": "off", "progress": "off"}
+        arms[f"mucudnn, {limit}"] = step, Session(Settings.from_environment({}, planning="ahead", **settings))
+    found = timed(arms, rounds)
+    for name, (_, session) in arms.items():
+        found[name]["plans"] = by_plan(session) if session else ""
+    return found
+
+
+def distributed(program: str, rounds: int) -> Figures:
+    """Plain torch with the whole batch beside a rank of distconv's."""
+    network, shape = PROGRAMS[program]
+    x = torch.randn(shape, device="cuda")
+    arms: dict[str, Arm] = {"torch": (step_of(built(network), x), None)}
+    for partition in PARTITIONS:
+        model = distconv.parallelize(built(network), distconv.init(partition, device_type="cuda"))
+        arms[f"distconv, {partition}"] = step_of(model, x), None
+    return timed(arms, rounds)
+
+
+def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    counts = [f"{found[count]:,}" for count in COUNTS]
+    over = f"{found['over stock']:.0f}", f"{found['over stock, by convolution']:.1f}"
+    return name, *counts, f"{found['ms']:.2f}", *(over if found["over stock"] else ("-", "-")), found.get("plans", "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=25, help="steps that count (default %(default)s)")
+    parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
+    chosen = parser.parse_args()
+    about = f"{__doc__.split(chr(10) * 2)[2]}\n\n{conditions()}"
+    # Read by the card at every launch.
+    os.environ |= {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
+    torch.set_num_threads(1)
+    figures: dict[str, Figures] = {program: planned(program, chosen.rounds) for program in PROGRAMS}
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    let_messages_arrive_at_once()
+    for program in PROGRAMS:
+        figures[f"{program}, one rank of {RANKS}"] = distributed(program, chosen.rounds)
+    headings = "", "waits", "convolutions", "launches", "ms", "µs over torch", "by convolution", "stock / other / divided"
+    tables = [Table(program, headings, [row(*each) for each in found.items()]) for program, found in figures.items()]
+    show(tables)
+    if chosen.save:
+        save(RESULT, "A training step on the null card", about, figures, tables)
+
+
+if __name__ == "__main__":
+    main()
