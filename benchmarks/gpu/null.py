@@ -1,7 +1,6 @@
 """What a training step asks of CUDA and of the host's processor: waits, launches, microseconds. On the null card.
 
-    python tests/null_card/build.py PYTHON benchmarks/gpu/null.py           # some minutes
-    python tests/null_card/build.py PYTHON benchmarks/gpu/null.py --save
+    NULL_CARD_ARITHMETIC=0 NULL_CARD_CONVOLUTIONS=0 python tests/null_card/build.py PYTHON benchmarks/gpu/null.py --save
 
 Nothing is computed, so that only work of the host remains: the program's, torch's, cuDNN's, the libraries' and the null
 card's own at each call. A step is forward and backward. It is measured in the processor's time of all threads, as the
@@ -33,6 +32,7 @@ import distconv
 from benchmarks.distributed.host_messages import let_messages_arrive_at_once
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.networks.models import NETWORKS
+from mucudnn.providers.stock import STOCK
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
@@ -65,8 +65,12 @@ def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def built(network: str) -> nn.Module:
+    """Without a linear layer at its end, as the null card has no cuBLAS."""
     torch.manual_seed(0)
-    return NETWORKS[network].build().cuda()
+    model = NETWORKS[network].build()
+    if isinstance(getattr(model, "classifier", None), nn.Linear):
+        model.classifier = nn.Identity()
+    return model.cuda()
 
 
 def timed(arms: Mapping[str, Arm], rounds: int) -> Figures:
@@ -103,7 +107,7 @@ def timed(arms: Mapping[str, Arm], rounds: int) -> Figures:
 def by_plan(session: Session) -> str:
     """How many kinds of convolution keep torch's own kernel, have another one, and are divided."""
     kinds = Counter(
-        "stock" if record.is_stock else "divided" if len(record.division) > 1 else "other"
+        "divided" if record.is_divided else "stock" if record.parts[0][1] == STOCK else "other"
         for record in session.records()
     )
     return " / ".join(str(kinds[kind]) for kind in ("stock", "other", "divided"))
@@ -146,8 +150,8 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help=f"keep the figures as benchmarks/results/{RESULT}")
     chosen = parser.parse_args()
     about = f"{__doc__.split(chr(10) * 2)[2]}\n\n{conditions()}"
-    # Read by the card at every launch.
-    os.environ |= {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
+    if any(os.environ.get(name) != "0" for name in ("NULL_CARD_ARITHMETIC", "NULL_CARD_CONVOLUTIONS")):
+        parser.error("set NULL_CARD_ARITHMETIC=0 and NULL_CARD_CONVOLUTIONS=0, or the host computes what a card would")
     torch.set_num_threads(1)
     figures: dict[str, Figures] = {program: planned(program, chosen.rounds) for program in PROGRAMS}
     from torch.testing._internal.distributed.fake_pg import FakeStore
