@@ -3,9 +3,10 @@
     NULL_CARD_ARITHMETIC=0 NULL_CARD_CONVOLUTIONS=0 python tests/null_card/build.py PYTHON benchmarks/gpu/null.py --save
 
 Nothing is computed, so that only work of the host remains: the program's, torch's, cuDNN's, the libraries' and the null
-card's own at each call. A step is forward and backward. It is measured in the processor's time of all threads, as the
+card's own at each call. A step is forward, backward and the optimizer. It is measured in the processor's time of all threads, as the
 median of steps that take turns with those of torch as it is. Waits are calls that make the host wait for the card.
-mucudnn's plans are made before, ahead, within a limit for each convolution: each row names how many convolutions keep
+mucudnn's plans are made before, ahead, within 64 MiB for each convolution: each row names how many kinds of
+convolution keep
 torch's own kernel, have another one, or are divided. A convolution here is one direction: forward, the gradient of the
 input, or that of the weight. distconv is one rank of four in a fake group, whose messages arrive at once.
 """
@@ -18,9 +19,11 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,11 +34,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import distconv
 from benchmarks.distributed.host_messages import let_messages_arrive_at_once
 from benchmarks.table import Table, conditions, save, show
+from distconv import settings
 from mucudnn.networks.models import NETWORKS
-from mucudnn.providers.stock import STOCK
+from mucudnn.providers.stock import STOCK, Stock
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
+from mucudnn.timing import clock
+from mucudnn.timing.measurement import Measurement
 
 RESULT = "null-card-steps"
 RANKS, WARM = 4, 3
@@ -46,7 +52,7 @@ PROGRAMS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 """The name of a network, and the shape of its input."""
 
-LIMITS = "64MiB", "64KiB"
+LIMIT = "64MiB"
 PARTITIONS = "sample=4", "height=4"
 
 Figures = dict[str, dict[str, Any]]
@@ -55,11 +61,13 @@ Arm = tuple[Callable[[], None], Session | None]
 
 
 def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    """Forward and backward; the gradients of the step before are dropped first."""
+    """Forward, backward and the optimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 
     def step() -> None:
-        model.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         model(x).sum().backward()
+        optimizer.step()
 
     return step
 
@@ -117,14 +125,36 @@ def planned(program: str, rounds: int) -> Figures:
     """Plain torch beside mucudnn."""
     network, shape = PROGRAMS[program]
     step = step_of(built(network), torch.randn(shape, device="cuda"))
-    arms: dict[str, Arm] = {"torch": (step, None)}
-    for limit in LIMITS:
-        settings = {"workspace_limit": limit, "database": ":memory:", "check": "off", "progress": "off"}
-        arms[f"mucudnn, {limit}"] = step, Session(Settings.from_environment({}, planning="ahead", **settings))
+    chosen = {"workspace_limit": LIMIT, "database": ":memory:", "check": "off", "progress": "off"}
+    sessions = [Session(Settings.from_environment({}, planning="ahead", **chosen)) for _ in range(2)]
+    with without_stock():
+        shim.install(sessions[1])
+        step()
+    arms: dict[str, Arm] = {
+        "torch": (step, None),
+        "mucudnn": (step, sessions[0]),
+        "mucudnn, torch's own kernels left out": (step, sessions[1]),
+    }
     found = timed(arms, rounds)
     for name, (_, session) in arms.items():
         found[name]["plans"] = by_plan(session) if session else ""
     return found
+
+
+@contextmanager
+def without_stock() -> Iterator[None]:
+    """Plans that are made within leave out torch's own kernel, as if it took very long."""
+
+    def ratio(work: clock.Work, *others: object) -> float:
+        work()
+        return 0.1
+
+    with (
+        patch.object(Measurement, "stock_seconds", lambda self: 1e3),
+        patch.object(Stock, "algorithms", lambda self, problem: ()),
+        patch.object(clock, "ratio", ratio),
+    ):
+        yield
 
 
 def distributed(program: str, rounds: int) -> Figures:
@@ -134,8 +164,20 @@ def distributed(program: str, rounds: int) -> Figures:
     arms: dict[str, Arm] = {"torch": (step_of(built(network), x), None)}
     for partition in PARTITIONS:
         model = distconv.parallelize(built(network), distconv.init(partition, device_type="cuda"))
-        arms[f"distconv, {partition}"] = step_of(model, x), None
+        step = step_of(model, x)
+        arms[f"distconv, {partition}"] = step, None
+        arms[f"distconv, {partition}, --check off"] = unchecked(step), None
     return timed(arms, rounds)
+
+
+def unchecked(step: Callable[[], None]) -> Callable[[], None]:
+    """The ranks do not compare what they hold."""
+
+    def work() -> None:
+        with settings.options({"check": "off"}):
+            step()
+
+    return work
 
 
 def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
