@@ -3,12 +3,12 @@
     NULL_CARD_ARITHMETIC=0 NULL_CARD_CONVOLUTIONS=0 python tests/null_card/build.py PYTHON benchmarks/gpu/null.py --save
 
 Nothing is computed, so that only work of the host remains: the program's, torch's, cuDNN's, the libraries' and the null
-card's own at each call. A step is forward, backward and the optimizer. It is measured in the processor's time of all threads, as the
-median of steps that take turns with those of torch as it is. Waits are calls that make the host wait for the card.
-mucudnn's plans are made before, ahead, within 64 MiB for each convolution: each row names how many kinds of
-convolution keep
-torch's own kernel, have another one, or are divided. A convolution here is one direction: forward, the gradient of the
-input, or that of the weight. distconv is one rank of four in a fake group, whose messages arrive at once.
+card's own at each call. A step is forward, backward and the optimizer. It is measured in the processor's time of all
+threads, as the median of steps that take turns with those of torch as it is. Waits are calls that make the host wait
+for the card. mucudnn's plans are made before, ahead, within 64 MiB for each convolution; the last
+column tells how many kinds of convolution keep torch's own kernel, have another one, and are divided. A convolution is
+one direction here: forward, the gradient of the input, or that of the weight. distconv is one rank of four in a fake
+group, whose messages arrive at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mucudnn.timing.measurement import Measurement
 
 RESULT = "null-card-steps"
 RANKS, WARM = 4, 3
-COUNTS = "waits", "executed", "launches"
+COUNTS, COUNTED = ("waits", "executed", "launches"), ("waits", "convolutions", "launches")
 PROGRAMS: dict[str, tuple[str, tuple[int, ...]]] = {
     "ResNet-18, 8 x 3 x 64²": ("resnet18", (8, 3, 64, 64)),
     "3-D U-Net, 4 x 1 x 32³": ("unet3d", (4, 1, 32, 32, 32)),
@@ -183,7 +183,7 @@ def unchecked(step: Callable[[], None]) -> Callable[[], None]:
 def row(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
     counts = [f"{found[count]:,}" for count in COUNTS]
     over = f"{found['over stock']:.0f}", f"{found['over stock, by convolution']:.1f}"
-    return name, *counts, f"{found['ms']:.2f}", *(over if found["over stock"] else ("-", "-")), found.get("plans", "")
+    return name, *counts, f"{found['ms']:.2f}", *(over if found["over stock"] else ("-", "-")), found.get("plans", "-")
 
 
 def main() -> None:
@@ -202,7 +202,7 @@ def main() -> None:
     let_messages_arrive_at_once()
     for program in PROGRAMS:
         figures[f"{program}, one rank of {RANKS}"] = distributed(program, chosen.rounds)
-    headings = "", "waits", "convolutions", "launches", "ms", "µs over torch", "by convolution", "stock / other / divided"
+    headings = "", *COUNTED, "ms", "µs over torch", "by convolution", "stock / other / divided"
     tables = [Table(program, headings, [row(*each) for each in found.items()]) for program, found in figures.items()]
     show(tables)
     if chosen.save:

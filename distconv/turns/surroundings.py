@@ -58,7 +58,7 @@ class Surroundings:
     def _again(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
             around.enter_context(torch.inference_mode(self.inference))
-            # Behind the inference mode, which sets this switch, too. Otherwise a backward of a GPU's tensors would wait for
+            # After the inference mode, which sets this switch, too. Else a backward of a GPU's tensors would wait for
             # autograd's thread of that GPU, which waits for the parts.
             around.enter_context(torch.autograd.set_multithreading_enabled(False))
             around.enter_context(torch.set_grad_enabled(self.grad))

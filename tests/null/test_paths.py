@@ -58,8 +58,11 @@ def test_what_ranks_disagree_about_is_told(ranks: Callable[..., Any]) -> None:
     assert first == second and first is not None and "(4, 2, 8, 6)" in first
 
 
+READ = "a stream reads what another one may not have written yet"
+
+
 def planted() -> list[str]:
-    """A fault on a rank; what was told to other processes of it."""
+    """The faults that a rank finds of itself, one of which it makes."""
     import null_card_order as order
 
     other = torch.cuda.Stream()
@@ -71,7 +74,7 @@ def planted() -> list[str]:
 
 def test_faults_of_ranks_are_found(ranks: Callable[..., Any], watched: None) -> None:
     for faults in ranks(planted):
-        assert [fault.splitlines()[0] for fault in faults] == ["a stream reads what another one may not have written yet"]
+        assert [fault.splitlines()[0] for fault in faults] == [READ]
 
 
 @pytest.mark.parametrize("memory", [None, 2048])

@@ -174,7 +174,9 @@ def in_order() -> Iterator[None]:
         yield
         return
     if FAULTS not in os.environ:
-        os.environ[FAULTS] = tempfile.NamedTemporaryFile(prefix="null-card-order-", delete=False).name
+        file, os.environ[FAULTS] = tempfile.mkstemp(prefix="null-card-order-")
+        os.close(file)
+        atexit.register(os.unlink, os.environ[FAULTS])
     path = Path(os.environ[FAULTS])
     known = len(path.read_text())
     yield
