@@ -4,7 +4,8 @@
    host as one more, keeps how far it knows that every other has come: a vector of clocks. Waiting for an event, a stream
    or the card joins two of them. Each byte that a copy, a fill, a convolution or an operator touched keeps who wrote it
    last, who has read it since, and when by that one's clock. Whoever touches it later must know of that time. All threads
-   of the host are one: what they tell each other is not seen. */
+   of the host are one: what they tell each other is not seen. A query whose answer is that an event has come counts as a
+   wait, and here that is always the answer. */
 #include "order.h"
 
 enum { HOST, MOST_ACTORS = 256, MOST_READERS = 8 };
