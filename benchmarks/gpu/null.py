@@ -76,7 +76,7 @@ def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def built(network: str) -> nn.Module:
-    """Without a linear layer at its end, as the null card has no cuBLAS."""
+    """Without a linear layer at its end, so that little but convolutions and norms is left."""
     torch.manual_seed(0)
     model = NETWORKS[network].build(width=WIDTH)
     if isinstance(getattr(model, "classifier", None), nn.Linear):

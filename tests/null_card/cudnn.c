@@ -219,25 +219,6 @@ API int cudnnBackendExecute(struct handle *h, descriptor plan, descriptor pack)
     return 0;
 }
 
-/* ---- batch norm, which torch takes here where nothing computes its operators: launched, as kernels.c does, in form ---- */
-typedef void *tensors; /* descriptors */
-static int normalize(struct handle *h)
-{
-    if (!is_handle(h)) return BAD_PARAM;
-    LOCK;
-    counted.launches++;
-    counted.uncomputed++;
-    UNLOCK;
-    submit(h->stream, 4e-6, 0, 0, 0);
-    return 0;
-}
-API int cudnnBatchNormalizationForwardTrainingEx(struct handle *h) { return normalize(h); }
-API int cudnnBatchNormalizationBackwardEx(struct handle *h) { return normalize(h); }
-API int cudnnBatchNormalizationForwardInference(struct handle *h) { return normalize(h); }
-API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(struct handle *h, int mode, int ops, tensors x, tensors z, tensors y, tensors scale, void *a, size_t *size) { *size = 0; return 0; }
-API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(struct handle *h, int mode, int ops, tensors x, tensors y, tensors dy, tensors dz, tensors dx, tensors scale, void *a, size_t *size) { *size = 0; return 0; }
-API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(struct handle *h, int mode, int ops, void *a, tensors x, size_t *size) { *size = 0; return 0; }
-
 /* ---- everything else: passed on, or, where it needs a handle, refused ---- */
 #define REFUSED(name) API int name(void) { SAY(1, "refused: " #name); return NOT_SUPPORTED; }
 #define THREE(before, after) REFUSED(before##Forward##after) REFUSED(before##BackwardData##after) REFUSED(before##BackwardFilter##after)
