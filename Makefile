@@ -50,7 +50,7 @@ test-newest: newest
 NULL_TESTS ?= tests/null tests/gpu
 
 test-null: newest
-	$(PYTHON) tests/null_card/build.py .venv-torch-$(NEWEST)/bin/python -m pytest --timeout 1200 $(NULL_TESTS)
+	NULL_CARD_ORDER=1 $(PYTHON) tests/null_card/build.py .venv-torch-$(NEWEST)/bin/python -m pytest --timeout 1200 $(NULL_TESTS)
 
 # Scripts of Lightning, accelerate and MONAI on many ranks; not part of `make test`.
 test-frameworks: .venv-frameworks/ready

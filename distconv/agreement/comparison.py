@@ -51,7 +51,8 @@ class Comparison:
             torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
         )
         told = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
-        numbers = torch.tensor(told, device="cpu").to(device, non_blocking=True)
+        # From memory that is not pinned a copy may wait for the stream.
+        numbers = torch.tensor(told, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
         mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])
         self._all = mine.new_empty(len(self._ranks) * FIELDS)
         self._work = all_gather(self._all, mine, whole_group(mesh), async_op=True)
@@ -123,7 +124,8 @@ def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
     """Their checksums, int64 of shape (n,)."""
     if not noted:
         return torch.zeros(0, dtype=torch.int64, device=device)
-    return torch.stack([each.checksum.to(device, non_blocking=True) for each in noted])
+    # To the host a copy that is not waited for would be read before it is made.
+    return torch.stack([each.checksum.to(device, non_blocking=device.type != "cpu") for each in noted])
 
 
 def _fingerprint(noted: Sequence[Noted]) -> int:

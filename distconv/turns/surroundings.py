@@ -57,8 +57,10 @@ class Surroundings:
     @contextlib.contextmanager
     def _again(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
-            around.enter_context(torch.autograd.set_multithreading_enabled(False))
             around.enter_context(torch.inference_mode(self.inference))
+            # After the inference mode, which sets this switch, too. Else a backward of a GPU's tensors would wait for
+            # autograd's thread of that GPU, which waits for the parts.
+            around.enter_context(torch.autograd.set_multithreading_enabled(False))
             around.enter_context(torch.set_grad_enabled(self.grad))
             for kind, enabled, dtype, cached in self.autocast:
                 around.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cached))

@@ -85,9 +85,8 @@ static void plane(int kind, double *x, const int64_t *X, double *w, const int64_
     }
 }
 
-void compute(const void *data)
+void compute(const struct convolution *given)
 {
-    const struct convolution *given = data;
     int kind = given->kind, spatial = given->t[0].rank - 2;
     struct dense x = dense_of(&given->t[0], kind == BACKWARD_DATA), w = dense_of(&given->t[1], kind == BACKWARD_FILTER), y = dense_of(&given->t[2], kind == FORWARD);
     int64_t padding[3] = {0, 0, 0}, stride[3] = {1, 1, 1}, dilation[3] = {1, 1, 1};

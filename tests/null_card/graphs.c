@@ -12,7 +12,14 @@ void add_to_graph(struct CUgraph_st *graph, double cost, work run, const void *d
 }
 API int null_card_is_capturing(cudaStream_t s) { return capture_of(stream_of(s)) != 0; }
 /* Puts a function of the host, which stands for a kernel, into the graph that is captured on a stream. */
-API void null_card_capture(cudaStream_t s, cudaHostFn_t function, void *data) { counted.launches++; cudaLaunchHostFunc(s, function, data); }
+struct kernel { void (*function)(void *data, cudaStream_t stream); void *data; };
+static void kernel_now(const void *data, cudaStream_t stream) { const struct kernel *k = data; k->function(k->data, stream); }
+API void null_card_capture(cudaStream_t s, void (*function)(void *, cudaStream_t), void *data)
+{
+    struct kernel k = {function, data};
+    counted.launches++;
+    submit(s, 5e-6, kernel_now, &k, sizeof k);
+}
 
 API cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode)
 {
@@ -76,8 +83,9 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s)
 {
     struct CUgraph_st *graph = (struct CUgraph_st *)e;
     submit(s, graph->cost + 5e-6, 0, 0, 0);
+    s = stream_of(s);
     for (size_t i = 0; i < graph->count; i++)
-        if (graph->nodes[i]->run) graph->nodes[i]->run(graph->nodes[i]->data);
+        if (graph->nodes[i]->run) graph->nodes[i]->run(graph->nodes[i]->data, s);
     return 0;
 }
 /* A graph is what its instances are, so neither is freed. */

@@ -68,6 +68,7 @@ static cudaError_t drop(void *at)
     LOCK;
     struct block *block = found_at((uintptr_t)at);
     if (!block || block->at != (uintptr_t)at) { UNLOCK; return failing(cudaErrorInvalidValue); }
+    order_forget(block->at, block->size);
     if (block->place == ON_CARD) { counted.frees++; counted.used -= whole(block->size); }
     if (block->raw) munmap(block->raw, block->raw_size);
     memmove(block, block + 1, (--count - (block - blocks)) * sizeof *blocks);
@@ -78,7 +79,7 @@ static cudaError_t drop(void *at)
 API void null_card_reset_peak(void) { counted.peak = counted.used; }
 API cudaError_t cudaMalloc(void **at, size_t n) { return take(at, n, ON_CARD); }
 API cudaError_t cudaMallocAsync(void **at, size_t n, cudaStream_t s) { return take(at, n, ON_CARD); }
-API cudaError_t cudaFree(void *at) { waited(); return drop(at); } /* CUDA's waits for the card */
+API cudaError_t cudaFree(void *at) { waited(); order_host_waits_for_all(); return drop(at); } /* CUDA's waits for the card */
 API cudaError_t cudaFreeAsync(void *at, cudaStream_t s) { return drop(at); }
 API cudaError_t cudaHostAlloc(void **at, size_t n, unsigned flags) { return take(at, n, PINNED); }
 API cudaError_t cudaFreeHost(void *at) { return drop(at); }

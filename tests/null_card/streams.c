@@ -34,7 +34,7 @@ void submit(cudaStream_t given, double cost, work run, const void *data, size_t 
     if (graph) add_to_graph(graph, cost, run, data, bytes);
     else stream->clock += cost;
     UNLOCK;
-    if (!graph && run) run(data);
+    if (!graph && run) run(data, stream);
 }
 void keep_busy(cudaStream_t given, double seconds)
 {
@@ -60,26 +60,30 @@ API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned flags, in
 }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, unsigned flags) { return cudaStreamCreateWithPriority(s, flags, 0); }
 API cudaError_t cudaStreamCreate(cudaStream_t *s) { return cudaStreamCreateWithPriority(s, 0, 0); }
-API cudaError_t cudaStreamDestroy(cudaStream_t s) { free(s); return 0; }
+API cudaError_t cudaStreamDestroy(cudaStream_t s) { order_forget_stream(s); free(s); return 0; }
 API cudaError_t cudaStreamGetPriority(cudaStream_t s, int *priority) { *priority = stream_of(s)->priority; return 0; }
 API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 API cudaError_t cudaStreamQuery(cudaStream_t s)
 {
     s = stream_of(s);
     if (capture_of(s)) return failing(cudaErrorStreamCaptureUnsupported);
-    return s->busy_until > now() ? cudaErrorNotReady : 0;
+    if (s->busy_until > now()) return cudaErrorNotReady;
+    order_host_waits(s);
+    return 0;
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t s)
 {
     s = stream_of(s);
     if (capture_of(s)) return failing(cudaErrorStreamCaptureUnsupported);
     wait_until(s->busy_until);
+    order_host_waits(s);
     return 0;
 }
 API cudaError_t cudaDeviceSynchronize(void)
 {
     if (capture_of(stream_of(0))) return failing(cudaErrorStreamCaptureUnsupported);
     wait_until(stream_of(0)->busy_until);
+    order_host_waits_for_all();
     return 0;
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags)
@@ -91,12 +95,13 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flag
     } else {
         if (e->clock > s->clock) s->clock = e->clock;
         if (e->busy_until > s->busy_until) s->busy_until = e->busy_until;
+        order_wait(s, e);
     }
     UNLOCK;
     return 0;
 }
 struct callback { cudaHostFn_t function; void *data; };
-static void call_now(const void *data) { const struct callback *c = data; c->function(c->data); }
+static void call_now(const void *data, cudaStream_t stream) { const struct callback *c = data; c->function(c->data); }
 API cudaError_t cudaLaunchHostFunc(cudaStream_t s, cudaHostFn_t function, void *data)
 {
     struct callback c = {function, data};
@@ -112,13 +117,13 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
     return 0;
 }
 API cudaError_t cudaEventCreate(cudaEvent_t *e) { return cudaEventCreateWithFlags(e, 0); }
-API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e); return 0; }
+API cudaError_t cudaEventDestroy(cudaEvent_t e) { free(e->known); free(e); return 0; }
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned flags)
 {
     LOCK;
     s = stream_of(s);
     e->capture = capture_of(s);
-    if (!e->capture) s->clock += 5e-7;
+    if (!e->capture) { s->clock += 5e-7; order_record(e, s); }
     e->clock = s->clock;
     e->busy_until = s->busy_until;
     e->recorded = 1;
@@ -129,18 +134,22 @@ API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEven
 API cudaError_t cudaEventQuery(cudaEvent_t e)
 {
     if (e->capture && !e->capture->has_ended) return failing(cudaErrorCapturedEvent);
-    return e->busy_until > now() ? cudaErrorNotReady : 0;
+    if (e->busy_until > now()) return cudaErrorNotReady;
+    order_host_waits_for_event(e);
+    return 0;
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t e)
 {
     if (e->capture && !e->capture->has_ended) return failing(cudaErrorCapturedEvent);
     wait_until(e->busy_until);
+    order_host_waits_for_event(e);
     return 0;
 }
 API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEvent_t to)
 {
     if ((from->flags | to->flags) & cudaEventDisableTiming || !from->recorded || !to->recorded) return failing(cudaErrorInvalidResourceHandle);
     if (from->busy_until > now() || to->busy_until > now()) return cudaErrorNotReady;
+    order_host_waits_for_event(to);
     *milliseconds = (float)((to->clock - from->clock) * 1e3);
     return 0;
 }

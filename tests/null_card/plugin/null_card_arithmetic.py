@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import null_card_operators as operators
+import null_card_order as order
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -36,11 +37,14 @@ class Arithmetic:
 
     def __init__(self, card: ctypes.CDLL) -> None:
         self._card = card
+        self._watch = order.begin(card)
         card.null_card_work.argtypes = ctypes.c_void_p, ctypes.c_double
         card.null_card_is_capturing.argtypes = (ctypes.c_void_p,)
-        self._captured: dict[int, Callable[[], None]] = {}
+        self._captured: dict[int, Callable[[int | None], None]] = {}
         self._numbers = itertools.count(1)
-        self._replay = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda number: self._captured[number]())
+        self._replay = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(
+            lambda number, stream: self._captured[number](stream)
+        )
         card.null_card_capture.argtypes = ctypes.c_void_p, type(self._replay), ctypes.c_void_p
         self._library = torch.library.Library("aten", "IMPL")
         copy = functools.partial(self._copy, torch.library.get_kernel("aten::copy_", "CUDA"))
@@ -54,14 +58,14 @@ class Arithmetic:
             random = torch.Tag.nondeterministic_seeded in operator.tags
             takes_generator = any(argument.name == "generator" for argument in operator._schema.arguments)
             kernel = functools.partial(
-                self._run, _Random(work, takes_generator) if random else _with_numbers(work, operator)
+                self._run, operator, _Random(work, takes_generator) if random else _with_numbers(work, operator)
             )
             self._library.impl(name.removeprefix("aten::"), kernel, "CUDA", allow_override=True)
 
     def _copy(self, stock: Any, keyset: Any, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
         """Copies between host and card are torch's own: it asks for one on the card where formats or types differ."""
         if to.is_cuda and source.is_cuda:
-            return self._run(torch.ops.aten.copy_.default, to, source)
+            return self._run(*2 * [torch.ops.aten.copy_.default], to, source)
         return stock.call_boxed(keyset, to, source, non_blocking)
 
     def _backward(self, stock: Any, keyset: Any, *args: Any) -> Any:
@@ -71,10 +75,10 @@ class Arithmetic:
         backend = torch._C._select_conv_backend(x, weight, None, *geometry, bias_sizes)
         if "Cudnn" in str(backend):
             return stock.call_boxed(keyset, *args)
-        return self._run(torch.ops.aten.convolution_backward.default, *args)
+        return self._run(*2 * [torch.ops.aten.convolution_backward.default], *args)
 
-    def _run(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The operator's result; while a graph is captured, what will be its result."""
+    def _run(self, operator: Any, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """An operator's result, which `work` computes; while a graph is captured, what will be its result."""
         given, shape = tree_flatten((args, kwargs))
         device = _device_of(given)
         stream = torch._C._cuda_getCurrentRawStream(device.index)
@@ -85,17 +89,23 @@ class Arithmetic:
         hosted = _Hosted(is_copied=is_captured)
         found, result_shape = tree_flatten(hosted.call(work, given, shape))
         made = [_on_card(value, hosted, device) for value in found]
+        touch = self._watch.touching(operator, args, kwargs, made) if self._watch else _nothing
         if not is_captured:
             for value, one in zip(found, made, strict=True):
                 _fill(one, value)
             self._card.null_card_work(stream, COST)
+            touch(stream)
         else:
-            self._captured[number := next(self._numbers)] = _again(work, given, shape, made)
+            self._captured[number := next(self._numbers)] = _again(work, given, shape, made, touch)
             self._card.null_card_capture(stream, self._replay, number)
         return tree_unflatten(made, result_shape)
 
 
 _KEPT: list[Arithmetic] = []
+
+
+def _nothing(stream: int | None) -> None:
+    """Nobody watches what an operator uses."""
 
 
 def _with_numbers(work: Callable[..., Any], operator: Any) -> Callable[..., Any]:
@@ -208,16 +218,19 @@ def _fill(one: Any, value: Any) -> None:
         over(one).copy_(value)
 
 
-def _again(work: Callable[..., Any], given: Sequence[Any], shape: Any, made: Sequence[Any]) -> Callable[[], None]:
+def _again(
+    work: Callable[..., Any], given: Sequence[Any], shape: Any, made: Sequence[Any], touch: Callable[[int | None], None]
+) -> Callable[[int | None], None]:
     """The operator once more on the same memory, which a graph keeps; tensors it does not."""
     held = [_Hosted().twin(value) for value in given]
     ends = [over(one) if isinstance(one, torch.Tensor) and one.is_cuda else one for one in made]
     args, kwargs = tree_unflatten(held, shape)
 
-    def again() -> None:
+    def again(stream: int | None) -> None:
         with torch.no_grad():
             for value, end in zip(tree_flatten(work(*args, **kwargs))[0], ends, strict=True):
                 if isinstance(end, torch.Tensor) and end.data_ptr() != value.data_ptr():
                     end.copy_(value)
+        touch(stream)
 
     return again

@@ -1,0 +1,97 @@
+"""distconv's own streams and staging on the null card: their results, while the card watches the order of uses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import Ranks, missing_for_mpi
+from torch import nn
+
+import distconv
+from distconv.agreement.disagreement import Disagreement
+from distconv.model.parallelize import distributed_script
+from distconv.turns import pager
+
+
+@pytest.fixture(scope="module", params=["gloo", "mpi"])
+def ranks(request: pytest.FixtureRequest, card: Any) -> Iterator[Callable[..., Any]]:
+    """ranks(function, *args) runs a function on two processes."""
+    if request.param == "mpi" and (reason := missing_for_mpi()):
+        pytest.skip(reason)
+    pool = Ranks(2, request.param)
+    yield pool.run
+    pool.close()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+
+def script(shift: float) -> str | None:
+    """Trains for some steps; the line of the disagreement, if there is one. Each rank's data differ by the shift."""
+    mesh = distconv.init("height=2", device_type="cuda")
+    model = net().cuda()
+    x = torch.ones(4, 2, 8, 6).cuda() + shift * torch.distributed.get_rank()
+    try:
+        with distributed_script(mesh):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+    except Disagreement as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_agree_train(ranks: Callable[..., Any]) -> None:
+    assert ranks(script, 0.0) == [None, None]
+
+
+def test_what_ranks_disagree_about_is_told(ranks: Callable[..., Any]) -> None:
+    first, second = ranks(script, 1.0)
+    assert first == second and first is not None and "(4, 2, 8, 6)" in first
+
+
+READ = "a stream reads what another one may not have written yet"
+
+
+def planted() -> list[str]:
+    """The faults that a rank finds of itself, one of which it makes."""
+    import null_card_order as order
+
+    other = torch.cuda.Stream()
+    x = torch.ones(100, device="cuda")
+    with order.collected() as faults, torch.cuda.stream(other):
+        x + 1
+    return faults
+
+
+def test_faults_of_ranks_are_found(ranks: Callable[..., Any], watched: None) -> None:
+    for faults in ranks(planted):
+        assert [fault.splitlines()[0] for fault in faults] == [READ]
+
+
+@pytest.mark.parametrize("memory", [None, 2048])
+def test_parts_in_turn_equal_the_whole(memory: int | None, card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "LEAST", 64)
+    plain = net().double().cuda()
+    model = distconv.in_turn(copy.deepcopy(plain), "height=4", memory=memory)
+    x = torch.randn(2, 2, 16, 12, dtype=torch.float64, device="cuda")
+    for found, expected in zip(gradients(model, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(found, expected)
+    if memory is not None:
+        used = pager.pager_of("cuda", memory)
+        assert used.written and used.read
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of the parameters."""
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
