@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,9 +77,11 @@ def all_gather(members: Sequence[Given]) -> None:
 
 def all_gather_single(members: Sequence[Given]) -> None:
     """Every member gets the inputs of all, one after another."""
-    for member in members:
-        for at, output in enumerate(member.outputs):
-            torch.cat([source.inputs[at].reshape(-1) for source in members], out=output.view(-1))
+    first, *others = members
+    for at, made in enumerate(first.outputs):
+        torch.cat([source.inputs[at].view(-1) for source in members], out=made.view(-1))
+        for other in others:
+            other.outputs[at].view(-1).copy_(made.view(-1))
 
 
 def reduce_scatter_single(members: Sequence[Given]) -> None:
@@ -95,21 +96,6 @@ def reduce_scatter(members: Sequence[Given]) -> None:
     """Member i gets the reduction of everyone's input i; ``numbers``: the operation."""
     for at, member in enumerate(members):
         member.outputs[0].copy_(reduced([each.inputs[at] for each in members], member.numbers))
-
-
-def all_to_all_single(members: Sequence[Given]) -> None:
-    """Member i gets from each its i-th rows; ``numbers``: how many rows each member sends to every other, and gets."""
-    starts = [list(itertools.accumulate(member.numbers[0], initial=0)) for member in members]
-    for at, member in enumerate(members):
-        position = 0
-        for source, rows, start in zip(members, member.numbers[1], starts, strict=True):
-            if source.numbers[0][at] != rows:
-                raise ValueError(
-                    f"all_to_all_single: member {at} expects {rows} rows, and gets {source.numbers[0][at]}"
-                )
-            if rows:
-                member.outputs[0].narrow(0, position, rows).copy_(source.inputs[0].narrow(0, start[at], rows))
-            position += rows
 
 
 def all_to_all(members: Sequence[Given]) -> None:
@@ -135,10 +121,6 @@ def barrier(members: Sequence[Given]) -> None:
     """Nothing moves."""
 
 
-def received(at: int, given: Given) -> int:
-    """The bytes that a member gets in a collective, without the rows that it sends to itself in an all-to-all."""
-    total = sum(x.nbytes for x in given.outputs or given.inputs)
-    if isinstance(given.numbers, tuple) and isinstance(given.numbers[1], list):
-        (output,), (_, rows) = given.outputs, given.numbers
-        total -= total // max(output.shape[0], 1) * rows[at]
-    return total
+def received(given: Given) -> int:
+    """The bytes that a member gets in a collective."""
+    return sum(x.nbytes for x in given.outputs or given.inputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,7 @@ def follow(
     whole = watch.memory.now
     parts = None if partition is None or partition.ranks == 1 else parts_of(partition, "cpu")
     before = parts.moved if parts else 0
-    with _shapes_uncounted(watch), instead(pager), shapes_followed(), shapes, watch:
+    with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes, watch:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
@@ -122,6 +122,19 @@ class _Shapes(Pager):
     def __init__(self) -> None:
         super().__init__("meta")
         self._place = _Nowhere()
+        self.of_thread = threading.local()
+
+    @property
+    def propagates(self) -> bool:
+        """Whether this thread runs an operator only to learn the shapes of its results."""
+        return getattr(self.of_thread, "propagates", False)
+
+    def begin(self, tensors: Iterable[Tensor], changes: bool) -> dict[int, Any]:
+        return {} if self.propagates else super().begin(tensors, changes)
+
+    def end(self, results: Iterable[Tensor], given: set[int], used: dict[int, Any]) -> None:
+        if not self.propagates:
+            super().end(results, given, used)
 
     def _may_leave(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "meta"
@@ -136,10 +149,9 @@ class _Shapes(Pager):
 class _Watch(TorchDispatchMode):
     """Sees the operators of all parts, and of the caller."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: _Shapes) -> None:
         super().__init__()
         self.memory, self.peak, self.operations = Memory(), 0, 0
-        self.of_thread = threading.local()
         self._pager = pager
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +159,7 @@ class _Watch(TorchDispatchMode):
             return NotImplemented  # what is beneath comes by itself
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not getattr(self.of_thread, "propagates", False):
+        if not self._pager.propagates:
             self.count(result)
             if func.overloadpacket in flop_registry:
                 self.operations += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
@@ -160,16 +172,16 @@ class _Watch(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _shapes_uncounted(watch: _Watch) -> Iterator[None]:
+def _shapes_uncounted(pager: _Shapes) -> Iterator[None]:
     """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted."""
     propagate: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def uncounted(propagator: Any, schema: Any) -> Any:
-        watch.of_thread.propagates = True
+        pager.of_thread.propagates = True
         try:
             return propagate(propagator, schema)
         finally:
-            watch.of_thread.propagates = False
+            pager.of_thread.propagates = False
 
     ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
     try:

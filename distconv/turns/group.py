@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,9 @@ from torch import Tensor
 from distconv.turns import collectives
 from distconv.turns.baton import Baton, Disagreement
 from distconv.turns.collectives import Given
+from distconv.turns.rounds import Collective, CommonRound, Round, RowsRound
 
 BACKEND = "in_turn"
-
-Collective = Callable[[Sequence[Given]], None]
-
-
-class _Round:
-    """One collective, which the last member that comes does for all."""
-
-    def __init__(self, collective: Collective, size: int) -> None:
-        self.collective = collective
-        self.given: list[Given | None] = [None] * size
-        self.done = False
 
 
 class Meetings:
@@ -34,23 +24,19 @@ class Meetings:
         self.baton: Baton | None = None
         self.moved = 0
         """Bytes that members got in collectives, beside what was their own."""
-        self._rounds: dict[tuple[object, int], _Round] = {}
+        self._rounds: dict[tuple[object, int], Round] = {}
 
-    def bring(self, group: object, number: int, collective: Collective, at: int, size: int, given: Given) -> _Round:
-        """A member has come to the collective of a number in its group."""
-        found = self._rounds.setdefault((group, number), _Round(collective, size))
-        if found.collective is not collective:
-            names = found.collective.__name__, collective.__name__
+    def bring(self, group: object, number: int, round: Round, at: int, given: Given) -> Round:
+        """A member has come to the collective of a number in its group; ``round`` is begun if it is the first one."""
+        found = self._rounds.setdefault((group, number), round)
+        if found.name != round.name:
             raise Disagreement(
-                f"the parts are in unlike collectives: {names[0]}, and part {at} of the group {names[1]}"
+                f"the parts are in unlike collectives: {found.name}, and part {at} of the group {round.name}"
             )
-        found.given[at] = given
-        if None not in found.given:
+        with torch.inference_mode():
+            self.moved += found.bring(at, given)
+        if not found.missing:
             del self._rounds[group, number]
-            with torch.inference_mode():
-                collective(found.given)  # type: ignore[arg-type]
-            self.moved += sum(map(collectives.received, range(size), found.given))  # type: ignore[arg-type]
-            found.given, found.done = [], True
         return found
 
     def forget(self) -> None:
@@ -61,13 +47,12 @@ class Meetings:
 class TurnWork(dist.Work):
     """A collective that goes on while other parts run."""
 
-    def __init__(self, group: TurnGroup, round: _Round, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, group: TurnGroup, round: Round, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         self._group, self._round, self._outputs = group, round, list(outputs)
 
     def wait(self, timeout: Any = None) -> bool:
-        if not self._round.done:
-            self._group.wait(self._round)
+        self._group.wait(self._round)
         return True
 
     def is_completed(self) -> bool:
@@ -75,7 +60,7 @@ class TurnWork(dist.Work):
         return self.wait()
 
     def is_success(self) -> bool:
-        return self._round.done
+        return self._group.is_served(self._round)
 
     def exception(self) -> BaseException | None:
         return None
@@ -125,15 +110,25 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         """After a failure members have come to different numbers of collectives."""
         self._number = 0
 
-    def wait(self, round: _Round) -> None:
-        """Lets other parts run until a collective is done."""
-        assert self._meetings.baton is not None
-        self._meetings.baton.wait(self._part, lambda: round.done, round.collective.__name__)
+    def is_served(self, round: Round) -> bool:
+        """Whether this part may go on after a collective."""
+        return round.serves(self._rank)
+
+    def wait(self, round: Round) -> None:
+        """Lets other parts run until this one may go on."""
+        if not self.is_served(round):
+            assert self._meetings.baton is not None
+            self._meetings.baton.wait(self._part, lambda: self.is_served(round), round.name)
+        with torch.inference_mode():
+            round.leave(self._rank)
 
     def _bring(self, collective: Collective, given: Given) -> TurnWork:
+        return self._come(CommonRound(collective, self._size), given)
+
+    def _come(self, round: Round, given: Given) -> TurnWork:
         number, self._number = self._number, self._number + 1
-        round = self._meetings.bring(self._key, number, collective, self._rank, self._size, given)
-        return TurnWork(self, round, given.outputs or given.inputs)
+        found = self._meetings.bring(self._key, number, round, self._rank, given)
+        return TurnWork(self, found, given.outputs or given.inputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         return self._bring(collectives.all_reduce, Given(tensors, (), (opts or dist.AllreduceOptions()).reduceOp))
@@ -183,7 +178,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
             list(sizes) if sizes else [tensor.shape[0] // self._size] * self._size
             for tensor, sizes in ((source, input_split_sizes), (output, output_split_sizes))
         )
-        return self._bring(collectives.all_to_all_single, Given([source], [output], (sent, received)))
+        return self._come(RowsRound(self._size), Given([source], [output], (sent, received)))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         return self._bring(collectives.all_to_all, Given(inputs, outputs))

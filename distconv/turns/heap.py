@@ -8,7 +8,7 @@ import mmap
 from typing import Any
 
 KEPT = 8
-"""Of the most that was used, the heap may keep one part in so many of pages that were freed."""
+"""Beside what is used, the heap may keep freed pages of one part in so many of that."""
 
 _ARENA_MAX = -8  # as in malloc.h
 
@@ -43,32 +43,44 @@ def share_one_arena() -> None:
 
 
 class Heap:
-    """Watches the heap of this process."""
+    """Watches the heap of this process while parts run.
+
+    glibc keeps freed blocks of up to 32 MiB for blocks that will fit there, which those of another part or layer often
+    do not. To give all back at once, as MALLOC_MMAP_THRESHOLD_ makes it do, costs more time, for pages that come again
+    are set up anew. So freed pages are kept while they do not make the process larger than it has to be anyway.
+    """
 
     def __init__(self) -> None:
         self._used = 0
-        """The most bytes that were used at once."""
-        self._other: int | None = None
-        """The least bytes that were resident and not used: code, what Python holds, and freed pages."""
+        """The most bytes that were found used at once."""
+        self._other = 0
+        """Bytes that were resident and not used when freed pages were last given back: code, and what Python holds."""
 
     def tidy(self) -> None:
-        """Gives freed memory back to the system where pages of it take more than an eighth of what was used at most.
+        """Between turns: gives freed pages back where more is resident than was used at most, and an eighth of that."""
+        library = _glibc()
+        if library is not None and _resident() > self._other + self._used + self._used // KEPT:
+            self._give_back(library)
 
-        glibc keeps freed blocks of up to 32 MiB for blocks that will fit there, which those of another part or layer
-        often do not. To give all back at once, as MALLOC_MMAP_THRESHOLD_ makes it do, costs more time, for pages that
-        come again are set up anew.
-        """
+    def settle(self) -> None:
+        """After all turns: gives freed pages back where they are more than an eighth of what is used."""
         library = _glibc()
         if library is None:
             return
-        figures = library.mallinfo2()
-        used = figures.uordblks + figures.hblkhd
-        self._used = max(self._used, used)
-        other = _resident() - used
-        if self._other is not None and other - self._other > self._used // KEPT:
-            library.malloc_trim(0)
-            other = _resident() - used
-        self._other = other if self._other is None else min(self._other, other)
+        used = _used(library)
+        if _resident() - self._other > used + used // KEPT:
+            self._give_back(library)
+
+    def _give_back(self, library: Any) -> None:
+        used = _used(library)
+        library.malloc_trim(0)
+        self._used, self._other = max(self._used, used), _resident() - used
+
+
+def _used(library: Any) -> int:
+    """Bytes that are not freed."""
+    figures = library.mallinfo2()
+    return int(figures.uordblks + figures.hblkhd)
 
 
 def _resident() -> int:

@@ -82,6 +82,7 @@ class Parts:
                 raise
             finally:
                 self._work, self._states, self._results = self._enter, (), []
+                self._heap.settle()
 
     @property
     def moved(self) -> int:

@@ -15,14 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.normalization.combining import (
-    Share,
-    combined,
-)
-from distconv.rules.normalization.moments import (
-    moments,
-    precise,
-)
+from distconv.rules.normalization.combining import Share, combined, of_all
+from distconv.rules.normalization.moments import moments, precise
 from distconv.rules.normalization.running import move
 from distconv.rules.normalization.statistics import (
     Pool,
@@ -62,6 +56,8 @@ class Groups:
     """Elements of a group."""
     kept: tuple[Placement, ...]
     """The layout of a table (samples, groups) of the statistics."""
+    apart: bool
+    """Whether some group has channels on several ranks."""
 
 
 @planned(4096)
@@ -78,16 +74,16 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     kept = tuple(p if p == Shard(0) or (p == Shard(1) and not apart) else Replicate() for p in placements)
     total = size * math.prod(shape[2:])
     if not axes:
-        return Groups(columns, index, None, total, kept)
+        return Groups(columns, index, None, total, kept, apart)
     counts = []
     for box in boxes_along(mesh, placements, shape, axes):
         positions = math.prod(stop - start for start, stop in box[2:])
         has = [0] * columns
         for channel in range(*box[1]):
             has[channel // size - before] += positions
-        counts.append(tuple(has))
+        counts.append(tuple(has) if apart else (size * positions,))
     among = Share(joint_group(mesh, axes), joint_order(mesh, axes)[1], tuple(counts), total)
-    return Groups(columns, index, among, total, kept)
+    return Groups(columns, index, among, total, kept, apart)
 
 
 def _positions(local: Tensor) -> int:
@@ -97,14 +93,18 @@ def _positions(local: Tensor) -> int:
 def _group_moments(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (samples here, columns), over all ranks."""
     samples, channels, positions = local.shape[0], local.shape[1], _positions(local)
+    if not groups.apart:
+        rows = local.reshape(1, samples * groups.columns, channels // max(groups.columns, 1) * positions)
+        found = moments(rows) if groups.share is None else of_all(*moments(rows), groups.share)
+        mean, variance = (v.view(samples, groups.columns) for v in found)
+        return mean, variance
+    assert groups.share is not None, "a group lies on several ranks"
     means, variances = (v.view(samples, channels) for v in moments(local.reshape(1, samples * channels, positions)))
     has = torch.zeros(groups.columns, dtype=means.dtype, device=means.device)
     has.index_add_(0, index, torch.ones_like(index, dtype=means.dtype))
     empty = means.new_zeros(samples, groups.columns)
     mean = empty.index_add(1, index, means) / has.clamp(min=1)
     deviations = empty.index_add(1, index, positions * (variances + (means - mean[:, index]).square()))
-    if groups.share is None:
-        return mean, deviations / groups.total
     return combined(mean, deviations, groups.share)
 
 
@@ -137,7 +137,7 @@ def group_norm(
         mean, variance = _group_moments(local, groups, index)
         square = variance + eps
         wide = local.reshape(1, -1, _positions(local)) if local.numel() else local
-        w, b = (None if v is None else v.repeat(here) for v in (w, b))
+        w, b = (v if v is None or here == 1 else v.repeat(here) for v in (w, b))
         y = normalize(wide, mean[:, index].flatten(), square[:, index].flatten(), w, b).view(local.shape)
         inverse = torch.rsqrt(square)
     shape = samples, group

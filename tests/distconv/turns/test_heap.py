@@ -13,23 +13,36 @@ BLOCK, COUNT, BETWEEN = 100_000, 5000, 4000
 
 
 @pytest.mark.skipif(heap._glibc() is None, reason="the C library is not glibc 2.33 or later")
-def test_freed_blocks_go_back_where_they_are_much_of_what_was_used() -> None:
+def test_freed_blocks_go_back_where_the_process_would_become_larger() -> None:
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     watch = heap.Heap()
     watch.tidy()
-    blocks = [(library.malloc(BLOCK), library.malloc(BETWEEN)) for _ in range(COUNT)]
-    for block, _ in blocks:
-        ctypes.memset(block, 1, BLOCK)
+
+    def made(size: int, count: int) -> list[int]:
+        """Blocks, which are all resident."""
+        blocks = [library.malloc(size) for _ in range(count)]
+        for block in blocks:
+            ctypes.memset(block, 1, size)
+        return blocks
+
+    pairs = [made(BLOCK, 1) + made(BETWEEN, 1) for _ in range(COUNT)]
     watch.tidy()
-    for block, _ in blocks[: COUNT // 100]:
-        library.free(block)
     before = heap._resident()
-    watch.tidy()
-    assert before - heap._resident() < BLOCK
-    for block, _ in blocks[COUNT // 100 :]:
+    for block, _ in pairs[: COUNT // 100]:
+        library.free(block)
+    watch.settle()
+    assert before - heap._resident() < BLOCK  # they are few
+    for block, _ in pairs[COUNT // 100 :]:
         library.free(block)
     watch.tidy()
+    assert before - heap._resident() < BLOCK  # others may fit there
+    larger = made(2 * BLOCK, COUNT // 2)
+    watch.tidy()
+    assert heap._resident() < before + BLOCK * COUNT // 4
+    for block in larger:
+        library.free(block)
+    watch.settle()
     assert before - heap._resident() > BLOCK * COUNT // 2
-    for _, between in blocks:
+    for _, between in pairs:
         library.free(between)

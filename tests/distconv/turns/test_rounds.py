@@ -1,0 +1,58 @@
+"""In an all-to-all of rows each member goes on as soon as it has its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from distconv.turns.collectives import Given
+from distconv.turns.rounds import RowsRound
+
+MEMBERS = 4
+
+
+def brought(at: int) -> Given:
+    """A row for each neighbour, which holds who sends it and who gets it."""
+    counts = [int(abs(at - other) == 1) for other in range(MEMBERS)]
+    rows = [[at, other] for other in range(MEMBERS) if counts[other]]
+    return Given([torch.tensor(rows)], [torch.full((sum(counts), 2), -1)], (counts, counts))
+
+
+def expected(at: int) -> Tensor:
+    return torch.tensor([[other, at] for other in range(MEMBERS) if abs(at - other) == 1])
+
+
+def test_a_member_goes_on_when_its_neighbours_have_come() -> None:
+    all_given = [brought(at) for at in range(MEMBERS)]
+    one = RowsRound(MEMBERS)
+    assert one.bring(0, all_given[0]) == 0
+    assert not one.serves(0)
+    assert one.bring(1, all_given[1]) == 2 * all_given[0].outputs[0].nbytes
+    assert one.serves(0)
+    assert not one.serves(1)
+    assert all_given[0].outputs[0].equal(expected(0))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_what_was_brought_may_be_changed_by_who_has_gone_on(order: tuple[int, ...]) -> None:
+    all_given = [brought(at) for at in range(MEMBERS)]
+    one, gone = RowsRound(MEMBERS), set()
+    for at in order:
+        one.bring(at, all_given[at])
+        for other in order[: order.index(at) + 1]:
+            if other not in gone and one.serves(other):
+                one.leave(other)
+                all_given[other].inputs[0].fill_(-2)
+                gone.add(other)
+    assert gone == set(range(MEMBERS))
+    assert not one.missing
+    for at, given in enumerate(all_given):
+        assert given.outputs[0].equal(expected(at))
+
+
+def test_members_that_disagree_on_rows_are_told() -> None:
+    one = RowsRound(2)
+    one.bring(0, Given([torch.zeros(2, 1)], [torch.zeros(0, 1)], ([0, 2], [0, 0])))
+    with pytest.raises(ValueError, match="member 1 expects 1 rows, and gets 2"):
+        one.bring(1, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [1, 0])))
