@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from distconv.turns import pager
 from distconv.turns.following import follow
 from distconv.turns.parts import parts_of
 from mucudnn.networks.models import NETWORKS
+from tests.forked_python import run_python
 
 LIMIT = 1 << 21
 
@@ -112,32 +114,32 @@ for step in range(3):
 """
 
 
-def test_a_scripts_calls_are_told_before_they_are_computed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def checked(script: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What `distconv check --parts height=4` tells of a script."""
+    return run_python("-m", "distconv", "check", "--parts", "height=4", *options, script)
+
+
+def test_a_scripts_calls_are_told_before_they_are_computed(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    assert main_of(["--parts", "height=4", str(script)], monkeypatch) == 0
-    out = capsys.readouterr().out
-    assert "step" not in out  # the script ends with its first optimizer step
-    assert out.count("Sequential, height=4, in turn: the tensors take at most") == 2
-    assert main_of(["--parts", "height=4", "--memory", "256KiB", "--json", str(script)], monkeypatch) == 0
-    infers, trains = json.loads(capsys.readouterr().out.partition("\n")[2])
+    told = checked(script)
+    assert told.returncode == 0, told.stderr
+    assert "step" not in told.stdout  # the script ends with its first optimizer step
+    assert told.stdout.count("Sequential, height=4, in turn: the tensors take at most") == 2
+    infers, trains = json.loads(checked(script, "--memory", "256KiB", "--json").stdout.partition("\n")[2])
     assert infers["inputs"] == [[1, 1, 128, 128]] and trains["inputs"] == [[2, 1, 128, 128]]
     assert trains["followed"]["spilled"] > 0 and trains["alone"]["operations"] > 2 * infers["alone"]["operations"]
 
 
-def test_a_script_that_fails_or_has_nothing_to_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_that_fails_or_has_nothing_to_cut(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import torch\nprint(torch.nn.Linear(2, 2)(torch.ones(1, 2)).shape)")
-    assert main_of(["--parts", "height=4", str(script)], monkeypatch) == 0
-    assert "No model of the script can be cut as height=4" in capsys.readouterr().out
+    told = checked(script)
+    assert told.returncode == 0 and "No model of the script can be cut as height=4" in told.stdout
     script.write_text("raise OSError('no data')")
-    assert main_of(["--parts", "height=4", str(script)], monkeypatch) == 1
-    assert f"ended with OSError: no data (at {script.name}:1)" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
-    assert main_of(["--parts", "height=4", str(tmp_path / "absent.py")], monkeypatch) == 2
+    told = checked(script)
+    assert told.returncode == 1 and "ended with OSError: no data (at " in told.stderr
+    assert checked(tmp_path / "absent.py").returncode == 2
 
 
 @pytest.mark.parametrize(
