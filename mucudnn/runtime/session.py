@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -35,6 +36,8 @@ from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 from mucudnn.warning import warn
 
+T = TypeVar("T")
+
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
 has the decisions that were made first made anew, from the database, where it comes back to their shapes."""
@@ -43,9 +46,15 @@ _HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says when the host's memory is used up; it has a type of error for that on a GPU only."""
 
 
-def ends_measurement(error: RuntimeError) -> bool:
-    """Whether an error ends a measurement and not the program: the convolution is then left to torch."""
-    return isinstance(error, torch.OutOfMemoryError | CudnnError) or _HOSTS_MEMORY in str(error)
+def _measured(what: str, plan: Callable[[], T | None]) -> T | None:
+    """The plan that is measured now; None, with a warning, where memory or cuDNN ends the measurement."""
+    try:
+        return plan()
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):
+            raise
+        warn(f"{what} is left to torch, as it could not be measured: {error}")
+        return None
 
 
 _log = logging.getLogger("mucudnn")
@@ -102,13 +111,8 @@ class Session:
             return None
         with self._lock:
             if key not in self.decisions:
-                try:
-                    self.decisions[key] = self._decision(key, call)
-                except RuntimeError as error:
-                    if not ends_measurement(error):
-                        raise
-                    warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
-                    self.decisions[key] = None
+                what = f"{call.direction} of a convolution"
+                self.decisions[key] = _measured(what, lambda: self._decision(key, call))
             return self.decisions[key]
 
     def records(self) -> list[Record]:
@@ -180,13 +184,7 @@ class Session:
     def _shared_plan(self, call: Call) -> FixedLimit | None:
         """The plan on which all ranks agree for a call; `None` where torch's own kernel computes it."""
         with self._lock:
-            try:
-                return self._fixed_limit(call)
-            except RuntimeError as error:
-                if not ends_measurement(error):
-                    raise
-                warn(f"{call.direction} of a convolution is left to torch, as it could not be measured: {error}")
-                return None
+            return _measured(f"{call.direction} of a convolution", lambda: self._fixed_limit(call))
 
     def _step_budget(self, allowance: Allowance, call: Call, live: LivePlanning | None) -> StepBudget | None:
         problem = call.problem()
@@ -232,14 +230,10 @@ class Session:
             met = self._met(call)
             assert met is not None, "it was met before"
             planner, measurement = met
-            try:
-                return _working(planner, planner.plan(measurement, limit), measurement)
-            except RuntimeError as error:
-                if not ends_measurement(error):
-                    raise
-                what = f"{call.direction} of {measurement.problem}"
-                warn(f"{what} is left to torch, as it could not be measured: {error}")
-                return None
+            return _measured(
+                f"{call.direction} of {measurement.problem}",
+                lambda: _working(planner, planner.plan(measurement, limit), measurement),
+            )
 
     def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
         """The planner of a call and its measurement; None for a call that is not divided."""
