@@ -84,6 +84,7 @@ class Exploration:
         warm_ups: int = 0,
         launches: dict[Key, list[float]] | None = None,
         smallest_first: bool = False,
+        any_gain: bool = False,
     ) -> None:
         """
         Args:
@@ -96,7 +97,10 @@ class Exploration:
             warm_ups: the number of first times of a launch that do not count, because they include loading kernels.
             launches: {launch: times}, shared with explorations of the same convolution within other limits.
             smallest_first: as `Launches` has it.
+            any_gain: whether launches are tried that may beat the baseline though not the best division so far: where
+                the limit may become smaller later, those with less workspace are of interest.
         """
+        self._any_gain = any_gain
         self._name, self._overhead, self._margins, self._warm_ups = baseline, overhead, margins, warm_ups
         self.launches = Launches(variants, baseline, launches, smallest_first)
         self.settled: Settled | None = None
@@ -185,7 +189,9 @@ class Exploration:
         return min(self._best() if best is None else best, (1 - margin) * self.baseline_seconds)
 
     def _best(self) -> float:
-        """Expected seconds of the fastest division so far."""
+        """Expected seconds of the fastest division so far, which others must beat; if any gain will do, infinite."""
+        if self._any_gain:
+            return math.inf
         return min((division.seconds for _, division in self.launches.wholes()), default=math.inf)
 
     def end_survey(self) -> None:

@@ -90,7 +90,7 @@ def planner_on(device: torch.device, policy: str = "undivided") -> Planner:
 
 def algorithms(device: torch.device, problem: ConvProblem) -> dict[str, Provider]:
     """Who serves the problem, by algorithm, torch's own kernel left out."""
-    named = planner_on(device).providers(problem).items()
+    named = planner_on(device).offers.providers(problem).items()
     return {name: who for name, who in named if name != "stock" and who.serves(problem, name)}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import torch
 
@@ -20,6 +22,8 @@ from benchmarks.gpu.contact import (
     precise,
 )
 from mucudnn.convolution.problem import Dim, Direction
+from mucudnn.optimizer import Option
+from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.backend import Behavior
 from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.device import H200, Device
@@ -27,6 +31,8 @@ from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Engine, Graph
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import CudnnError
+from mucudnn.timing.measurement import Candidate, Measurement
+from mucudnn.timing.schedule import LaunchError
 
 FINALIZING_SECONDS = 30.0
 """Of the question how long plans take to be finalized; engines that compile may take seconds each."""
@@ -126,12 +132,13 @@ def older_against_engines(device: torch.device) -> Answer:
         with precise("float32"):
             problem = alexnet_conv2(device, direction)
             planner = planner_on(device)
-            plan = planner.plan(planner.measurement(problem), LIMIT)
-        best = {}
-        for kind in ("legacy_", "eng"):
-            options = [o for o in plan.options.get(Dim.BATCH, ()) if o.algorithm.startswith(kind)]
-            best[kind] = min(options, key=lambda option: option.seconds, default=None)
-        older, engine = best["legacy_"], best["eng"]
+            measurement = planner.measurement(problem)
+            timed = _timed_undivided(measurement, planner.offers.candidates(problem, Dim.BATCH))
+            stock_seconds = measurement.stock_seconds()
+        older, engine = (
+            min((o for o in timed if o.algorithm.startswith(kind)), key=lambda option: option.seconds, default=None)
+            for kind in ("legacy_", "eng")
+        )
         wins += older is not None and (engine is None or older.seconds < engine.seconds)
         told.append(
             f"{direction}: "
@@ -139,9 +146,21 @@ def older_against_engines(device: torch.device) -> Answer:
                 f"{'-' if o is None else f'{o.algorithm} {milliseconds(o.seconds)} {o.workspace / MIB:.0f} MiB'}"
                 for o in (older, engine)
             )
-            + f", torch {milliseconds(plan.stock_seconds)}"
+            + f", torch {milliseconds(stock_seconds)}"
         )
     return Answer(f"the older one is faster in {wins} of {len(Direction)}", "; ".join(told))
+
+
+def _timed_undivided(measurement: Measurement, candidates: Iterable[Candidate]) -> list[Option]:
+    """The algorithms that compute the whole within the limit, with their times."""
+    whole, found = measurement.problem.extent, []
+    for candidate in candidates:
+        need = measurement.workspace(candidate, Dim.BATCH, whole) if candidate[1] != STOCK else None
+        if need is not None and need <= LIMIT:
+            with suppress(LaunchError):
+                seconds = measurement.seconds(candidate, Dim.BATCH, whole, math.inf)
+                found.append(Option(whole, candidate[1], seconds, need))
+    return found
 
 
 def _card(device: torch.device) -> Card:

@@ -78,11 +78,17 @@ class Search:
         return (self.stock_workspace or 0) <= self.limit
 
     @property
+    def is_for_less(self) -> bool:
+        """Whether divisions within less than the limit are of interest, too: of a total a convolution gets a share, and
+        what is measured without a limit is to answer for every limit."""
+        return self.limit == math.inf or self.settings.total_workspace_size is not None
+
+    @property
     def terms(self) -> dict[str, Any]:
         """What decides on the plan besides the problem and the environment."""
         settings = self.settings
         terms = {"limit": str(self.limit), "policy": settings.policy, "engines": settings.engines}
-        return {**terms, "check": settings.check}
+        return {**terms, "check": settings.check, "total": settings.total_workspace_size is not None}
 
     def is_too_short(self, seconds: float) -> bool:
         """Whether a convolution is left to torch's own kernel, which takes so many seconds."""
@@ -108,13 +114,12 @@ class Search:
             margins = (-math.inf, -math.inf)
         warm_ups = int(is_live and self.measurement.device.is_asynchronous)
         given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
-        return Exploration(STOCK, seconds, *given, smallest_first=not is_live)
+        any_gain = not is_live and self.is_for_less
+        return Exploration(STOCK, seconds, *given, smallest_first=not is_live, any_gain=any_gain)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
-        """What may be tried, without algorithms that cannot win by their times for similar problems.
-
-        Of these not even the workspaces are queried, which is what takes most of the time of preparing an exploration.
-        """
+        """What may be tried, without algorithms that cannot win by their times for similar problems: of these not even
+        the workspaces are queried, which is what takes most of the time of preparing an exploration."""
         problem, measurement, policy = self.problem, self.measurement, self.settings.policy
         allowed = min(self.limit, measurement.device.memory // 2)
 
@@ -150,9 +155,7 @@ class Search:
     def _may_win(self, candidate: Candidate, stock_seconds: float) -> bool:
         """Whether an algorithm may win by the times of launches like its own; what cuDNN compiles needs such times."""
         name = candidate[1]
-        if name in self._wrong:
-            return False
-        if not self.tries_compiled and self._is_left_out(candidate):
+        if name in self._wrong or (not self.tries_compiled and self._is_left_out(candidate)):
             return False
         expected, uncertainty = self._forecast(name, Dim.BATCH, stock_seconds)
         margin = PARTS_MARGIN if name == STOCK else MARGIN
@@ -167,9 +170,8 @@ class Search:
     def _is_left_out(self, candidate: Candidate) -> bool:
         """Whether a plan of an engine is compiled, which takes long, and nothing is known of the engine."""
         provider, name = candidate
-        if not isinstance(provider, Engines) or not provider.is_compiled(self.problem, name):
-            return False
-        return self._known(name, Dim.BATCH) is None
+        is_compiled = isinstance(provider, Engines) and provider.is_compiled(self.problem, name)
+        return is_compiled and self._known(name, Dim.BATCH) is None
 
     def _forecast(self, algorithm: str, dim: Dim, stock_seconds: float) -> tuple[float, float]:
         """Expected seconds of the whole in parts along a dim, and the factor within which they are sure to hold."""
