@@ -16,6 +16,12 @@ from distconv.job.signals import Signals
 from distconv.job.watch import Watch
 
 
+@pytest.fixture(autouse=True)
+def nothing_else_is_ended(monkeypatch):
+    """What descends from this process here are ranks and servers of other tests."""
+    monkeypatch.setattr(watch, "end_descendants", lambda: None)
+
+
 class Rank:
     """Ends as `script` says: its code at the n-th look, None while it runs. SIGTERM and SIGKILL are obeyed."""
 
