@@ -54,7 +54,7 @@ parts in turn, and in eight parts in turn within a limit of {SHARE:.0%} of the m
 * **memory**: the weights, and by how much the resident memory of the process grew at most during two calls, with all
   that libraries take. **part** is relative to one process.
 * **seconds**: processor time of the second call, on one core; **times** is relative to one process. In a first call
-  parts also make their plans. Other programs used the machine as well.
+  parts also make their plans.
 * **error**: the largest difference of a result, the loss or a gradient from one process, relative to the largest value
   of that tensor, or to a thousandth of the largest of all where that is more.
 
