@@ -76,6 +76,7 @@ static void touched(int signal, siginfo_t *info, void *context)
         is_faulty = 1;
     }
     if (is_ours) pinned_forget(at, 1);
+    else is_ours = block_of((void *)at, &(struct block){0}); /* another thread has touched it, too, and let it go */
     UNLOCK;
     if (is_faulty) {
         fault.after.stack = order_stack_here();
