@@ -30,16 +30,13 @@ def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
     return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
 
 
-def is_trained(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    """Whether autograd records a call."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
-
-
 def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a call of a module takes depends on no more than this: one is followed for all of a kind."""
+    """What a call of a module takes depends on no more than this: one is followed for all of a kind. First comes
+    whether autograd records the call."""
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
     device = next(module.parameters()).device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return is_trained(module, inputs), module.training, autocast, *((x.shape, x.dtype) for x in inputs)
+    return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
 
 
 @contextlib.contextmanager
@@ -56,8 +53,8 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
         ValueError: one line, where the call cannot be followed by the shapes of its tensors.
     """
     of_module = _chosen.setdefault(module, {})
-    trained = is_trained(module, inputs)
-    key = memory, *kind_of(module, inputs)
+    trained, *others = kind_of(module, inputs)
+    key = memory, trained, *others
     if key not in of_module:
         with bar(None, "distconv: choosing parts") as advance, followed_as(trained):
             try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distconv.settings.partition import Partition
-from distconv.turns.automatic import followed_as, is_trained, kind_of
+from distconv.turns.automatic import followed_as, kind_of
 from distconv.turns.following import Followed, follow
 
 
@@ -54,11 +54,11 @@ class Survey:
     def follow(self, module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
         """Follows a call, unless one of its kind is known. Raises what the call would raise."""
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        known, kind = self._known.setdefault(module, set()), (partition, *kind_of(module, inputs))
+        trained, *others = kind_of(module, inputs)
+        known, kind = self._known.setdefault(module, set()), (partition, trained, *others)
         if kind in known:
             return
         known.add(kind)
-        trained = is_trained(module, inputs)
         with followed_as(trained):
             alone = follow(module, args, kwargs, None, backward=trained)
             parts = follow(module, args, kwargs, partition, self._memory, backward=trained)

@@ -8,20 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from torch import Tensor, nn
+from torch import nn
 
 import distconv
 from distconv.model.parallelize import distributed_script
-
-
-def net(seed: int = 3) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
-
-
-def data(count: int = 16) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(9)
-    return torch.randn(count, 2, 8, 6, generator=generator), torch.randint(0, 2, (count, 8, 6), generator=generator)
+from tests.distconv.agreement.test_agreement import data, net
 
 
 def on_all_and_then_on_some() -> float:
