@@ -22,7 +22,7 @@ class PartSizes:
     def __init__(self, sizes: Sequence[int], limit: float, ask: Callable[[int], int | None]) -> None:
         """
         Args:
-            sizes: at least one, in ascending order.
+            sizes: in ascending order.
             limit: bytes.
             ask: the bytes that parts of a size need; `None` where the algorithm does not serve them.
         """
@@ -54,25 +54,24 @@ class PartSizes:
             return low * size / below
         return low + (self._needs[above] - low) * (size - below) / (above - below)
 
-    def largest(self, most: int) -> int | None:
-        """The largest size up to `most` that fits; `None` where none does, not even the smallest.
+    def largest(self) -> int | None:
+        """The largest size that fits; `None` where none does, not even the smallest.
 
         Few sizes are asked for: the largest one; if that does not fit, the smallest; then those between, from the
         largest one that is expected to fit.
         """
-        allowed = [size for size in self.sizes if size <= most]
-        if not allowed:
+        if not self.sizes:
             return None
-        if self.fits(allowed[-1]):
-            return allowed[-1]
-        if not self.fits(allowed[0]):
+        if self.fits(self.sizes[-1]):
+            return self.sizes[-1]
+        if not self.fits(self.sizes[0]):
             return None
         for _ in range(MOST_ATTEMPTS):
-            between = (size for size in reversed(allowed) if size not in self._needs and self.is_expected(size))
-            size = next(between, allowed[0])
+            between = (size for size in reversed(self.sizes) if size not in self._needs and self.is_expected(size))
+            size = next(between, self.sizes[0])
             if self.fits(size):
                 return size
-        return allowed[0]
+        return self.sizes[0]
 
     def _need(self, size: int) -> float:
         if size not in self._needs:

@@ -66,7 +66,7 @@ class AffordableParts:
         for task, candidate in candidates.items():
             self._budget.begin(task[1])
             self._tried[task] = sizes = self._sizes(task[0], candidate)
-            largest = sizes.largest(sizes.sizes[-1]) if sizes.sizes else None
+            largest = sizes.largest()
             self.offered[task] = candidate
             self.fitting[task] = {} if largest is None else {largest: int(sizes.expected(largest))}
 
