@@ -55,6 +55,7 @@ FLOORS = (
         "recent",
         "private_names",
         "spelling",
+        "substitution",
         "warning",
     ),
     ("providers", "budgets", "reporting", "settings"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.utils._pytree import tree_leaves
 
-SINGLE = "all_to_all_single"
+from mucudnn.substitution import substituted
 
 
 class _Ended:
@@ -46,14 +46,10 @@ def alone(ranks: int, sent: Callable[[int], None]) -> Iterator[None]:
         sent(input.element_size() * _other(counts, group))
         return _Ended()
 
-    kept = dist.all_to_all_single
     if not dist.is_initialized():  # it stays: plans that are kept name its groups
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    setattr(dist, SINGLE, all_to_all)
-    try:
+    with substituted(dist, all_to_all_single=all_to_all):
         yield
-    finally:
-        setattr(dist, SINGLE, kept)
 
 
 def bytes_sent(func: Any, args: Sequence[Any]) -> int:

@@ -24,6 +24,7 @@ from distconv.model.strategy import Strategy
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import line_of
+from mucudnn.substitution import substituted
 
 Inputs = Sequence[tuple[int, ...]]
 
@@ -150,14 +151,17 @@ def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator
         with watch.reducing():
             start(bucket)
 
-    Bucket.start = reducing  # type: ignore[method-assign,assignment]
     try:
-        with settings.options({"check": "off"}), alone(partition.ranks, watch.sent):
+        with (
+            settings.options({"check": "off"}),
+            substituted(Bucket, start=reducing),
+            watch.not_counting_inference_of_shapes(),
+            alone(partition.ranks, watch.sent),
+        ):
             yield make_mesh(partition, device_type="cpu")
     except Exception as error:
         findings.ended = _told(error)
     finally:
-        Bucket.start = start  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
         findings.refusals = list(watch.refusals.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from distconv.check.findings import Layer, Refusal
 from distconv.check.stand_in import first_of_ours, stand_in
 from distconv.tensors.memory import Memory
 from distconv.tensors.refusal import UnsupportedOperation
+from mucudnn.substitution import substituted
 
 GRADIENTS = "gradients of parameters"
 OUTSIDE = "outside of the model"
@@ -42,8 +43,7 @@ class Watch(TorchDispatchMode):
         self._passing = False
         self._now: str | None = None
         self._reducing = False
-        self._propagating, self._depth = False, 0
-        self._whole: Callable[..., Any] | None = None
+        self._propagating = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -62,31 +62,21 @@ class Watch(TorchDispatchMode):
         self.sent(bytes_sent(func, args))
         return result
 
-    def __enter__(self) -> Watch:
-        """DTensor runs an operator on whole tensors without numbers to learn the shapes of results: not counted."""
-        if self._whole is None:
-            self._whole = ShardingPropagator._propagate_tensor_meta_non_cached
+    @contextlib.contextmanager
+    def not_counting_inference_of_shapes(self) -> Iterator[None]:
+        """A context in which the operators do not count that DTensor runs on whole tensors without numbers, to learn
+        the shapes of results."""
+        infer = ShardingPropagator._propagate_tensor_meta_non_cached
 
-            def uncounted(propagator: Any, schema: Any) -> Any:
-                assert self._whole is not None
-                before, self._propagating = self._propagating, True
-                try:
-                    return self._whole(propagator, schema)
-                finally:
-                    self._propagating = before
+        def uncounted(propagator: Any, schema: Any) -> Any:
+            before, self._propagating = self._propagating, True
+            try:
+                return infer(propagator, schema)
+            finally:
+                self._propagating = before
 
-            ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
-        super().__enter__()
-        self._depth += 1
-        return self
-
-    def __exit__(self, *of: Any) -> None:
-        super().__exit__(*of)
-        self._depth -= 1
-        if not self._depth:
-            assert self._whole is not None
-            ShardingPropagator._propagate_tensor_meta_non_cached = self._whole  # type: ignore[method-assign]
-            self._whole = None
+        with substituted(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted):
+            yield
 
     def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
         before, self._now = self._now, self._layer()

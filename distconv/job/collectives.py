@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from mucudnn.substitution import substituted
+
 MOST_REMEMBERED = 256
 """The number of latest collectives whose completion is known."""
 
@@ -90,18 +92,10 @@ class Collectives:
 def noted() -> Iterator[Collectives]:
     """A context in which Python's calls of torch.distributed's collectives are noted; not those of compiled graphs."""
     collectives = Collectives()
-    before: list[tuple[Any, str, Any]] = []
-    for name in _NAMES:
-        name = name if hasattr(dist, name) else _BEFORE.get(name, name)
-        function = getattr(dist, name)
-        for module in (dist, distributed_c10d):
-            before.append((module, name, getattr(module, name)))
-            setattr(module, name, _noting(function, collectives))
-    try:
+    names = [name if hasattr(dist, name) else _BEFORE[name] for name in _NAMES]
+    noting = {name: _noting(getattr(dist, name), collectives) for name in names}
+    with substituted(dist, **noting), substituted(distributed_c10d, **noting):
         yield collectives
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
 
 
 def _noting(function: Callable[..., Any], collectives: Collectives) -> Callable[..., Any]:

@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from distconv.job.random_state import as_text, from_text, set_generators, state_of_generators
 from distconv.job.samples import Samples
-from distconv.reading.fetching import install
+from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
 from distconv.settings.choosing import ranks_here
 from distconv.settings.partition import shards_data
+from mucudnn.substitution import substituted
 
 BATCHES = 32
 """The ranks agree on their random state at least once in so many batches."""
@@ -80,20 +82,17 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
         begun[iterator] = number + 1, draws
         return batch
 
-    DataLoader.__iter__, _BaseDataLoaderIter.__next__ = iterate, next_batch  # type: ignore[method-assign, assignment]
-    if samples:
-        DataLoader._index_sampler = property(  # type: ignore[assignment, method-assign]
-            lambda loader: samples.share(loader, indices.fget(loader))
-        )
-        install(samples.fetch)
-    try:
-        yield samples
-    finally:
-        DataLoader.__iter__, _BaseDataLoaderIter.__next__ = begin, following  # type: ignore[method-assign]
-        DataLoader._index_sampler = indices  # type: ignore[method-assign]
-        install(None)
-        if samples:
-            samples.close()
+    with substituted(DataLoader, __iter__=iterate), substituted(_BaseDataLoaderIter, __next__=next_batch):
+        if not samples:
+            yield None
+            return
+        own_indices = property(lambda loader: samples.share(loader, indices.fget(loader)))
+        with (
+            substituted(DataLoader, _index_sampler=own_indices),
+            substituted(_MapDatasetFetcher, fetch=fetched_by(samples.fetch)),
+            contextlib.closing(samples),
+        ):
+            yield samples
 
 
 def crowd_of_workers(workers: int, ranks: int, cores: int) -> str | None:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import distributed as data_parallel
 
 from distconv.tensors.refusal import UnsupportedOperation
+from mucudnn.substitution import substituted
 
 _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
 """Modules whose questions are answered as things are: those that distribute the script."""
@@ -51,14 +52,13 @@ def one_process() -> Iterator[None]:
     Launchers' variables are not in the environment, torch.distributed says that it is not initialized, and
     mpi4py's COMM_WORLD is this rank alone. UnsupportedOperation where a script starts a process group of its own.
     """
-    with contextlib.ExitStack() as around:
-        around.enter_context(_hidden(os.environ))
-        around.enter_context(_replaced(dist, _answers()))
-        around.enter_context(_replaced(data_parallel, {"_get_default_group": _no_group}))
-        if "mpi4py.MPI" in sys.modules:
-            mpi = sys.modules["mpi4py.MPI"]
-
-            around.enter_context(_replaced(mpi, {"COMM_WORLD": mpi.COMM_SELF}))
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    with (
+        _hidden(os.environ),
+        substituted(dist, **_answers()),
+        substituted(data_parallel, _get_default_group=_no_group),
+        substituted(mpi, COMM_WORLD=mpi.COMM_SELF) if mpi is not None else contextlib.nullcontext(),
+    ):
         yield
 
 
@@ -69,18 +69,6 @@ def _hidden(environment: Any) -> Iterator[None]:
         yield
     finally:
         environment.update(taken)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, attributes: Mapping[str, object]) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def _is_inside(frame: FrameType) -> bool:

@@ -11,12 +11,14 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import numpy.random.bit_generator
 import torch
+
+from mucudnn.substitution import substituted
 
 State = tuple[torch.Tensor, tuple[Any, ...], Any, torch.Tensor | None]
 
@@ -134,25 +136,19 @@ def common_entropy(key: bytes) -> Iterator[None]:
         torch.manual_seed(drawn)
         return drawn
 
-    instead: list[tuple[Any, str, Callable[..., Any]]] = [
-        (bits, "randbits", randbits),
-        (os, "urandom", urandom),
-        (random, "_urandom", urandom),  # SystemRandom's own name for it
-        (random.Random, "seed", seed),
-        (random, "seed", seed.__get__(random._inst)),
-        (torch, "seed", seed_torch),
-        (torch.random, "seed", seed_torch),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in instead]
-    for owner, name, function in instead:
-        setattr(owner, name, function)
     _forking.append(entropy)
     try:
-        yield
+        with (
+            substituted(bits, randbits=randbits),
+            substituted(os, urandom=urandom),
+            substituted(random, _urandom=urandom, seed=seed.__get__(random._inst)),  # SystemRandom's own name for it
+            substituted(random.Random, seed=seed),
+            substituted(torch, seed=seed_torch),
+            substituted(torch.random, seed=seed_torch),
+        ):
+            yield
     finally:
         _forking.remove(entropy)
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 _forking: list[Entropy] = []

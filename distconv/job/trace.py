@@ -17,11 +17,10 @@ from torch.profiler import ProfilerActivity
 
 from distconv.job.summary import ending_well
 from distconv.transfer.account import ACCOUNT
+from mucudnn.substitution import environment
 
 STEPS = 10
 """The number of recorded optimizer steps; a program without any is recorded as a whole."""
-
-_LEVEL = "KINETO_LOG_LEVEL"
 
 
 @contextlib.contextmanager
@@ -52,13 +51,8 @@ class _Recording:
     def __init__(self, profile: torch.profiler.profile) -> None:
         self._profile, self._steps, self._is_on = profile, 0, True
         ACCOUNT.is_traced = True
-        before = os.environ.get(_LEVEL)
-        os.environ[_LEVEL] = "99"  # else the library beneath tells on stderr that it starts
-        profile.start()
-        if before is None:
-            del os.environ[_LEVEL]
-        else:
-            os.environ[_LEVEL] = before
+        with environment(KINETO_LOG_LEVEL="99"):  # else the library beneath tells on stderr that it starts
+            profile.start()
 
     def stepped(self, *_: object) -> None:
         """An optimizer has stepped."""

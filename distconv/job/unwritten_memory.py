@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from mucudnn.substitution import substituted
+
 _MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
 _FILL_THEMSELVES = ("torch", "distconv", "mucudnn")
 """Packages that write to all that they ask for."""
@@ -31,8 +33,7 @@ def zeros_for_unwritten() -> Iterator[None]:
             operator = torch.jit._builtins._find_builtin(real)
             if operator is not None:  # scripted functions know torch's functions as objects
                 torch.jit._builtins._register_builtin(filled, operator)
-            setattr(owner, name, filled)
-            undo.callback(setattr, owner, name, real)
+            undo.enter_context(substituted(owner, **{name: filled}))
         yield
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from distconv.model.shard_gather import whole
 from distconv.tensors.mesh import is_ours
+from mucudnn.substitution import substituted
 
 T = TypeVar("T")
 
@@ -43,15 +44,13 @@ def saving_whole() -> Iterator[None]:
 
     Every rank must call it, as ranks that run one script do.
     """
-    with contextlib.ExitStack() as undo:
-        if importlib.util.find_spec("safetensors") is not None:
-            safetensors = importlib.import_module("safetensors.torch")
-            around: dict[str, Callable[[Any], Any]] = dict.fromkeys(("save", "save_file"), _of_whole_state)
-            around |= dict.fromkeys(("save_model", "load_model"), _of_model_with_whole_state)
-            for name, wrapped in around.items():
-                real = getattr(safetensors, name)
-                setattr(safetensors, name, wrapped(real))
-                undo.callback(setattr, safetensors, name, real)
+    if importlib.util.find_spec("safetensors") is None:
+        yield
+        return
+    safetensors = importlib.import_module("safetensors.torch")
+    around: dict[str, Callable[[Any], Any]] = dict.fromkeys(("save", "save_file"), _of_whole_state)
+    around |= dict.fromkeys(("save_model", "load_model"), _of_model_with_whole_state)
+    with substituted(safetensors, **{name: wrap(getattr(safetensors, name)) for name, wrap in around.items()}):
         yield
 
 

@@ -25,6 +25,7 @@ from distconv.model.shard_gather import gather, whole
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.tracing import is_traced
+from mucudnn.substitution import substituted
 from mucudnn.warning import warn
 
 _FUNCTIONS = (
@@ -97,9 +98,8 @@ def graphs_of_whole_models() -> Iterator[None]:
     """A context in which functions that make a graph of a model see whole parameters. All ranks must call it."""
     with contextlib.ExitStack() as undo:
         for library, name in (*_FUNCTIONS, (torch.jit, "script")):
-            real = getattr(library, name)
-            setattr(library, name, _finding_whole(real, frames=name == "script"))
-            undo.callback(setattr, library, name, real)
+            finding = _finding_whole(getattr(library, name), frames=name == "script")
+            undo.enter_context(substituted(library, **{name: finding}))
         yield
 
 

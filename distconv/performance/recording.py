@@ -28,6 +28,7 @@ from distconv.performance.events import Event, Operator, Start, Step, Wait
 from distconv.performance.imagined import empty_shard
 from distconv.performance.without_data import made
 from distconv.tensors.dtensors import wrap
+from mucudnn.substitution import substituted
 
 
 def record_step(
@@ -197,7 +198,7 @@ _COLLECTIVES = (
 @contextlib.contextmanager
 def _messages() -> Iterator[_Messages]:
     messages = _Messages()
-    real = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    noting = {name: getattr(messages, name) for name in _COLLECTIVES if hasattr(dist, name)}
     start = Bucket.start
 
     def noted(bucket: Bucket) -> None:
@@ -207,15 +208,8 @@ def _messages() -> Iterator[_Messages]:
         finally:
             messages.of_gradients = False
 
-    for name in real:
-        setattr(dist, name, getattr(messages, name))
-    Bucket.start = noted  # type: ignore[method-assign, assignment]
-    try:
+    with substituted(dist, **noting), substituted(Bucket, start=noted):
         yield messages
-    finally:
-        Bucket.start = start  # type: ignore[method-assign]
-        for name, function in real.items():
-            setattr(dist, name, function)
 
 
 class _Planning(TorchDispatchMode):

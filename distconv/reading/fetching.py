@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils import fetch as fetching
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from distconv.reading.draft import Draft, Order, Part, Sent, Unread
 from distconv.reading.expression import Expression, Joined, empty
@@ -221,18 +221,18 @@ class WorkerStart:
         self._fetch, self._start = fetch, start
 
     def __call__(self, worker: int) -> None:
-        install(self._fetch.of_a_worker())
+        _MapDatasetFetcher.fetch = fetched_by(self._fetch.of_a_worker())  # type: ignore[method-assign]
         if self._start is not None:
             self._start(worker)
 
 
-_plain = fetching._MapDatasetFetcher.fetch
+_plain = _MapDatasetFetcher.fetch
 
 
-def install(fetch: Fetching | None) -> None:
-    """Lets the DataLoaders of this process fetch by `fetch`; None lets them do as ever."""
+def fetched_by(fetch: Fetching) -> Callable[[Any, Any], Any]:
+    """The method `fetch` of torch's _MapDatasetFetcher with which DataLoaders fetch their batches by `fetch`."""
 
     def fetched(fetcher: Any, indices: Any) -> Any:
-        return fetch(fetcher, indices) if fetch is not None and fetcher.auto_collation else _plain(fetcher, indices)
+        return fetch(fetcher, indices) if fetcher.auto_collation else _plain(fetcher, indices)
 
-    fetching._MapDatasetFetcher.fetch = _plain if fetch is None else fetched  # type: ignore[method-assign]
+    return fetched

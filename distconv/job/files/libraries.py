@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from distconv.job.files.functions import Files
+from mucudnn.substitution import substituted
 
 Translate = Callable[[str, str], str]
 """From a path and a mode ("r", "r+", "a", "w") to the path that a library may open."""
@@ -110,7 +111,7 @@ def _replace(
                 asked = mode
                 if mode == "mode":
                     asked = str(named.get("mode", args[position + 1] if len(args) > position + 1 else "r"))
-                own = translate(text, _kind(asked))
+                own = translate(text, "x" if asked == "w-" else asked)
                 if len(args) > position:
                     args = (*args[:position], own, *args[position + 1 :])
                 else:
@@ -118,16 +119,7 @@ def _replace(
         return real(*args, **named)
 
     attribute = staticmethod(call) if isinstance(owner, type) and position == 0 else call
-    had = vars(owner).get(last)
-    setattr(owner, last, attribute)
-    if had is None:
-        undo.callback(delattr, owner, last)
-    else:
-        undo.callback(setattr, owner, last, had)
-
-
-def _kind(mode: str) -> str:
-    return {"w-": "x", "r+": "r+"}.get(mode, mode)
+    undo.enter_context(substituted(owner, **{last: attribute}))
 
 
 class _Finder(importlib.abc.MetaPathFinder):

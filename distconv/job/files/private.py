@@ -20,6 +20,7 @@ from distconv.job.files.layer import Layer
 from distconv.job.files.libraries import translated, translator
 from distconv.job.files.own_layer import OwnLayer
 from distconv.job.files.view import View
+from mucudnn.substitution import environment, substituted
 
 APART = ("/dev/", "/proc/", "/sys/")
 FOLDER_VARIABLE = "DISTCONV_FILES"
@@ -98,16 +99,8 @@ def files_of_rank(folder: str, rank: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _temporary_files(folder: Path) -> Iterator[None]:
     folder.mkdir()
-    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    try:
+    with substituted(tempfile, tempdir=str(folder)), environment(TMPDIR=str(folder)):
         yield
-    finally:
-        tempfile.tempdir = before
-        if variable is None:
-            os.environ.pop("TMPDIR", None)
-        else:
-            os.environ["TMPDIR"] = variable
 
 
 @contextlib.contextmanager
