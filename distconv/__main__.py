@@ -6,18 +6,24 @@ import argparse
 import contextlib
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from distconv import private_names, settings
 from distconv.commands import calibrate, check, convert, doctor, dump, plan, run, simulate
 from distconv.job.launcher import BadInput
 from distconv.place import find_place
+from mucudnn.program import NotFound
 from mucudnn.version import VERSION
 
 COMMANDS = (run, check, convert, plan, simulate, calibrate, doctor, dump)
 
 
 class _Parser(argparse.ArgumentParser):
+    """A parser of the program's options or of a command's, whose texts keep their lines."""
+
+    def __init__(self, *, formatter_class: Any = argparse.RawDescriptionHelpFormatter, **options: Any) -> None:
+        super().__init__(formatter_class=formatter_class, allow_abbrev=False, **options)
+
     def error(self, message: str) -> NoReturn:
         raise BadInput(f"{message} (see {self.prog} --help)")
 
@@ -26,7 +32,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="python -m distconv",
         description="Runs single-device PyTorch scripts on many ranks, each of which holds a part of every activation.",
-        allow_abbrev=False,
+        formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"distconv {VERSION}")
     commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
@@ -58,7 +64,7 @@ def main() -> int:
         if options.name != run.NAME:  # whose launcher needs no torch; its ranks ask for themselves
             private_names.check()
         code: int = options.command(options)
-    except (BadInput, settings.SettingError, private_names.MissingName) as error:
+    except (BadInput, NotFound, settings.SettingError, private_names.MissingName) as error:
         if first:
             print(f"distconv: {error}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ _INHERITED = object()
 
 
 @contextmanager
-def substituted(owner: Any, **attributes: object) -> Iterator[None]:
+def substituted(owner: Any, /, **attributes: object) -> Iterator[None]:
     """A context in which a module or class has other attributes. At its end it has its own again."""
     own = {name: vars(owner).get(name, _INHERITED) for name in attributes}
     for name, value in attributes.items():

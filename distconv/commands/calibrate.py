@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from distconv.job.launcher import BadInput
 from distconv.performance.machine import here
 from distconv.place import find_place
 from mucudnn.commands.arguments import check_writable
-from mucudnn.program import NotFound
 
 DESCRIPTION = """\
 Measures what a performance model needs to know of this machine, with as many ranks as a job has, all at the same time:
@@ -37,8 +35,6 @@ def add(commands: Any) -> None:
         help="measure this machine for plan, simulate and run --partition auto",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: its cores)")
     parser.add_argument("-o", "--output", metavar="FILE", help="the machine file to write (default: that of 'here')")
@@ -56,9 +52,6 @@ def command(options: Any) -> int:
     output = Path(options.output or here()).absolute()
     if options.output is None:
         output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        check_writable("--output", str(output))
-    except NotFound as error:
-        raise BadInput(str(error)) from None
+    check_writable("--output", str(output))
     run = ["-m", "distconv", "run", "--show-ranks", "--partition", f"sample={ranks}", "-m", MEASURES, str(output)]
     os.execv(sys.executable, [sys.executable, *run])

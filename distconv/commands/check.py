@@ -63,8 +63,6 @@ def add(commands: Any) -> None:
         help="show in one process what a job would refuse, send and keep",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     for name in ("partition", "channel_algorithm"):
         option = settings.SETTINGS[name]

@@ -85,7 +85,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
     ``script``: how the command finds the script that its options name.
 
     Raises:
-        BadInput: one line, for options that do not go together, and where there is no such script.
+        BadInput, NotFound: one line, for options that do not go together, and where there is no such script.
     """
     _check(options)
     from distconv.check.first_step import up_to_first_step
@@ -95,9 +95,9 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
 
     try:
         way = turning.read_way(options.parts, options.memory)
-        run = script(options)
-    except (ValueError, program.NotFound) as error:
-        raise BadInput(f"--parts {options.parts}: {error}" if isinstance(error, ValueError) else str(error)) from None
+    except ValueError as error:
+        raise BadInput(f"--parts {options.parts}: {error}") from None
+    run = script(options)
 
     def tell(call: Call) -> None:
         if not options.json:

@@ -21,11 +21,7 @@ array with a sample per file, in the order of their names. The dims of a NIfTI f
 def add(commands: Any) -> None:
     """Add the command to those of the command line."""
     parser = commands.add_parser(
-        "convert",
-        help="copy volumes into a format that ranks read in parts",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "convert", help="copy volumes into a format that ranks read in parts", description=DESCRIPTION
     )
     parser.add_argument("source", metavar="SOURCE", help="the file or folder")
     parser.add_argument("target", metavar="TARGET.zarr", help="the folder to make")

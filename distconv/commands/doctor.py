@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import socket
@@ -12,6 +11,7 @@ from typing import Any
 
 from distconv.job.launcher import mpiexec
 from distconv.place.addresses import LOOPBACK, is_loopback, loopback_variables
+from mucudnn.commands.arguments import add_json
 
 DESCRIPTION = """\
 Shows which backends can carry messages between ranks on this machine, and at which addresses the processes of a job
@@ -32,10 +32,8 @@ def add(commands: Any) -> None:
         help="show which backends this machine has, and where a job would listen",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    add_json(parser)
     parser.set_defaults(command=command)
 
 

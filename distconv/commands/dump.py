@@ -26,12 +26,7 @@ In the terminal of a job of distconv run, Ctrl-\\ asks the same.
 def add(commands: Any) -> None:
     """Add the command to those of the command line."""
     parser = commands.add_parser(
-        "dump",
-        help="show where the ranks of a running job are",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        "dump", help="show where the ranks of a running job are", description=DESCRIPTION, epilog=EXAMPLES
     )
     parser.add_argument("process", type=int, metavar="PID", help="the number of the job's process")
     parser.set_defaults(command=command)

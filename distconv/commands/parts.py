@@ -22,7 +22,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     """Runs the script; its exceptions propagate, as from python itself.
 
     Raises:
-        BadInput: one line, where parts are not accepted, or go with something else that is not.
+        BadInput, NotFound: one line, where parts are not accepted, or go with something else that is not.
     """
     if place is not None:
         raise BadInput(f"--parts is for one process, and {place.size} ranks were started; accepted: without a launcher")
@@ -38,9 +38,9 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
 
     try:
         way = read_way(options.parts, options.memory)
-        found = program.module(options.script) if options.module else program.script(options.script)
-    except (ValueError, program.NotFound) as error:
-        raise BadInput(f"--parts: {error}" if isinstance(error, ValueError) else str(error)) from None
+    except ValueError as error:
+        raise BadInput(f"--parts: {error}") from None
+    found = program.module(options.script) if options.module else program.script(options.script)
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in _ACCEPTED}))
         if divides_locally():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
 from distconv.model.strategy import as_toml, layer_text
 from distconv.settings.partition import AXES
+from mucudnn.commands.arguments import add_json
 from mucudnn.commands.network import NAMES
 from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes, parse_bytes
@@ -48,8 +48,6 @@ def add(commands: Any) -> None:
         help="choose the partition of every layer by a performance model",
         description=DESCRIPTION + NAMES,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_network_and_machine(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
@@ -85,7 +83,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--candidates", type=int, metavar="N", help="partitions to consider (default: the best 40)")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the strategy for distconv run --strategy")
     add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    add_json(parser)
     add_wide(parser)
     parser.set_defaults(command=command)
 

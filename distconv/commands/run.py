@@ -20,6 +20,7 @@ from distconv.place import Place, find_place
 from distconv.settings.channels import check_algorithm
 from distconv.settings.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.settings.partition import AXES, Partition
+from mucudnn.substitution import environment
 
 NAME = "run"
 
@@ -82,14 +83,7 @@ def _epilog() -> str:
 
 def add(commands: Any) -> None:
     """Add the command to those of the command line."""
-    run = commands.add_parser(
-        NAME,
-        help="run a script on many ranks",
-        description=DESCRIPTION,
-        epilog=_epilog(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    run = commands.add_parser(NAME, help="run a script on many ranks", description=DESCRIPTION, epilog=_epilog())
     for name, option in settings.SETTINGS.items():
         flag, text = settings.flag(name), option.meaning.replace("%", "%%")
         if option.metavar:
@@ -195,11 +189,8 @@ def _chosen(options: argparse.Namespace) -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
         path = os.path.join(folder, "strategy.toml")
         Path(path).write_text(as_toml(answer.strategy))
-        os.environ[CHOSEN] = path
-        try:
+        with environment(**{CHOSEN: path}):
             yield
-        finally:
-            del os.environ[CHOSEN]
 
 
 def _job(options: argparse.Namespace, place: Place | None) -> Job:

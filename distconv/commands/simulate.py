@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
 from typing import Any
 
 from distconv.commands.network import add_network_and_machine, add_picture, check_picture, network_of, one_line
+from mucudnn.commands.arguments import add_json
 from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes
 
@@ -32,8 +32,6 @@ def add(commands: Any) -> None:
         help="predict how a training step scales with the ranks of a machine",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_network_and_machine(parser)
     parser.add_argument("--ranks", required=True, metavar="N,...", help="numbers of ranks")
@@ -49,7 +47,7 @@ def add(commands: Any) -> None:
         help="of the ranks that share a sample; may be given more than once (default: the most promising one)",
     )
     add_picture(parser, "scaling curves: time of a step, and efficiency")
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    add_json(parser)
     add_wide(parser)
     parser.set_defaults(command=command)
 

@@ -63,7 +63,7 @@ class Ending:
             self.code = 128 + signal.SIGINT
 
     def _explain(self, error: BaseException) -> None:
-        if isinstance(error, BadInput):
+        if isinstance(error, BadInput | program.NotFound):
             self.code = 2
             self._show(f"distconv: {error}\n")
         elif isinstance(error, SystemExit):

@@ -25,8 +25,7 @@ from distconv.place.addresses import LOOPBACK, loopback_variables
 from distconv.settings.partition import Partition, shards_data
 from mucudnn.commands.arguments import check_writable
 from mucudnn.lazily import uncollected
-from mucudnn.program import NotFound
-from mucudnn.settings import SETTINGS, SettingError, Settings
+from mucudnn.settings import SETTINGS, Settings
 
 
 class BadInput(ValueError):
@@ -53,7 +52,11 @@ class Job:
 
 
 def check(job: Job, size: int | None, backend: str | None) -> None:
-    """BadInput where `job` cannot run on `size` ranks over `backend`; None stands for one that the ranks choose."""
+    """Whether `job` can run on `size` ranks over `backend`; None stands for one that the ranks choose.
+
+    Raises:
+        BadInput, NotFound, SettingError: one line, where it cannot.
+    """
     if job.partition is not None and size is not None and job.partition.ranks != size:
         ranks = f"{size} rank" + "s" * (size != 1)
         raise BadInput(f"partition {str(job.partition)!r} needs {job.partition.ranks} ranks, but there are {ranks}")
@@ -86,20 +89,11 @@ def check(job: Job, size: int | None, backend: str | None) -> None:
     if job.report is not None:
         if not divides_locally() and not (job.strategy is not None and job.strategy.workspace_limit):
             raise BadInput("--report tells what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
-        try:
-            check_writable("--report", job.report)
-        except NotFound as error:
-            raise BadInput(str(error)) from None
+        check_writable("--report", job.report)
     if job.trace is not None:
-        try:
-            check_writable("--trace", job.trace)
-        except NotFound as error:
-            raise BadInput(str(error)) from None
+        check_writable("--trace", job.trace)
     if divides_locally():
-        try:
-            Settings.from_environment()
-        except SettingError as error:
-            raise BadInput(str(error)) from None
+        Settings.from_environment()
 
 
 def divides_locally() -> bool:

@@ -148,8 +148,5 @@ def _tell_gathered() -> None:
 
 
 def _execute(job: Job) -> None:
-    try:
-        found = program.module(job.script) if job.module else program.script(job.script)
-    except program.NotFound as error:
-        raise BadInput(str(error)) from None
+    found = program.module(job.script) if job.module else program.script(job.script)
     found.run(job.arguments)

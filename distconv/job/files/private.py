@@ -106,36 +106,30 @@ def _temporary_files(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _replaced(functions: Functions) -> Iterator[None]:
     """Puts the replacements where the real functions are: in `os` and `builtins`, and in modules that took them."""
-    around = contextlib.ExitStack()
-    table = functions.table()
-    new = {id(getattr(os, name)): function for name, function in table.items()}
+    new = {id(getattr(os, name)): function for name, function in functions.table().items()}
     new[id(builtins.open)] = functions.open_file
-    undo: list[tuple[dict[str, Any], str, Any]] = []
-    for attributes in [vars(module) for module in _programs()]:
-        for name, value in list(attributes.items()):
-            if id(value) in new:
-                undo.append((attributes, name, value))
-                attributes[name] = new[id(value)]
-    for owner in _classes():
-        for name, value in list(vars(owner).items()):
-            function = value.__func__ if isinstance(value, staticmethod) else None
-            if id(function) in new:
-                around.callback(setattr, owner, name, value)
-                setattr(owner, name, staticmethod(new[id(function)]))
-    supports = [known for known in vars(os).values() if isinstance(known, set)]
-    for known in supports:
-        known.update([new[id(function)] for function in known if id(function) in new])
-    by_descriptor = vars(shutil).get("_use_fd_functions")
-    shutil._use_fd_functions = False  # type: ignore[attr-defined]  # rmtree by paths: a folder may be two on the disk
-    try:
+    with contextlib.ExitStack() as undo:
+        for module in _programs():
+            undo.enter_context(substituted(module, **_taken(module, new)))
+        for owner in _classes():
+            undo.enter_context(substituted(owner, **_taken(owner, new)))
+        for known in [value for value in vars(os).values() if isinstance(value, set)]:
+            known.update([new[id(function)] for function in known if id(function) in new])
+            undo.callback(known.difference_update, new.values())
+        # By paths, as a folder may be two on the disk.
+        undo.enter_context(substituted(shutil, _use_fd_functions=False))
         yield
-    finally:
-        shutil._use_fd_functions = by_descriptor  # type: ignore[attr-defined]
-        for known in supports:
-            known.difference_update(new.values())
-        around.close()
-        for attributes, name, value in undo:
-            attributes[name] = value
+
+
+def _taken(owner: Any, new: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of a module or class that are functions with a replacement, by the number that `id` gives."""
+    found = {}
+    for name, value in list(vars(owner).items()):
+        if id(value) in new:
+            found[name] = new[id(value)]
+        elif type(value) is staticmethod and id(value.__func__) in new:
+            found[name] = staticmethod(new[id(value.__func__)])
+    return found
 
 
 def _classes() -> list[type]:
