@@ -201,5 +201,5 @@ def _open_mpi_options(program: str) -> tuple[str, ...]:
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     if "Open MPI" not in version and "OpenRTE" not in version:
         return ()
-    as_root = ("--allow-run-as-root",) if hasattr(os, "geteuid") and os.geteuid() == 0 else ()
+    as_root = ("--allow-run-as-root",) if os.geteuid() == 0 else ()
     return (*as_root, "--oversubscribe")

@@ -6,15 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Protocol
 
-_LINUX = sys.platform == "linux"
 _PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36  # prctl's options
-_LOOK_SECONDS = 0.5
 _KILL_SECONDS = 3.0
 
 
@@ -55,31 +51,24 @@ class ForkedChild:
 
 
 def end_with(parent: int) -> None:
-    """Has this process killed as soon as `parent`, the process that started it, has ended in whatever way.
-
-    On Linux the kernel does it. Elsewhere a thread looks twice a second.
-    """
-    if _LINUX and ctypes.CDLL(None, use_errno=True).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL) == 0:
-        if os.getppid() != parent:  # it ended before it could be bound
-            os.kill(os.getpid(), signal.SIGKILL)
-        return
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
-        os._exit(128 + signal.SIGKILL)
-
-    threading.Thread(target=look, name="parent-watch", daemon=True).start()
+    """Has the kernel kill this process as soon as `parent`, the one that started it, has ended in whatever way."""
+    if _prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL):
+        raise OSError("the kernel does not tie a process to the one that started it: prctl(PR_SET_PDEATHSIG) fails")
+    if os.getppid() != parent:  # it ended before this process could be bound
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of what its descendants leave behind: `end_descendants` finds it (Linux)."""
-    if _LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(_CHILD_SUBREAPER, 1)
+    """Makes this process the parent of what its descendants leave behind: `end_descendants` finds it."""
+    _prctl(_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> int:
+    return int(ctypes.CDLL(None).prctl(option, value))
 
 
 def end_descendants() -> None:
-    """Kills every process that descends from this one: what killed ranks leave, such as a DataLoader's workers (Linux).
+    """Kills every process that descends from this one: what killed ranks leave, such as a DataLoader's workers.
 
     Repeated until none is left, as one may start another meanwhile; one that the kernel holds is given up.
     """
@@ -92,8 +81,6 @@ def end_descendants() -> None:
 
 
 def _descendants() -> list[int]:
-    if not _LINUX:
-        return []
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile

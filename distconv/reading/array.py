@@ -116,7 +116,7 @@ class LazyArray(NDArrayOperatorsMixin, Number):
             if made is not None and not outputs:
                 return made
             if made is not None and self.present is None and not self.memory.is_shared(self):
-                self.replace(made.expression)
+                self.look(made.expression)
                 return self
         name = f"numpy.{ufunc.__name__}" + (f".{method}" if method != "__call__" else "")
         if outputs:
@@ -192,14 +192,7 @@ class LazyArray(NDArrayOperatorsMixin, Number):
 
     def is_contiguous(self) -> bool:
         """Whether NumPy would say so of the array that this is."""
-        return self.fake().flags.c_contiguous
-
-    def fake(self) -> numpy.ndarray:
-        """An array that lies in memory as the one that this is would; nothing touches its elements."""
-        fake = numpy.empty(self.memory.expression.shape, self.memory.expression.dtype)
-        for step in self.steps:
-            fake = step(fake)
-        return fake
+        return bool(self.fake().flags.c_contiguous)
 
 
 def is_lazy(value: Any) -> bool:

@@ -52,11 +52,17 @@ class Expression(abc.ABC):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]: ...
 
     @abc.abstractmethod
+    def children(self) -> Sequence[Expression]:
+        """The expressions of which it is made."""
+
     def tells(self) -> Iterator[str]:
         """What it is made of, as text that is the same on all ranks that read the same."""
+        for child in self.children():
+            yield from child.tells()
 
-    @abc.abstractmethod
-    def sources(self) -> Iterator[Source]: ...
+    def sources(self) -> Iterator[Source]:
+        for child in self.children():
+            yield from child.sources()
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -86,6 +92,9 @@ class Stored(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield self.source, wanted
 
+    def children(self) -> Sequence[Expression]:
+        return ()
+
     def tells(self) -> Iterator[str]:
         yield str(self.source)
 
@@ -106,12 +115,12 @@ class Viewed(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from self.parent.needs(self.view.region(wanted))
 
-    def tells(self) -> Iterator[str]:
-        yield from self.parent.tells()
-        yield f"{self.view.dims}{self.view.fixed}"
+    def children(self) -> Sequence[Expression]:
+        return (self.parent,)
 
-    def sources(self) -> Iterator[Source]:
-        yield from self.parent.sources()
+    def tells(self) -> Iterator[str]:
+        yield from super().tells()
+        yield f"{self.view.dims}{self.view.fixed}"
 
 
 def arranged(array: Any, how: Arrangement) -> Any:
@@ -147,11 +156,8 @@ class Converted(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from self.parent.needs(wanted)
 
-    def tells(self) -> Iterator[str]:
-        yield from self.parent.tells()
-
-    def sources(self) -> Iterator[Source]:
-        yield from self.parent.sources()
+    def children(self) -> Sequence[Expression]:
+        return (self.parent,)
 
 
 class Computed(Expression):
@@ -182,9 +188,11 @@ class Computed(Expression):
         return self.function(*parts, **self.options)
 
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
-        for operand in self.operands:
-            if isinstance(operand, Expression):
-                yield from operand.needs(_broadcast(operand.shape, wanted))
+        for child in self.children():
+            yield from child.needs(_broadcast(child.shape, wanted))
+
+    def children(self) -> Sequence[Expression]:
+        return [operand for operand in self.operands if isinstance(operand, Expression)]
 
     def tells(self) -> Iterator[str]:
         yield self.name
@@ -193,11 +201,6 @@ class Computed(Expression):
                 yield from operand.tells()
             elif isinstance(operand, numpy.ndarray | torch.Tensor):
                 yield f"{tuple(operand.shape)}"
-
-    def sources(self) -> Iterator[Source]:
-        for operand in self.operands:
-            if isinstance(operand, Expression):
-                yield from operand.sources()
 
 
 def _broadcast(shape: Sequence[int], wanted: Region) -> Region:
@@ -242,13 +245,8 @@ class Joined(Expression):
         for part, region in self._of_parts(wanted):
             yield from part.needs(region)
 
-    def tells(self) -> Iterator[str]:
-        for part in self.parts:
-            yield from part.tells()
-
-    def sources(self) -> Iterator[Source]:
-        for part in self.parts:
-            yield from part.sources()
+    def children(self) -> Sequence[Expression]:
+        return self.parts
 
 
 def viewed(expression: Expression, change: Callable[[View], View | None]) -> Expression | None:

@@ -19,13 +19,14 @@ from distconv.reading.fault import note
 from distconv.reading.formats import of_hdf5, of_memmap, of_zarr
 from distconv.reading.source import Keeper, depth, shown
 from distconv.reading.tensor import LazyTensor, from_array
+from mucudnn.substitution import substituted
 
 _FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
 
 _lock = threading.Lock()
 _users = 0
-_replaced: list[tuple[Any, str, Any]] = []
-_INHERITED = object()
+_replaced: set[tuple[int, str]] = set()
+_undo = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
@@ -52,11 +53,10 @@ def lazily(keeper: Keeper | None = None) -> Iterator[None]:
 
 
 def _replace() -> None:
-    done = {(id(owner), name) for owner, name, _ in _replaced}
     for owner, name, make in _stand_ins():
-        if (id(owner), name) not in done:
-            _replaced.append((owner, name, vars(owner).get(name, _INHERITED)))
-            setattr(owner, name, make(getattr(owner, name)))
+        if (id(owner), name) not in _replaced:
+            _replaced.add((id(owner), name))
+            _undo.enter_context(substituted(owner, **{name: make(getattr(owner, name))}))
 
 
 def renew() -> None:
@@ -66,12 +66,8 @@ def renew() -> None:
 
 
 def _restore() -> None:
-    while _replaced:
-        owner, name, before = _replaced.pop()
-        if before is _INHERITED:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    _undo.close()
+    _replaced.clear()
     for kind in (LazyTensor, LazyArray):
         default_collate_fn_map.pop(kind, None)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from distconv.reading.expression import Expression, whole
+from distconv.reading.expression import Expression, empty, whole
 from distconv.reading.source import fetched
 from distconv.reading.statistic import is_known
 
@@ -59,9 +59,15 @@ class Lazy:
         """The array or the tensor itself where it has been read, by whoever sees the same memory; else None."""
         return None if self.memory.content is None else self.read("")
 
-    def replace(self, expression: Expression) -> None:
-        """New content for the memory that nobody else sees: what an operator in place leaves there."""
-        self.look(expression)
+    def fake(self) -> Any:
+        """An array or a tensor that lies in memory as the one that this is would; nothing touches its elements."""
+        return self._seen(empty(self.memory.expression.shape, self.memory.expression.dtype))
+
+    def _seen(self, content: Any) -> Any:
+        """What this sees of the memory's content."""
+        for step in self.steps:
+            content = step(content)
+        return content
 
     def read(self, why: str) -> Any:
         """The array or the tensor itself, whole. All who see the memory see the same from now on."""
@@ -75,9 +81,7 @@ class Lazy:
                 if isinstance(content, numpy.ndarray) and not content.flags.writeable:
                     content = content.copy()  # what is kept stays as it is
                 self.memory.content = content
-            self.content = self.memory.content
-            for step in self.steps:
-                self.content = step(self.content)
+            self.content = self._seen(self.memory.content)
         return self.content
 
 

@@ -21,7 +21,6 @@ import numpy
 
 from distconv.reading import chunks, runs
 from distconv.reading.fault import note
-from distconv.reading.read_ahead import no_read_ahead
 from distconv.reading.view import Region
 
 OPEN = 64
@@ -145,6 +144,19 @@ class Hdf5(Source):
             return array[_slices(region)]
 
 
+@contextlib.contextmanager
+def no_read_ahead(descriptor: int) -> Iterator[None]:
+    """A context in which the disk delivers only the requested parts of a file.
+
+    Ranks that read a slab of every sample would otherwise bring their neighbours' slabs as well.
+    """
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    try:
+        yield
+    finally:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
+
+
 def _slices(region: Region) -> tuple[slice, ...]:
     return tuple(slice(at.start, at.stop, at.step) for at in region)
 
@@ -204,7 +216,7 @@ class Raw(Source):
         turned = slice(None, None, 1 if self.order == "C" else -1)  # so that the last dim runs fastest
         shape, box = self.shape[turned], region[turned]
         # A map brings what lies around each page that it is asked for.
-        if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE and hasattr(os, "preadv"):
+        if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE:
             part = runs.read(descriptor, self.offset, shape, self.dtype, box)
             return part if self.order == "C" else part.transpose()
         return numpy.array(mapped[_slices(region)])

@@ -85,12 +85,12 @@ class Statistic(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from ()  # the ranks read it together
 
+    def children(self) -> Sequence[Expression]:
+        return (self.parent,)
+
     def tells(self) -> Iterator[str]:
         yield f"{self.name} {self.args} {self.options}"
-        yield from self.parent.tells()
-
-    def sources(self) -> Iterator[Source]:
-        yield from self.parent.sources()
+        yield from super().tells()
 
 
 def identity(value: Any) -> str:
@@ -120,27 +120,17 @@ def identity(value: Any) -> str:
 
 def statistics_in(expression: Expression) -> Iterator[Statistic]:
     """Those that have to be known before a region of the expression can be computed, inner ones first."""
-    for child in _children(expression):
+    for child in expression.children():
         yield from statistics_in(child)
     if isinstance(expression, Statistic):
         yield expression
-
-
-def _children(expression: Expression) -> Sequence[Expression]:
-    if isinstance(expression, Viewed | Converted | Statistic):
-        return (expression.parent,)
-    if isinstance(expression, Joined):
-        return expression.parts
-    if isinstance(expression, Computed):
-        return [operand for operand in expression.operands if isinstance(operand, Expression)]
-    return ()
 
 
 def is_of_statistics(expression: Expression) -> bool:
     """Whether all of it is computed from statistics."""
     if isinstance(expression, Statistic):
         return True
-    children = _children(expression)
+    children = expression.children()
     return bool(children) and all(map(is_of_statistics, children))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distconv.reading.array import LazyArray
-from distconv.reading.expression import Converted, Joined, empty, viewed
+from distconv.reading.expression import Converted, Joined, viewed
 from distconv.reading.fault import note
 from distconv.reading.source import shown
 from distconv.reading.statistic import asked
@@ -33,7 +33,7 @@ def _in_place(name: str, *args: Any, **options: Any) -> Any:
         if not torch.can_cast(expression.dtype, first.dtype):
             return NotImplemented  # torch's own error
         expression = cast(expression, first.dtype)
-    first.replace(expression)
+    first.look(expression)  # the memory, which nobody else sees, has another content
     return first
 
 
@@ -70,21 +70,13 @@ def _copied(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
 def _contiguous(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
     if args or options:
         return NotImplemented
-    return x if _fake(x).is_contiguous() else LazyTensor(x.expression)
-
-
-def _fake(x: LazyTensor) -> Tensor:
-    """A tensor that lies in memory as the one that this is would; nothing touches its elements."""
-    fake = empty(x.memory.expression.shape, x.memory.expression.dtype)
-    for step in x.steps:
-        fake = step(fake)
-    return fake
+    return x if x.fake().is_contiguous() else LazyTensor(x.expression)
 
 
 def _statistic(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
     if name in ("max", "min", "median", "nanmedian") and (args or options):
         return NotImplemented  # of two results, or of two tensors
-    fake = _fake(x)
+    fake = x.fake()
     made = asked(x.expression, None if fake.is_contiguous() else fake.stride(), name, args, options)
     return NotImplemented if made is NotImplemented else LazyTensor(made)
 
@@ -217,7 +209,6 @@ HANDLERS |= {
     **dict.fromkeys((*IN_PLACE, "__iadd__", "__isub__", "__imul__", "__itruediv__"), _in_place),
     **dict.fromkeys((*CASTS, "to", "type"), _to),
     **dict.fromkeys(("clone", "__deepcopy__"), _copied),
-    **dict.fromkeys(("permute",), _permute),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
     **dict.fromkeys(("movedim", "moveaxis"), _movedim),
     **dict.fromkeys(("view", "reshape"), _reshape),
@@ -226,6 +217,7 @@ HANDLERS |= {
     "contiguous": _contiguous,
     "__getitem__": _getitem,
     "flip": _flip,
+    "permute": _permute,
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "select": _select,

@@ -38,12 +38,10 @@ class Functions:
         table: dict[str, Callable[..., Any]] = {}
         if self._view is not None:  # the first rank reads what is there
             for name in ("stat", "access", "readlink", "statvfs", "chdir", "getxattr", "listxattr"):
-                if hasattr(posix, name):
-                    table[name] = self._reading(name)
+                table[name] = self._reading(name)
             table.update(lstat=self.lstat, getcwd=self.getcwd, getcwdb=self.getcwdb)
         for name in ("chmod", "chown", "utime", "setxattr", "removexattr"):
-            if hasattr(posix, name):
-                table[name] = self._changing(name)
+            table[name] = self._changing(name)
         for name in (
             *("open", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "truncate", "mkfifo"),
             *("listdir", "scandir", "lchown"),
