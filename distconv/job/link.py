@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from distconv.job.attempt import prefix
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -26,7 +27,7 @@ class Beats:
 
     def __init__(self, store: Store, seconds: float) -> None:
         self._store, self._seconds = store, seconds
-        self._at = f"distconv/link/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._at = prefix("link")
         self._count = 0
         self._machine: int | None = None
         self._heard: dict[int, tuple[bytes, float]] = {}
@@ -98,9 +99,8 @@ class Link:
     def _beat(self) -> None:
         from torch.distributed import DistError
 
-        with contextlib.suppress(
-            DistError
-        ):  # a store that has ended answers at once: the job has ended, or will be told
+        # A store that has ended answers at once: the job has ended, or will be told.
+        with contextlib.suppress(DistError):
             beats = Beats(self._connect(), self._seconds)
             if self._first:
                 beats.join(self._rank)

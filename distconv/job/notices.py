@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from distconv.job.attempt import prefix, without_prefix
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -22,13 +23,10 @@ class Notices:
     """
 
     def __init__(self, store: Store, size: int) -> None:
-        from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed import DistError
 
         self._gone = DistError
-        while isinstance(store, PrefixStore):  # which torch may put around a rank's store, but not around a watcher's
-            store = store.underlying_store
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep its store when it starts anew
-        self._store, self._at, self.size = store, f"distconv/ending/{attempt}", size
+        self._store, self._at, self.size = without_prefix(store), prefix("ending"), size
 
     def whereabouts(self) -> list[str]:
         """The positions of the ranks, a line for each."""
@@ -42,71 +40,67 @@ class Notices:
 
     def fail(self, rank: int, error: str) -> None:
         """Notes the error that a rank's script ended with."""
-        self._asked(lambda: self._store.set(f"{self._at}/{rank}/error", error), None)
+        self._note(f"{rank}/error", error)
 
     def error(self, rank: int) -> str | None:
         """The error that a rank's script ended with, if it is known."""
-
-        def read() -> str | None:
-            key = f"{self._at}/{rank}/error"
-            return self._store.get(key).decode() if self._store.check([key]) else None
-
-        return self._asked(read, None)
+        key = f"{self._at}/{rank}/error"
+        return self._asked(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
     def told(self) -> bool:
         """Whether somebody has told why the job ends, or need not tell: the user asked for it by a signal."""
-        return self._asked(lambda: bool(self._store.check([f"{self._at}/told"])) or self.is_signalled(), False)
+        return self._is_noted("told") or self.is_signalled()
 
     def signalled(self) -> None:
         """Notes that a signal from outside ends the job: that ranks lose one another is no news then."""
-        self._asked(lambda: self._store.set(f"{self._at}/signalled", "1"), None)
+        self._note("signalled")
 
     def is_signalled(self) -> bool:
         """Whether a signal from outside ends the job."""
-        return self._asked(lambda: bool(self._store.check([f"{self._at}/signalled"])), False)
+        return self._is_noted("signalled")
 
     def record(self, rank: int, code: int) -> None:
         """Notes how a rank ended."""
-
-        def write() -> None:
-            self._store.set(f"{self._at}/{rank}", str(code))
-            self._store.set(f"{self._at}/any", "1")
-
-        self._asked(write, None)
+        self._note(str(rank), str(code))
+        self._note("any")
 
     def sweep(self) -> None:
         """Notes that the job's folder has been removed."""
-        self._asked(lambda: self._store.set(f"{self._at}/swept", "1"), None)
+        self._note("swept")
 
     def swept(self) -> bool:
         """Whether the job's folder has been removed."""
-        return self._asked(lambda: bool(self._store.check([f"{self._at}/swept"])), True)
+        return self._is_noted("swept", otherwise=True)
 
     def leave(self, rank: int) -> None:
         """Notes that the process that watches a rank needs the notices no more."""
-        self._asked(lambda: self._store.set(f"{self._at}/left/{rank}", "1"), None)
+        self._note(f"left/{rank}")
 
     def all_left(self) -> bool:
         """Whether all have noted so."""
-        keys = [f"{self._at}/left/{rank}" for rank in range(self.size)]
-        return self._asked(lambda: bool(self._store.check(keys)), True)
+        return self._is_noted(*(f"left/{rank}" for rank in range(self.size)), otherwise=True)
 
     def endings(self) -> Mapping[int, int]:
         """The exit codes of the ranks that have ended so far."""
 
         def read() -> dict[int, int]:
-            if not self._store.check([f"{self._at}/any"]):
-                return {}
             ended = [rank for rank in range(self.size) if self._store.check([f"{self._at}/{rank}"])]
             return {rank: int(self._store.get(f"{self._at}/{rank}")) for rank in ended}
 
-        return self._asked(read, {})
+        return self._asked(read, {}) if self._is_noted("any") else {}
 
-    def _asked(self, question: Callable[[], Any], default: _T) -> _T:
+    def _note(self, what: str, text: str = "1") -> None:
+        self._asked(lambda: self._store.set(f"{self._at}/{what}", text), None)
+
+    def _is_noted(self, *what: str, otherwise: bool = False) -> bool:
+        """Whether all of it is noted; `otherwise` where the store has gone."""
+        return self._asked(lambda: bool(self._store.check([f"{self._at}/{each}" for each in what])), otherwise)
+
+    def _asked(self, question: Callable[[], Any], otherwise: _T) -> _T:
         try:
             answer: _T = question()
         except self._gone:
-            return default
+            return otherwise
         return answer
 
 

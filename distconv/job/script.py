@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distconv import settings
+from distconv.job.attempt import prefix
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
@@ -72,8 +73,8 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
             ask_for_ended(Notices(store, dist.get_world_size()).endings)
         return store
     shared, rank, size = next(rendezvous("env://"))
-    # torchrun keeps its store when it starts the ranks anew; the addresses of those that have gone are still in it.
-    store = PrefixStore(f"distconv/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", shared)
+    # When torchrun starts the ranks anew, the addresses of those that have gone are still in its store.
+    store = PrefixStore(prefix("attempt"), shared)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     watcher.joined(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size)
     return store

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from distconv.job.attempt import prefix
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_held
 from mucudnn.reporting.gain import gained
@@ -131,7 +131,7 @@ class _Steps:
 
 
 def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
-    at = f"distconv/summary/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    at = prefix("summary")
     if dist.get_rank():
         store.set(f"{at}/{dist.get_rank()}", json.dumps(asdict(own)))
         return

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distconv.agreement.disagreement import named
+from distconv.job.attempt import prefix, without_prefix
 from distconv.job.standstill import State, Waiting, standstill
 
 
@@ -25,10 +25,8 @@ class Questions:
     """
 
     def __init__(self, store: Store, size: int) -> None:
-        while isinstance(store, PrefixStore):  # which torch may put around a rank's store, but not around a watcher's
-            store = store.underlying_store
-        self.store, self._size, self.answered = store, size, 0
-        self.at = f"distconv/slow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.store, self._size, self.answered = without_prefix(store), size, 0
+        self.at = prefix("slow")
 
     def is_open(self) -> bool:
         """Whether a question has been asked that this rank has not answered."""

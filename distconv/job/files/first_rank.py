@@ -33,7 +33,7 @@ class FirstRank:
         return path.startswith(self._apart)
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & WRITING and not self.is_apart(path):
+        if flags & WRITING:
             self.before_writing(path, content=not flags & os.O_TRUNC)
         return posix.open(path, flags, mode)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import posix
 import sys
@@ -42,12 +43,12 @@ class Functions:
             table.update(lstat=self.lstat, getcwd=self.getcwd, getcwdb=self.getcwdb)
         for name in ("chmod", "chown", "utime", "setxattr", "removexattr"):
             table[name] = self._changing(name)
-        for name in (
-            *("open", "mkdir", "rmdir", "unlink", "rename", "link", "symlink", "truncate", "mkfifo"),
-            *("listdir", "scandir", "lchown"),
-        ):
+        for name in ("mkdir", "rmdir", "unlink"):
+            table[name] = self._acting(name)
+        for name in ("open", "rename", "link", "symlink", "truncate", "mkfifo", "listdir", "scandir"):
             table[name] = getattr(self, name)
-        table["remove"], table["replace"] = self.unlink, self.rename
+        table["remove"], table["replace"] = table["unlink"], table["rename"]
+        table["lchown"] = functools.partial(table["chown"], follow_symlinks=False)
         return table
 
     def open_file(
@@ -91,24 +92,6 @@ class Functions:
         name = self._name(path, dir_fd, follow=False)
         return _told(path, lambda: self._files.read(name, posix.lstat))
 
-    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        name = self._name(path, dir_fd, follow=False)
-        if self._for_real(name, marked=False):
-            return posix.mkdir(path, mode, dir_fd=dir_fd)
-        _told(path, lambda: self._files.mkdir(name, mode))
-
-    def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        name = self._name(path, dir_fd, follow=False)
-        if self._for_real(name, marked=False):
-            return posix.rmdir(path, dir_fd=dir_fd)
-        _told(path, lambda: self._files.rmdir(name))
-
-    def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        name = self._name(path, dir_fd, follow=False)
-        if self._for_real(name):
-            return posix.unlink(path, dir_fd=dir_fd)
-        _told(path, lambda: self._files.unlink(name))
-
     def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         source, target = self._name(src, src_dir_fd, follow=False), self._name(dst, dst_dir_fd, follow=False)
         if self._for_real(source) and self._for_real(target):
@@ -129,6 +112,8 @@ class Functions:
 
     def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
         text, path = os.fsdecode(src), self._name(dst, dir_fd, follow=False)
+        if self._files.is_apart(path):
+            return posix.symlink(src, dst, target_is_directory, dir_fd=dir_fd)
         _told(src, lambda: self._files.symlink(text, path), dst)
 
     def truncate(self, path: Any, length: int) -> None:
@@ -140,10 +125,6 @@ class Functions:
     def mkfifo(self, path: Any, mode: int = 0o666, *, dir_fd: int | None = None) -> None:
         name = self._name(path, dir_fd, follow=False)
         _told(path, lambda: posix.mkfifo(self._files.for_writing(name, exclusive=True), mode))
-
-    def lchown(self, path: Any, uid: int, gid: int) -> None:
-        name = self._name(path, follow=False)
-        _told(path, lambda: self._files.change(name, lambda found: posix.lchown(found, uid, gid)))
 
     def listdir(self, path: Any = None) -> Any:
         name = self._folder_name(path)
@@ -215,6 +196,19 @@ class Functions:
         special: dict[str, Callable[..., Any]] = {"access": access, "chdir": chdir}
         return special.get(name, call)
 
+    def _acting(self, name: str) -> Callable[..., Any]:
+        """A function that makes or removes one entry of a folder."""
+        real, ours = getattr(posix, name), getattr(self._files, name)
+
+        def call(path: Any, *args: Any, dir_fd: int | None = None, **named: Any) -> None:
+            absolute = self._name(path, dir_fd, follow=False)
+            if self._for_real(absolute, marked=name == "unlink"):
+                real(path, *args, dir_fd=dir_fd, **named)
+            else:
+                _told(path, lambda: ours(absolute, *args, **named))
+
+        return call
+
     def _changing(self, name: str) -> Callable[..., Any]:
         real: Callable[..., Any] = getattr(posix, name)
 
@@ -243,7 +237,12 @@ class Functions:
         return self._name("." if path is None else path)
 
     def _for_real(self, path: str, *, marked: bool = True) -> bool:
-        """Whether what calls now writes for real on every rank; what it is known by is marked as shared."""
+        """Whether what calls now writes for real on every rank; what it is known by is marked as shared.
+
+        Paths that are left to the file system are written for real as well, and need no mark.
+        """
+        if self._files.is_apart(path):
+            return True
         frame = sys._getframe(2)
         while frame is not None:
             module: str = frame.f_globals.get("__name__", "")

@@ -27,13 +27,13 @@ class OwnLayer:
     """Each function takes absolute paths without links on the way, and acts and fails as the one of `os` does."""
 
     def __init__(self, view: View) -> None:
-        self.view, self._own, self.names = view, view.own, view.names
+        self.view, self._own, self.names, self.is_apart = view, view.own, view.names, view.is_apart
 
     def open(self, path: str, flags: int, mode: int = 0o777) -> int:
         def opened(found: str) -> int:
             return posix.open(found, flags, mode)
 
-        if not flags & WRITING or self.view.is_apart(path):
+        if not flags & WRITING:
             return self.view.steadily(path, opened, posix.close)
         status = self.view.status(path)
         if status is not None and not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
@@ -49,7 +49,7 @@ class OwnLayer:
 
     def for_writing(self, path: str, *, create: bool = True, exclusive: bool = False, content: bool = True) -> str:
         """Where this rank may write the file of a path; what it held is there, where `content` is to be kept."""
-        if self.view.is_apart(path):
+        if self.is_apart(path):
             return path
         status = self.view.status(path)
         if status is None:
@@ -65,12 +65,7 @@ class OwnLayer:
 
     def change(self, path: str, action: Callable[[str], T]) -> T:
         """An action that changes what is kept about a file or folder: its mode, its times, its length."""
-        if self.view.is_apart(path):
-            return action(path)
-        status = self.view.status(path)
-        if status is None:
-            raise self.view.missing(path)
-        if stat.S_ISDIR(status.st_mode):
+        if stat.S_ISDIR(self._status(path).st_mode):
             make_folders(self._own.at(path))
             self._own.changed()
             return action(self._own.at(path))
@@ -80,54 +75,33 @@ class OwnLayer:
         posix.truncate(self.for_writing(path, create=False), length)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
-        if self.view.is_apart(path):
-            return posix.mkdir(path, mode)
-        if self.view.status(path) is not None:
-            raise error(errno.EEXIST, path)
-        self._make_around(path)
+        self._make_room(path)
         posix.mkdir(self._own.at(path), mode)
         self._own.changed()
 
     def rmdir(self, path: str) -> None:
-        if self.view.is_apart(path):
-            return posix.rmdir(path)
-        status = self.view.status(path)
-        if status is None:
-            raise self.view.missing(path)
-        if not stat.S_ISDIR(status.st_mode):
-            raise error(errno.ENOTDIR, path)
-        if self.view.list(path):
+        if self.list(path):
             raise error(errno.ENOTEMPTY, path)
         if self._own.has(path):
             posix.rmdir(self._own.at(path))
         self._leave(path)
 
     def unlink(self, path: str) -> None:
-        if self.view.is_apart(path):
-            return posix.unlink(path)
-        status = self.view.status(path)
-        if status is None:
-            raise self.view.missing(path)
-        if stat.S_ISDIR(status.st_mode):
+        if stat.S_ISDIR(self._status(path).st_mode):
             raise error(errno.EISDIR, path)
         if self._own.has(path):
             posix.unlink(self._own.at(path))
         self._leave(path)
 
     def rename(self, source: str, target: str) -> None:
-        if self.view.is_apart(source) and self.view.is_apart(target):
-            return posix.rename(source, target)
-        moved, replaced = self.view.status(source), self.view.status(target)
-        if moved is None:
-            raise self.view.missing(source)
+        moved, replaced = self._status(source), self.view.status(target)
         if source == target:
             return
         self._check_replacement(source, target, moved, replaced)
         self._make_around(target)
-        if self.view.is_apart(source):
-            raise error(errno.EXDEV, source)  # as between two disks: shutil.move then copies
-        if self.view.is_apart(target):
-            raise error(errno.EXDEV, target)
+        for path in (source, target):
+            if self.is_apart(path):
+                raise error(errno.EXDEV, path)  # as between two disks: shutil.move then copies
         self._bring_up_all(source, moved)
         if stat.S_ISDIR(moved.st_mode):
             if self._own.has(target):
@@ -138,23 +112,15 @@ class OwnLayer:
         self._leave(source)
 
     def link(self, source: str, target: str) -> None:
-        status = self.view.status(source)
-        if status is None:
-            raise self.view.missing(source)
-        if self.view.status(target) is not None:
-            raise error(errno.EEXIST, target)
-        self._make_around(target)
+        status = self._status(source)
+        self._make_room(target)
         if stat.S_ISDIR(status.st_mode):
             raise error(errno.EPERM, source)
         posix.link(self._bring_up(source), self._own.at(target), follow_symlinks=False)
         self._own.changed()
 
     def symlink(self, text: str, path: str) -> None:
-        if self.view.is_apart(path):
-            return posix.symlink(text, path)
-        if self.view.status(path) is not None:
-            raise error(errno.EEXIST, path)
-        self._make_around(path)
+        self._make_room(path)
         posix.symlink(text, self._own.at(path))
         self._leave_links()
 
@@ -164,7 +130,7 @@ class OwnLayer:
 
     def scan(self, folder: str, written: Any) -> Iterator[os.DirEntry[Any]] | None:
         """What posix.scandir gives of a folder, by its path as it was written; None where the disk cannot tell."""
-        if self.view.is_apart(folder):
+        if self.is_apart(folder):
             return posix.scandir(written)
         try:
             # All at once: the first rank may change the folder before the last entry is taken.
@@ -174,12 +140,22 @@ class OwnLayer:
 
     def list(self, folder: str) -> list[str]:
         """The names in a folder, in the order of `View.list`."""
-        status = self.view.status(folder)
-        if status is None:
-            raise self.view.missing(folder)
-        if not stat.S_ISDIR(status.st_mode):
+        if not stat.S_ISDIR(self._status(folder).st_mode):
             raise error(errno.ENOTDIR, folder)
         return self.view.list(folder)
+
+    def _status(self, path: str) -> os.stat_result:
+        """What lstat tells of a path. FileNotFoundError or NotADirectoryError where there is nothing."""
+        status = self.view.status(path)
+        if status is None:
+            raise self.view.missing(path)
+        return status
+
+    def _make_room(self, path: str) -> None:
+        """Mirrors the folder around a path, where there must be nothing yet."""
+        if self.view.status(path) is not None:
+            raise error(errno.EEXIST, path)
+        self._make_around(path)
 
     def _make_around(self, path: str) -> None:
         """Mirrors the folder around a path that is to be made."""
