@@ -29,7 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.table import Table, save, show
-from distconv.performance.costs import without, without_gradients
+from distconv.performance.costs import without
 from distconv.performance.events import Step
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.machine import Machine, read
@@ -130,7 +130,7 @@ def recorded(model: nn.Module, curve: str, gpus: int) -> Step:
 
 def seconds(step: Step, machine: Machine) -> float:
     """A step whose gradients are summed when backward has ended, all in one message, as ChainerMN packs them."""
-    rest, gradients = without_gradients(step)
+    rest, gradients = without(step, "gradients")
     alone = replay(rest, machine).total
     if not gradients:
         return alone

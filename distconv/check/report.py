@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
 def parts(findings: Findings, most: int | None) -> list[RenderableType]:
     """The printed parts: the layers that send most (all if ``most`` is None), the refusals, and a summary."""
+    from rich.markup import escape
+
     shown: list[RenderableType] = []
     layers = sorted(findings.layers, key=lambda layer: -(layer.forward + layer.backward))
     if layers:
         shown.append(_layers(layers, most))
     if findings.refusals:
         shown.append(_refusals(findings))
-    return [*shown, _plain(summary(findings))]
+    return [*shown, escape(summary(findings))]
 
 
 def summary(findings: Findings) -> str:
@@ -67,6 +69,7 @@ def _layers(layers: list[Layer], most: int | None) -> Table:
 
 
 def _refusals(findings: Findings) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title="What does not run", show_lines=True)
@@ -75,12 +78,6 @@ def _refusals(findings: Findings) -> Table:
     table.add_column("why", overflow="fold")
     for refusal in findings.refusals:
         table.add_row(
-            refusal.kind, refusal.layer, "backward" if refusal.backward else "forward", _plain(refusal.message)
+            refusal.kind, refusal.layer, "backward" if refusal.backward else "forward", escape(refusal.message)
         )
     return table
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

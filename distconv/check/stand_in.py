@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape
@@ -58,9 +58,5 @@ def nearest(
 
 def first_of_ours(values: Sequence[Any]) -> DTensor | None:
     """The first sharded tensor of our meshes among arguments and lists of them, else the first of any layout."""
-    found = [x for value in values for x in _flat(value) if isinstance(x, DTensor) and is_ours(x.device_mesh)]
+    found = [x for x in tree_leaves(values) if isinstance(x, DTensor) and is_ours(x.device_mesh)]
     return next((x for x in found if any(isinstance(p, Shard) for p in x.placements)), found[0] if found else None)
-
-
-def _flat(value: Any) -> list[Any]:
-    return [x for item in value for x in _flat(item)] if isinstance(value, list | tuple) else [value]

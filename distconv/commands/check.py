@@ -19,8 +19,6 @@ from mucudnn.commands.network import INPUT, USUAL, add_batch, shape
 from mucudnn.commands.output import add_wide, print_json, show
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from distconv.check.findings import Findings
 
 DESCRIPTION = f"""\
@@ -121,7 +119,9 @@ def command(options: argparse.Namespace) -> int:
     if options.json:
         print_json(findings.as_json())
     else:
-        show(sys.stdout, *_report(findings, None if options.all_layers else MOST_LAYERS), wide=options.wide)
+        from distconv.check import report
+
+        show(sys.stdout, *report.parts(findings, None if options.all_layers else MOST_LAYERS), wide=options.wide)
     return 0 if findings.accepted else 1
 
 
@@ -137,6 +137,8 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None
 
 
 def _follow(options: argparse.Namespace, partition: Partition, strategy: Strategy | None) -> Findings:
+    import torch
+
     from distconv.check import survey
 
     try:
@@ -148,7 +150,7 @@ def _follow(options: argparse.Namespace, partition: Partition, strategy: Strateg
             _inputs(build, options, usual),
             partition,
             strategy=strategy,
-            dtype=_dtype(options.dtype),
+            dtype=getattr(torch, options.dtype),
             backward=not options.inference,
         )
     except (program.NotFound, survey.FailsAlone, ValueError) as error:
@@ -186,15 +188,3 @@ def _inputs(build: Callable[[], Any], options: argparse.Namespace, usual: int) -
         return whole_inputs(without_data(build), options.input, options.batch, usual)
     except Exception:  # what follows the model tells why it cannot be made, or fails
         return [(options.batch, *each) for each in options.input] if options.batch else options.input
-
-
-def _dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
-
-
-def _report(findings: Findings, most: int | None) -> list[RenderableType]:
-    from distconv.check import report
-
-    return report.parts(findings, most)

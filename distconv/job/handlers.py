@@ -1,10 +1,9 @@
 """Runs a script's own signal handlers at the same point of the program on every rank.
 
 A signal reaches the ranks at slightly different moments. Suppose a handler sets a flag that the script checks after
-each
-step: it would end one rank a step before another, which then waits for it. So a handler waits for the next point that
-all ranks reach alike, the end of an optimizer's step. The ranks tell each other how many steps they have finished, none
-continues before all have told, and the handler runs after the step that follows the largest number.
+each step: it would end one rank a step before another, which then waits for it. So a handler waits for the next point
+that all ranks reach alike, the end of an optimizer's step. The ranks tell each other how many steps they have finished,
+none continues before all have told, and the handler runs after the step that follows the largest number.
 """
 
 from __future__ import annotations

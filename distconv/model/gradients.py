@@ -194,14 +194,19 @@ def bucket_plans(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh]) -> l
     known, first = _plans.setdefault(model, {}), next(iter(parameters.values()), None)
     before, plans = known.get(first, (None, []))
     if before != now:
-        homes = {p: home(p, mesh) for p, mesh in parameters.items() if p.requires_grad}
-        groups = {place: place.group() for place in dict.fromkeys(homes.values())}
-        plans = [
-            BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
-            for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
-        ]
+        plans = new_bucket_plans({p: mesh for p, mesh in parameters.items() if p.requires_grad})
         known[first] = now, plans
     return plans
+
+
+def new_bucket_plans(parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan]:
+    """The plans of the buckets of these parameters, each on its mesh. Collective where groups have to be made."""
+    homes = {parameter: home(parameter, mesh) for parameter, mesh in parameters.items()}
+    groups = {place: place.group() for place in dict.fromkeys(homes.values())}
+    return [
+        BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
+        for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
+    ]
 
 
 def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool = False) -> Callable[[Tensor], Tensor]:

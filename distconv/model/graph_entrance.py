@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.direct.shares import as_sharded
-from distconv.model.gradients import Bucket, BucketPlan, distributed, finish
-from distconv.model.homes import buckets, home
+from distconv.model.gradients import Bucket, distributed, finish, new_bucket_plans
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.all_reduce import AllReduce
 
@@ -58,12 +57,8 @@ class _Enter:
         places = {parameter: place for place, parameter in enumerate(parameters)}
         self._meshes = [meshes[parameter] for parameter in parameters]
         trained = [p for p in parameters if p.requires_grad and torch.is_grad_enabled()]
-        homes = {parameter: home(parameter, meshes[parameter]) for parameter in trained}
-        groups = {place: place.group() for place in dict.fromkeys(homes.values())}
-        self._buckets = []
-        for members in buckets({parameter: groups[place] for parameter, place in homes.items()}):
-            plan = BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
-            self._buckets.append((plan, [places[member] for member in members]))
+        plans = new_bucket_plans({parameter: meshes[parameter] for parameter in trained})
+        self._buckets = [(plan, [places[member] for member in plan.parameters]) for plan in plans]
         self.handed_over: dict[int, tuple[_TracedBucket, int]] = {}
         """Of the pass that is traced: each trained parameter's bucket, and its number there."""
 

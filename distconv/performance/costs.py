@@ -20,6 +20,9 @@ from distconv.tensors.mesh import placements
 
 Numbers = npt.NDArray[np.float64]
 
+ITEMSIZE = 4
+"""Bytes of an element of an activation."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -79,7 +82,7 @@ def layer_cost(
         return Cost(met, 0.0, 0.0, 0.0, 0.0)
     if isinstance(recorded, str):
         return replace(NEVER, refusal=recorded)
-    alone, gradients = without_gradients(recorded)
+    alone, gradients = without(recorded, "gradients")
     times = replay(alone, machine)
     per_byte = [
         message_seconds(machine, replace(start, bytes=BUCKET_BYTES), recorded.rank) / BUCKET_BYTES
@@ -110,11 +113,6 @@ def _divided(step: Step, machine: Machine, met: float, undivided: float) -> Iter
             yield seconds, size
 
 
-def without_gradients(step: Step) -> tuple[Step, list[Start]]:
-    """A step without the allreduces of gradients, and those."""
-    return without(step, "gradients")
-
-
 def without(step: Step, kind: str) -> tuple[Step, list[Start]]:
     """A step without the collectives of a kind, and those."""
     found = [event for event in step.events if isinstance(event, Start) and event.kind == kind]
@@ -130,9 +128,9 @@ def _meeting(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
     return max(one, machine.host.operator) if machine.host.asynchronous else one + machine.host.operator
 
 
-def local_bytes(shape: Sequence[int], mesh: DeviceMesh, itemsize: int = 4) -> float:
+def local_bytes(shape: Sequence[int], mesh: DeviceMesh) -> float:
     """Of this rank's shard of an activation."""
-    return itemsize * float(np.prod([stop - start for start, stop in _box(shape, mesh)]))
+    return ITEMSIZE * float(np.prod([stop - start for start, stop in _box(shape, mesh)]))
 
 
 def _box(shape: Sequence[int], mesh: DeviceMesh) -> list[tuple[int, int]]:
@@ -141,7 +139,7 @@ def _box(shape: Sequence[int], mesh: DeviceMesh) -> list[tuple[int, int]]:
     return list(box_at(mesh, placements(mesh, len(shape)), shape, coordinate))
 
 
-def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh], itemsize: int = 4) -> tuple[Numbers, Numbers]:
+def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh]) -> tuple[Numbers, Numbers]:
     """Bytes that this rank receives if an activation goes from one mesh to another, for all pairs of meshes.
 
     It receives what it needs of the new layout and does not own under the old one, as the redistribution's plan has it.
@@ -158,7 +156,7 @@ def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh], itemsize: in
     size = np.maximum(old[..., 1] - old[..., 0], 1)
     shards = np.ceil(new[..., 1] / size) - np.floor(new[..., 0] / size)
     sources = np.maximum(shards, 1).prod(axis=-1) - (common.prod(axis=-1) > 0)
-    return itemsize * missing, np.where(missing > 0, np.maximum(sources, 1), 0)
+    return ITEMSIZE * missing, np.where(missing > 0, np.maximum(sources, 1), 0)
 
 
 def move_seconds(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from distconv.performance.events import Call, Kernel, Shape
+from distconv.performance.kernels import threads_of_torch
 from distconv.performance.machine import Machine
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction
 from mucudnn.optimizer import Division
@@ -42,7 +42,7 @@ class Divisions:
             return ()
         key = replace(kernel, name=str(kernel.call))
         if key not in self._known:
-            with _threads(self._threads):
+            with threads_of_torch(self._threads):
                 found = [self._planner.measurement(problem) for problem in problems(kernel.call)]
                 plans = [self._planner.plan(each, math.inf) for each in found]
             self._known[key] = shares([plan.desirable() for plan in plans])
@@ -114,13 +114,3 @@ def shares(sets: Sequence[Sequence[Division]]) -> tuple[tuple[float, int], ...]:
             least = seconds / own
             left.append((least, size))
     return tuple(left)
-
-
-@contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

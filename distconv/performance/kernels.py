@@ -66,7 +66,7 @@ class Measured:
         return self.share * self._known[key]
 
     def _measured(self, call: Call, threads: int) -> float:
-        with _threads(threads):
+        with threads_of_torch(threads):
             try:
                 run = prepared(call)
                 run()
@@ -109,7 +109,8 @@ def measure(run: Callable[[], object], threads: int) -> float:
 
 
 @contextlib.contextmanager
-def _threads(number: int) -> Iterator[None]:
+def threads_of_torch(number: int) -> Iterator[None]:
+    """A context in which torch computes with so many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
