@@ -76,7 +76,7 @@ class Ranks:
         if done.returncode:
             sys.exit(f"distconv calibrate: {done.stderr}")
         self._measured = Measured(threads, kept, ranks)
-        resources.callback(self._measured.crowd.close)
+        resources.callback(self._measured.co_runners.close)
         self.machine: Machine = replace(read(str(path)), measured=self._measured, threads=threads)
         store = str(folder / f"store{ranks}")
         self.job = resources.enter_context(

@@ -13,8 +13,8 @@ from typing import Any
 
 from distconv import settings
 from distconv.commands.parts import run_in_turn
-from distconv.job.keeper import Watcher, keep_rank
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, part, start
+from distconv.job.supervisor import Watcher, supervise_rank
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.place import Place, find_place
 from distconv.settings.channels import check_algorithm
@@ -249,7 +249,7 @@ def command(options: argparse.Namespace) -> int:
 
 def _be_rank(job: Job, place: Place) -> int:
     import_for_ranks()
-    watcher = keep_rank(place, captures=bool(place.rank) and not job.print_all_ranks)
+    watcher = supervise_rank(place, captures=bool(place.rank) and not job.print_all_ranks)
     if isinstance(watcher, int):
         os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
     return _run(job, place, watcher)

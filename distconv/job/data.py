@@ -95,7 +95,7 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
             yield samples
 
 
-def crowd_of_workers(workers: int, ranks: int, cores: int) -> str | None:
+def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
     """What to tell of a DataLoader whose workers on all ranks of a machine are more than its cores, where fewer help.
 
     They are not made fewer by themselves: which worker reads a batch decides what random augmentation draws.
@@ -111,7 +111,7 @@ def crowd_of_workers(workers: int, ranks: int, cores: int) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _tell_of_workers(workers: int, ranks: int, cores: int) -> None:
-    told = crowd_of_workers(workers, ranks, cores) if ranks > 1 else None
+    told = too_many_workers(workers, ranks, cores) if ranks > 1 else None
     if told:
         print(f"distconv: {told}", file=sys.stderr)
 

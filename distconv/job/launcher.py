@@ -18,7 +18,7 @@ from pathlib import Path
 from distconv import private_names, settings
 from distconv.job.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
-from distconv.job.keeper import Watcher, accompany, keep_launcher, part_into_ranks
+from distconv.job.supervisor import Watcher, accompany, part_into_ranks, supervise_launcher
 from distconv.model.strategy import Strategy
 from distconv.place import MPI_VARIABLES, Place
 from distconv.place.addresses import LOOPBACK, loopback_variables
@@ -135,7 +135,7 @@ def start(job: Job, command: list[str]) -> int:
         except FileNotFoundError as error:
             raise BadInput(str(error)) from None
         with job_folder() as environment[FOLDER_VARIABLE]:
-            if (code := keep_launcher()) is not None:
+            if (code := supervise_launcher()) is not None:
                 return code
             return accompany(subprocess.Popen([*program, *command], env=environment), bound=True)
     environment[_STARTER] = str(os.getpid())

@@ -17,13 +17,13 @@ from distconv.job.attempt import prefix
 from distconv.job.data import loading
 from distconv.job.ending import Ending
 from distconv.job.handlers import common_handlers
-from distconv.job.keeper import Watcher
 from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_locally
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
-from distconv.job.patience import telling_what_is_slow
 from distconv.job.signals import interrupts_are_exceptions, questions_end_nothing
+from distconv.job.stall_watchdog import telling_what_is_slow
 from distconv.job.summary import local_gain, summed_up
+from distconv.job.supervisor import Watcher
 from distconv.job.surroundings import surroundings
 from distconv.job.trace import traced
 from distconv.model.strategy import Strategy

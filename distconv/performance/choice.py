@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.strategy import layer_text
 from distconv.performance.candidates import fits
+from distconv.performance.co_runners import Unmeasurable
 from distconv.performance.costs import NEVER, Cost, Numbers, layer_cost, move_seconds
-from distconv.performance.crowd import Unmeasurable
 from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
 from distconv.performance.layers import LayerGraph

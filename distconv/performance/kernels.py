@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from distconv.performance.calls import prepared
-from distconv.performance.crowd import Crowd, Unmeasurable
+from distconv.performance.co_runners import CoRunners, Unmeasurable
 from distconv.performance.events import Call, Kernel
 from distconv.performance.kept import Kept
 
@@ -41,7 +41,7 @@ class Measured:
 
     def __init__(self, threads: int, kept: Kept, ranks: int = 1, beside: bool = True) -> None:
         self.threads, self.kept, self.ranks = threads, kept, ranks
-        self.crowd = Crowd(ranks - 1 if beside else 0, threads)
+        self.co_runners = CoRunners(ranks - 1 if beside else 0, threads)
         self.share = max(1.0, ranks * threads / (os.cpu_count() or 1))
         """How many threads share a core, by which times grow."""
         self._known: dict[str, float] = {}
@@ -73,7 +73,7 @@ class Measured:
             except Exception as error:  # whatever torch says of a call outside of its step
                 why = (str(error).splitlines() or [type(error).__name__])[0]
                 raise Unmeasurable(f"{call.operator} cannot be measured: {why}") from None
-            with self.crowd.beside(call):
+            with self.co_runners.beside(call):
                 return measure(run, threads)
 
     def doubt(self) -> None:

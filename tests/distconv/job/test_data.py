@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from distconv.job.data import crowd_of_workers, loading
+from distconv.job.data import loading, too_many_workers
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
 
@@ -199,8 +199,8 @@ def test_loaders_are_plain_again_afterwards(ranks):
 @pytest.mark.parametrize(
     "workers, ranks, cores, enough", [(0, 4, 2, None), (1, 4, 2, None), (8, 4, 2, 1), (4, 2, 8, None), (5, 2, 8, 4)]
 )
-def test_workers_that_crowd_a_machine_are_told_of(workers: int, ranks: int, cores: int, enough: int | None) -> None:
-    told = crowd_of_workers(workers, ranks, cores)
+def test_more_workers_than_cores_are_told_of(workers: int, ranks: int, cores: int, enough: int | None) -> None:
+    told = too_many_workers(workers, ranks, cores)
     assert (
         (told is None) if enough is None else told is not None and told.endswith(f"num_workers={enough} may be faster")
     )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from distconv.performance.automatic import ONE, decide
-from distconv.performance.crowd import Unmeasurable
+from distconv.performance.co_runners import Unmeasurable
 from distconv.performance.events import Call, Kernel, Shape
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
@@ -33,7 +33,7 @@ def test_a_kernel_is_measured_beside_others() -> None:
     wrong = Kernel("product", 0, 0, Call(torch.ops.aten.mm.default, (MATRIX, replace(MATRIX, sizes=(7, 8))), ()))
     try:
         assert (measured(product(8)) or 0) > 0
-        (process,) = measured.crowd._processes
+        (process,) = measured.co_runners._processes
         with pytest.raises(Unmeasurable, match=r"^aten.mm.default cannot be measured: mat1 and mat2 shapes"):
             measured(wrong)
         assert process.poll() is None
@@ -41,9 +41,9 @@ def test_a_kernel_is_measured_beside_others() -> None:
         with pytest.raises(Unmeasurable, match="beside it has ended with exit code -9"):
             measured(product(9))
         assert (measured(product(9)) or 0) > 0
-        (process,) = measured.crowd._processes
+        (process,) = measured.co_runners._processes
     finally:
-        measured.crowd.close()
+        measured.co_runners.close()
     assert process.returncode == 0
 
 

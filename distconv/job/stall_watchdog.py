@@ -25,7 +25,7 @@ from distconv.job.whereabouts import Questions
 LOOK_SECONDS = 1.0
 """Between two looks at the store, at most; a quarter of what a rank may wait where that is less."""
 
-MOST_PATIENCE = 10
+LONGEST = 10
 """Every line doubles the time that a rank may wait, up to this multiple of the setting, so that a pause of every epoch
 is reported once."""
 
@@ -41,14 +41,14 @@ def telling_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[
         yield
         return
     with noted() as collectives:
-        patience = _Patience(store.clone(), collectives, seconds, tell)  # type: ignore[attr-defined]
+        watchdog = _Watchdog(store.clone(), collectives, seconds, tell)  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            patience.close()
+            watchdog.close()
 
 
-class _Patience:
+class _Watchdog:
     def __init__(self, store: Store, collectives: Collectives, seconds: float, tell: Callable[[str], None]) -> None:
         self._collectives, self._tell = collectives, tell
         self._questions = Questions(store, dist.get_world_size())
@@ -57,7 +57,7 @@ class _Patience:
         self._asked: tuple[str, int] | None = None
         self._program = threading.main_thread()
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="patience", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="stall watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -78,8 +78,8 @@ class _Patience:
     def _ask(self) -> None:
         """Asks where all ranks are, where this one has waited for long and no other asks about the same."""
         begun = self._collectives.waiting()
-        patience = self._seconds * min(2**self._questions.answered, MOST_PATIENCE)
-        if begun is None or time.monotonic() - begun.since < patience or self._asked == (begun.group, begun.number):
+        allowed = self._seconds * min(2**self._questions.answered, LONGEST)
+        if begun is None or time.monotonic() - begun.since < allowed or self._asked == (begun.group, begun.number):
             return
         self._asked = begun.group, begun.number
         if not self._is_first(f"asking/{begun.group}/{begun.number}"):

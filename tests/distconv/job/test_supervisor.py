@@ -12,7 +12,7 @@ import pytest
 
 PARTING = """
 import os, signal, sys, time
-from distconv.job import keeper
+from distconv.job import supervisor
 from distconv.job.files.private import make_folder
 from distconv.place import Place
 
@@ -41,17 +41,17 @@ def removed(process):
     remove(process)
 
 
-remove, keeper.remove_folders_of = keeper.remove_folders_of, removed
-keeper.Watch, keeper._Meeting.notices = Ended, notices
+remove, supervisor.remove_folders_of = supervisor.remove_folders_of, removed
+supervisor.Watch, supervisor._Meeting.notices = Ended, notices
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests' own process may have been told to ignore it
-if isinstance(keeper.keep_rank(Place(1, 2, 1, mpi=False), captures=False), keeper.Watcher):
+if isinstance(supervisor.supervise_rank(Place(1, 2, 1, mpi=False), captures=False), supervisor.Watcher):
     make_folder()
     os._exit(0)
 """
 
 
 @pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
-def test_a_keeper_that_is_ended_while_it_parts_leaves_no_folder(asked: signal.Signals, tmp_path: Path) -> None:
+def test_a_supervisor_that_is_ended_while_it_parts_leaves_no_folder(asked: signal.Signals, tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARTING, str(asked.value)],
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""Keepers: processes that stay beside the ones they started, to see how these end and to leave nothing behind."""
+"""Supervisors: processes that stay beside the ones they started, to see how these end and to leave nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distconv.place.addresses import LOOPBACK, is_on_one_machine, listening_stor
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-LINGER_SECONDS = 8.0  # what a keeper waits for the other ranks after its own failed
+LINGER_SECONDS = 8.0  # what a supervisor waits for the other ranks after its own failed
 
 _POLL_SECONDS = 0.05
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" where ranks meet at a store that none of them holds
@@ -54,7 +54,7 @@ class Watcher:
 
 
 class _Meeting:
-    """The store at which a keeper finds the notices: the one that its rank names, or its own.
+    """The store at which a supervisor finds the notices: the one that its rank names, or its own.
 
     met: called with the store's host and port, once, when they are known.
     """
@@ -84,7 +84,7 @@ class _Meeting:
         return self._notices
 
 
-def keep_rank(place: Place, captures: bool) -> int | Watcher:
+def supervise_rank(place: Place, captures: bool) -> int | Watcher:
     """Parts this process, a rank that mpiexec or torchrun started, in two.
 
     The child goes on as the rank and gets a Watcher. The parent stays beside it: it sees how the rank ends, which a
@@ -175,7 +175,7 @@ def _host(meeting: _Meeting, mpi: bool) -> str | None:
 
 
 class _Parting:
-    """How keepers leave one another; none waits longer than `seconds`, nor after its parent has ended."""
+    """How supervisors leave one another; none waits longer than `seconds`, nor after its parent has ended."""
 
     def __init__(self, notices: Notices, rank: int, seconds: float) -> None:
         self._notices, self._rank = notices, rank
@@ -208,7 +208,7 @@ class _Parting:
             time.sleep(_POLL_SECONDS)
 
 
-def keep_launcher() -> int | None:
+def supervise_launcher() -> int | None:
     """Parts this process, the launcher, in two, so that whichever of them is killed, the other ends every rank.
 
     The child goes on as the launcher and gets None; the parent gets its exit code.

@@ -1,4 +1,4 @@
-"""A crowd: processes that run the measured kernel at the same time, as the other ranks of a machine do in a job.
+"""Co-runners: processes that run the measured kernel at the same time, as the other ranks of a machine do in a job.
 
 Ranks on one machine share its caches, its memory and, where there are more threads than cores, its cores. A kernel that
 is measured alone runs faster than the same kernel in a step that all ranks compute together.
@@ -24,7 +24,7 @@ class Unmeasurable(ValueError):
     """A kernel whose time cannot be measured here: one line."""
 
 
-class Crowd:
+class CoRunners:
     """The other ranks of this machine, started when they are first needed; they end with this process.
 
     Args:
@@ -82,7 +82,7 @@ class Crowd:
 
 def _start(threads: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "distconv.performance.crowd"],
+        [sys.executable, "-m", "distconv.performance.co_runners"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,  # whoever measures has run the kernel before, and tells what becomes of it
