@@ -16,11 +16,7 @@ sent.
 from __future__ import annotations
 
 import functools
-import os
-import sys
 import weakref
-from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +31,11 @@ from distconv.agreement.turns import Turns, state
 from distconv.settings import value
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh_options import batch_norm_statistics
+from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
 
 CALLS = 64
 """Calls of models after which a comparison is started, where nothing else starts one."""
-
-_PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
-_TORCH = str(Path(torch.__file__).parent) + os.sep
 
 
 class Ledger:
@@ -218,22 +212,3 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
     for name, tensor in state(module, buffers=batch_norm_statistics.get(mesh) != "local"):
         if not isinstance(tensor, DTensor):
             found.note(f"{name} of {type(module).__name__}", tensor, line="")
-
-
-_shown = functools.lru_cache(maxsize=1024)(os.path.relpath)
-"""File names for messages, relative to the working directory at the first message about each file."""
-
-
-def script_line(frame: FrameType | None = None) -> str:
-    """The current line of the program, such as "train.py:41": the innermost one outside torch and this package.
-
-    Args:
-        frame: of another thread, whose line is wanted.
-    """
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((*_PACKAGES, _TORCH, "<frozen")):
-            return f"{_shown(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

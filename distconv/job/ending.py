@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -23,6 +22,7 @@ from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.output import Prefixed
 from distconv.reading.fault import of_a_library
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.tensors.user_lines import line_of
 from mucudnn import program
 
 CAUSE_SECONDS = 6.0  # within which it becomes known why another rank does not answer any more
@@ -170,14 +170,13 @@ def refusal_of(error: BaseException) -> str | None:
     """One line for an error that distconv itself raised about the script's data or network; None for any other."""
     if not isinstance(error, ValueError | NotImplementedError):
         return None
-    frames = list(_frames(error.__traceback__))
-    if not frames or not frames[-1][0].startswith(_PACKAGES):
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised = next((file for file in reversed(files) if not file.startswith("<frozen")), "")
+    if not raised.startswith(_PACKAGES):
         return None
-    if frames[-1][0].startswith(_STAND_INS) and not isinstance(error, UnsupportedOperation):
+    if raised.startswith(_STAND_INS) and not isinstance(error, UnsupportedOperation):
         return None
-    places = [(name, line) for name, line in frames if not name.startswith(_PACKAGES) and "/torch/" not in name]
-    text = " ".join(str(error).split())
-    place = f"{os.path.relpath(places[-1][0])}:{places[-1][1]}" if places else ""
+    text, place = " ".join(str(error).split()), line_of(error)
     return text if re.search(rf"{re.escape(place)}(?!\d)", text) else f"{place}: {text}"  # it may name the place itself
 
 
@@ -187,21 +186,8 @@ def _of_a_file(error: BaseException) -> str | None:
     text = of_a_library(error)
     if text is None:
         return None
-    places = [
-        (name, line)
-        for name, line in _frames(error.__traceback__)
-        if os.path.isabs(name) and not name.startswith(_PACKAGES) and f"{os.sep}site-packages{os.sep}" not in name
-    ]
-    place = f"{os.path.relpath(places[-1][0])}:{places[-1][1]}: " if places else ""
-    return f"distconv: {place}{text}\n"
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[str, int]]:
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not name.startswith("<frozen"):
-            yield name, trace.tb_lineno
-        trace = trace.tb_next
+    place = line_of(error, own=True)
+    return f"distconv: {f'{place}: ' if place else ''}{text}\n"
 
 
 def as_python_prints(error: BaseException) -> str:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distconv import settings
-from distconv.agreement.ledger import script_line
 from distconv.job.collectives import Collectives, noted
 from distconv.job.standstill import State, Waiting, standstill
 from distconv.job.whereabouts import Questions
+from distconv.tensors.user_lines import script_line
 
 LOOK_SECONDS = 1.0
 """Between two looks at the store, at most; a quarter of what a rank may wait where that is less."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 
 _NOTED = "_distconv_read"
 
@@ -46,16 +47,15 @@ def of_a_library(error: BaseException) -> str | None:
     """
     if not isinstance(error, OSError | KeyError):
         return None
-    trace, room, file = error.__traceback__, "", ""
-    while trace is not None:
-        name = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    room, file = "", ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         room = room if name == "distconv" else name  # which may stand in for `open`
-        held = trace.tb_frame.f_locals
-        if trace.tb_frame.f_code.co_qualname == "File.__init__":
+        held = frame.f_locals
+        if frame.f_code.co_qualname == "File.__init__":
             file = os.fsdecode(held["name"]) if isinstance(held.get("name"), str | bytes | os.PathLike) else file
         else:
             file = getattr(getattr(held.get("self"), "file", None), "filename", file)
-        trace = trace.tb_next
     if room not in _LIBRARIES:
         return None
     text = _text(error)

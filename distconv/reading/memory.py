@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import operator
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,12 +14,11 @@ import torch
 from distconv.reading.expression import Expression, empty, whole
 from distconv.reading.source import fetched
 from distconv.reading.statistic import is_known
+from distconv.tensors.user_lines import program_lines
 
 Step = Callable[[Any], Any]
 """Makes a view: of an array or a tensor another one that shares its memory."""
 
-_PACKAGE = str(Path(__file__).parent) + os.sep
-_FOREIGN = (_PACKAGE, str(Path(torch.__file__).parent) + os.sep, "<frozen")
 _told: set[tuple[str, str]] = set()
 
 
@@ -120,22 +117,9 @@ def tell(why: str, read: Iterable[object]) -> None:
     """One line about an operation that needs the whole of what is read, once for each line of the script and
     operation."""
     worker = torch.utils.data.get_worker_info()
-    place = script_line()
+    lines = list(program_lines(sys._getframe(1)))
+    place = next((line for line, own in lines if own), lines[0][0] if lines else "a DataLoader")
     if (place, why) not in _told and (worker is None or worker.id == 0):
         _told.add((place, why))
         source = next((f" of {source}" for source in read), "")
         print(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it", file=sys.stderr)
-
-
-def script_line() -> str:
-    """The current line of the script, such as "train.py:41"."""
-    frame = sys._getframe(1)
-    found = None
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_FOREIGN):
-            if f"{os.sep}site-packages{os.sep}" not in name:
-                return f"{os.path.relpath(name)}:{frame.f_lineno}"
-            found = found or f"{os.path.relpath(name)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return found or "a DataLoader"

@@ -8,15 +8,20 @@ gives to the next node of its graph. Refusals are decided by shapes: later calls
 from __future__ import annotations
 
 import bisect
+import functools
 import os
 import sys
 import sysconfig
+import traceback
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+import mucudnn
 
 MOST_LINES = 200_000
 """The most operators whose lines are kept; then those of earlier calls are dropped."""
@@ -26,6 +31,7 @@ MOST_SHAPES = 1_000
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DISTCONV = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OURS = (_DISTCONV, os.path.dirname(mucudnn.__file__) + os.sep)
 _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
 NEAR = 8
 """For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
@@ -84,33 +90,54 @@ def _forward_line(number: int) -> str | None:
     return f"near {_kept[numbers[before - 1]]}" if before and number - numbers[before - 1] < NEAR else None
 
 
+def program_lines(frame: types.FrameType | None) -> Iterator[tuple[str, bool]]:
+    """The lines on a stack that are neither torch's nor ours, innermost first.
+
+    Returns:
+        ``FILE:LINE``, such as "train.py:41", and whether it is the program's own: of no package.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, *_OURS, "<frozen")):
+            yield f"{_shown(file)}:{frame.f_lineno}", not file.startswith(_PACKAGES)
+        frame = frame.f_back
+
+
+def script_line(frame: types.FrameType | None = None) -> str:
+    """The innermost line of the program, or of a package; "" where there is none.
+
+    Args:
+        frame: of another thread, whose line is wanted.
+    """
+    return next((line for line, _ in program_lines(frame or sys._getframe(1))), "")
+
+
 def _line(frame: types.FrameType | None) -> str:
     """The innermost line that is neither torch's nor ours; where that is a package's, also the program's own."""
     found = ""
-    while frame is not None:
+    for line, own in program_lines(frame):
+        if own:
+            return f"{found}, called at {line}" if found else line
+        found = found or line
+    return found
+
+
+def line_of(error: BaseException, *, own: bool = False) -> str:
+    """``FILE:LINE`` of the innermost line of the program, or of a package, that an exception came through.
+
+    Args:
+        own: whether it is to be the program's own, and no package's.
+    """
+    found = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _DISTCONV, "<frozen")):
-            own = not file.startswith(_PACKAGES)
-            if own or not found:
-                line = f"{_shown(file)}:{frame.f_lineno}"
-                found = line if not found else f"{found}, called at {line}"
-            if own:
-                return found
-        frame = frame.f_back
+        is_packages = file.startswith(_PACKAGES) or not os.path.isabs(file)  # compiled modules tell no whole path
+        if not file.startswith((_TORCH, *_OURS, "<frozen")) and not (own and is_packages):
+            found = f"{_shown(file)}:{number}"
     return found
 
 
-def line_of(error: BaseException) -> str:
-    """``FILE:LINE`` of the innermost line of the program, or of a package, that an exception came through."""
-    found, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((_TORCH, _DISTCONV, "<frozen")):
-            found = f"{_shown(file)}:{trace.tb_lineno}"
-        trace = trace.tb_next
-    return found
-
-
+@functools.lru_cache(maxsize=1024)
 def _shown(file: str) -> str:
     """A file as people know it: from the packages' folder, or from where the program runs."""
     for folder in (*_PACKAGES, os.path.join(os.getcwd(), "")):
