@@ -1,4 +1,4 @@
-"""Imports what ranks need: in the process from which they are forked, or over MPI in each of them.
+"""Imports what ranks need, in the process from which they are forked.
 
 Nothing is collected as garbage meanwhile, nor looked through by later collections.
 """

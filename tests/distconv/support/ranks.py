@@ -1,15 +1,13 @@
 """A pool of real processes, started once, in which a test runs a function on every rank.
 
-Ranks over Gloo are forked from a process that has imported torch and distconv; over MPI, mpiexec starts this file:
-
-    mpiexec -n SIZE python ranks.py SOCKET mpi
+Ranks are forked from a process that has imported torch and distconv. Over MPI each takes the place of a process that
+mpiexec has started.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.util
 import multiprocessing
 import os
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 IMPORTS = "tests.distconv.support.rank_imports"
+PLACE = Path(__file__).with_name("mpi_place.py")
 STARTUP_SECONDS = 120.0
 GRACE_SECONDS = 5.0  # what other ranks get to finish, or to fail alike, after the first failure
 
@@ -48,7 +47,7 @@ class RankDied(RuntimeError):
 
 
 class Forked:
-    """A rank over Gloo, asked as a process of `subprocess` is."""
+    """A rank, asked as a process of `subprocess` is."""
 
     def __init__(self, *arguments: str) -> None:
         self._process = _forking().Process(target=_serve_apart, args=arguments)
@@ -171,16 +170,15 @@ class Ranks:
                 raise
 
     def _started(self, address: str) -> Iterator[subprocess.Popen[bytes] | Forked]:
+        folder = os.path.dirname(address)
+        for rank in range(self.size):
+            yield Forked(address, self.backend, folder, str(rank), str(self.size))
         if self.backend == "mpi":
             from distconv.job.launcher import mpiexec
 
-            command = [*mpiexec(self.size), sys.executable, __file__, address, self.backend]
-            environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=_path())
+            command = [*mpiexec(self.size), sys.executable, "-IS", str(PLACE), folder]
+            environment = dict(os.environ, PYTHONPATH=_path())
             yield subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
-            return
-        store = os.path.join(os.path.dirname(address), "store")
-        for rank in range(self.size):
-            yield Forked(address, self.backend, str(rank), str(self.size), store)
 
     def _accept(self, listener: socket.socket) -> list[Connection]:
         by_rank: dict[int, Connection] = {}
@@ -234,22 +232,46 @@ def _answer(task: bytes) -> bytes:
 def _serve_apart(*arguments: str) -> None:
     """What a forked rank does, in a session of its own."""
     os.setsid()
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     _serve(*arguments)
 
 
-def _serve(address: str, backend: str, *arguments: str) -> None:
+@contextlib.contextmanager
+def _place_under_mpiexec(address: str) -> Iterator[None]:
+    """A context in which this process has the environment of the one that mpiexec has started for it, and that one's
+    connection to mpiexec. What mpiexec has started ends with this process."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(1)
+        place, _ = listener.accept()
+    with place:
+        process, connections, _, _ = socket.recv_fds(place, 64, 1)
+        told = Path(f"/proc/{int(process)}/environ").read_bytes().decode(errors="surrogateescape")
+        os.environ.update(entry.split("=", 1) for entry in told.split("\0") if entry)
+        for connection in connections:
+            os.environ["PMI_FD"] = str(connection)
+        yield
+
+
+def _serve(address: str, backend: str, folder: str, rank: str, size: str) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if backend == "mpi":
-        from distconv.mpi import init_process_group
+    with _place_under_mpiexec(f"{folder}/{rank}") if backend == "mpi" else contextlib.nullcontext():
+        os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        if backend == "mpi":
+            from distconv.mpi import init_process_group
 
-        init_process_group()
-    else:
-        rank, size, store = arguments
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
+            init_process_group()
+        else:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size))
+        _answer_all(address)
+
+
+def _answer_all(address: str) -> None:
+    """Runs what the test process asks for, until that leaves."""
+    import torch.distributed as dist
+
     with socket.socket(socket.AF_UNIX) as connecting:
         connecting.connect(address)
         connection = Connection(connecting.detach())
@@ -259,8 +281,3 @@ def _serve(address: str, backend: str, *arguments: str) -> None:
             connection.send_bytes(_answer(connection.recv_bytes()))
     sys.stdout.flush()
     os._exit(0)  # the test process has left: no handshake with other ranks, which may have gone
-
-
-if __name__ == "__main__":
-    importlib.import_module(IMPORTS)
-    _serve(*sys.argv[1:])
