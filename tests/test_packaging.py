@@ -109,7 +109,13 @@ def results(printed: str) -> list[str]:
     return printed.splitlines()[1:]
 
 
-def test_commands_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the script tells without the packages."""
+    return results(run(sys.executable, str(NEIGHBOURS / "train.py"), cwd=tmp_path_factory.mktemp("plain")))
+
+
+def test_commands_of_an_installed_wheel(installed: Path, plain: list[str], tmp_path: Path) -> None:
     """On one database: what `bench` measures is what `plan` and `report` tell."""
     where = {"MUCUDNN_DATABASE": str(tmp_path / "times.sqlite")}
 
@@ -120,20 +126,16 @@ def test_commands_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None
     layers = json.loads(mucudnn("bench", *small, "--policy", "undivided", "--json"))
     assert {layer["direction"] for layer in layers} == {"forward", "backward_data", "backward_filter"}
     assert len(json.loads(mucudnn("plan", *small, "--policy", "undivided", "--json"))["plans"]) == len(layers)
-    plain = run(sys.executable, str(NEIGHBOURS / "train.py"), cwd=tmp_path)
-    assert (
-        mucudnn("run", "--report", "run.json", str(NEIGHBOURS / "train.py")).splitlines()[1:] == plain.splitlines()[1:]
-    )
+    assert results(mucudnn("run", "--report", "run.json", str(NEIGHBOURS / "train.py"))) == plain
     assert "forward" in mucudnn("report", "run.json")
     assert json.loads(mucudnn("doctor", "--json"))["shim"] == "works"
 
 
-def test_distconv_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    plain = run(sys.executable, str(NEIGHBOURS / "train.py"), cwd=tmp_path)
+def test_distconv_of_an_installed_wheel(installed: Path, plain: list[str], tmp_path: Path) -> None:
     many = run(
         str(installed / "distconv"), "run", "--partition", "height=2", str(NEIGHBOURS / "train.py"), cwd=tmp_path
     )
-    assert many.splitlines()[1:] == plain.splitlines()[1:]  # the first line is sys.path
+    assert results(many) == plain
 
 
 def test_an_editable_install_takes_no_other_name(source: Path, tmp_path: Path) -> None:
@@ -155,16 +157,17 @@ def test_imports_without_what_is_used_later(tmp_path: Path) -> None:
     program = BLOCK.format(absent=absent) + (
         "import mucudnn, distconv\n"
         "from mucudnn.__main__ import main\n"
+        "import os\n"
         "from mucudnn.settings import Settings\n"
-        "print(Settings.from_environment().database)\n"
+        "for folder in (os.path.abspath('xdg'), 'relative'):\n"
+        "    os.environ['XDG_CACHE_HOME'] = folder\n"
+        "    print(Settings.from_environment().database)\n"
         "main(['run', 'script.py'])\n"
     )
     (tmp_path / "script.py").write_text("import torch\nprint(torch.ones(2).sum().item())\n")
-    for given, expected in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / ".cache")):
-        told = run(
-            sys.executable, "-c", program, cwd=tmp_path, XDG_CACHE_HOME=given, HOME=str(tmp_path), PYTHONPATH=str(ROOT)
-        )
-        assert told.splitlines() == [str(expected / "mucudnn" / "times.sqlite"), "2.0"]
+    told = run(sys.executable, "-c", program, cwd=tmp_path, HOME=str(tmp_path), PYTHONPATH=str(ROOT))
+    places = [str(tmp_path / folder / "mucudnn" / "times.sqlite") for folder in ("xdg", ".cache")]
+    assert told.splitlines() == [*places, "2.0"]
 
 
 def test_what_a_release_uploads(wheel: Path, source: Path, tmp_path: Path) -> None:

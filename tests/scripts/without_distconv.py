@@ -1,7 +1,7 @@
-"""Compares two folders in a process that cannot import distconv.
+"""Compares folders with one that plain python has left, in a process that cannot import distconv.
 
-`python without_distconv.py ONE OTHER NAME=TOLERANCE...`: each name is that of a folder within both. Prints a line for
-each difference. Pickled files must load, hold plain tensors alone, and hold equal ones.
+`python without_distconv.py ALONE FOLDER... NAME=TOLERANCE...`: each name is that of a folder within all. Prints a line
+for each difference. Pickled files must load, hold plain tensors alone, and hold equal ones.
 """
 
 import json
@@ -127,15 +127,19 @@ def files(folder: Path) -> dict[str, Path]:
     }
 
 
-def main(one: Path, other: Path, *names: str) -> None:
-    for name, tolerance in (each.split("=") for each in names):
-        here, there = files(one / name), files(other / name)
-        for file in sorted(set(here) ^ set(there)):
-            print(f"{name}/{file}: {'plain python leaves no such file' if file in here else 'missing'}")
-        for file in sorted(set(here) & set(there)):
-            for line in compared(here[file], there[file], float(tolerance)):
-                print(line.replace(str(one) + os.sep, ""))
+def main(alone: Path, *words: str) -> None:
+    folders = [Path(word) for word in words if os.path.isdir(word)]
+    for name, tolerance in (word.rsplit("=", 1) for word in words[len(folders) :]):
+        there = files(alone / name)
+        for one in folders:
+            here = files(one / name)
+            for file in sorted(set(here) ^ set(there)):
+                what = "plain python leaves no such file" if file in here else "missing"
+                print(f"{one.name}/{name}/{file}: {what}")
+            for file in sorted(set(here) & set(there)):
+                for line in compared(here[file], there[file], float(tolerance)):
+                    print(line.replace(str(one.parent) + os.sep, ""))
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:3]), *sys.argv[3:])
+    main(Path(sys.argv[1]), *sys.argv[2:])
