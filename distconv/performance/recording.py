@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def record_step(
         else:
             parallelize(model, mesh, strategy, batch_norm=batch_norm)
         inputs = [empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient) for shape in shapes]
-        held = {_storage(p): _bytes(_local(p)) for p in model.parameters()}
+        held = {_storage(p): _local(p).nbytes for p in model.parameters()}
         saved: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
@@ -108,8 +109,16 @@ def _storage(tensor: Tensor) -> int:
     return _local(tensor).untyped_storage()._cdata
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+_COLLECTIVES = {
+    "all_to_all_single": ("all_to_all", 1),
+    "all_reduce": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_single": ("all_gather", 0),  # the same, by the name that it has since torch 2.13
+    "all_gather": ("all_gather", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 1),
+}
+"""By function of torch.distributed: the kind of its events, and the place of the argument whose bytes count."""
 
 
 class _Messages:
@@ -133,31 +142,20 @@ class _Messages:
         work.wait()
         return None
 
-    def all_to_all_single(
-        self, output: Tensor, input: Tensor, received: Any = None, sent: Any = None, group: Any = None,
-        async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        sizes = [] if sent is None else [count * input.element_size() for count in sent]
-        return self.start("all_to_all", group, _bytes(input), sizes, async_op)
+    def noting(self, name: str) -> Callable[..., _Work | None]:
+        """What stands in for a function of torch.distributed."""
+        kind, place = _COLLECTIVES[name]
+        signature = inspect.signature(getattr(dist, name))
 
-    def all_reduce(self, tensor: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
-        return self.start("gradients" if self.of_gradients else "all_reduce", group, _bytes(tensor), (), async_op)
+        def collective(*args: Any, **kwargs: Any) -> _Work | None:
+            given = signature.bind(*args, **kwargs).arguments
+            counted = tree_leaves(list(given.values())[place])
+            sent = [count * counted[0].element_size() for count in given.get("input_split_sizes") or ()]
+            told = "gradients" if kind == "all_reduce" and self.of_gradients else kind
+            size = sum(x.nbytes for x in counted)
+            return self.start(told, given.get("group"), size, sent, given.get("async_op", False))
 
-    def broadcast(self, tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, **_: Any) -> Any:
-        return self.start("broadcast", group, _bytes(tensor), (), async_op)
-
-    def all_gather_into_tensor(self, output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        return self.start("all_gather", group, _bytes(output), (), async_op)
-
-    all_gather_single = all_gather_into_tensor
-
-    def all_gather(self, parts: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        return self.start("all_gather", group, sum(map(_bytes, parts)), (), async_op)
-
-    def reduce_scatter_tensor(
-        self, output: Tensor, input: Tensor, op: Any = None, group: Any = None, async_op: bool = False
-    ) -> Any:
-        return self.start("reduce_scatter", group, _bytes(input), (), async_op)
+        return collective
 
 
 _members: dict[Any, tuple[int, ...]] = {}
@@ -184,21 +182,10 @@ class _Work:
         return True
 
 
-_COLLECTIVES = (
-    "all_to_all_single",
-    "all_reduce",
-    "broadcast",
-    "all_gather_into_tensor",
-    "all_gather_single",  # the same, by the name that it has since torch 2.13
-    "all_gather",
-    "reduce_scatter_tensor",
-)
-
-
 @contextlib.contextmanager
 def _messages() -> Iterator[_Messages]:
     messages = _Messages()
-    noting = {name: getattr(messages, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    noting = {name: messages.noting(name) for name in _COLLECTIVES if hasattr(dist, name)}
     start = Bucket.start
 
     def noted(bucket: Bucket) -> None:

@@ -100,12 +100,8 @@ class Store:
         parts = [(array.nbytes, key[0]) for asked in self._asked.values() for key, (_, array) in asked.items()]
         return max(parts, key=lambda part: part[0])[1] if parts else None
 
-    def end_batch(self, owned: Collection[Sample]) -> bool:
-        """Keeps what the batch that has been made asked for, of the samples that are this rank's to keep.
-
-        Returns whether all of that is kept.
-        """
-        fits = True
+    def end_batch(self, owned: Collection[Sample]) -> None:
+        """Keeps what the batch that has been made asked for, of the samples that are this rank's to keep."""
         for sample, asked in self._asked.items():
             if sample not in owned:
                 continue
@@ -114,9 +110,8 @@ class Store:
                 self._give_up(keys)
             for key, (stamp, array) in asked.items():
                 if key in keys:
-                    fits = self._keep(key, stamp, array) and fits
+                    self._keep(key, stamp, array)
         self.drop_batch()
-        return fits
 
     def drop_batch(self) -> None:
         """Forgets what was asked and brought for a batch."""
@@ -128,20 +123,18 @@ class Store:
                 self.bytes -= kept[1].nbytes
         keys.clear()
 
-    def _keep(self, key: Key, stamp: _Stamp, array: Any) -> bool:
+    def _keep(self, key: Key, stamp: _Stamp, array: Any) -> None:
+        """Keeps a part, as far as the limit allows."""
         kept = self._parts.get(key)
-        if kept is not None and kept[0] == stamp:
-            return True
         freed = 0 if kept is None else kept[1].nbytes
-        if self.bytes - freed + array.nbytes > self.limit:
-            return False
+        if (kept is not None and kept[0] == stamp) or self.bytes - freed + array.nbytes > self.limit:
+            return
         # A copy of its own: of a larger array, or of memory that a worker shares, only this is kept.
         own = array if array.base is None else numpy.array(array)
         if isinstance(own, numpy.ndarray):
             own.flags.writeable = False
         self._parts[key] = (stamp, own)
         self.bytes += own.nbytes - freed
-        return True
 
     def parts_of(self, samples: Iterable[Sample]) -> list[tuple[Key, Any]]:
         """What is kept of these samples, as far as it is what the files still hold."""

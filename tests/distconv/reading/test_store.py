@@ -84,13 +84,13 @@ class Watched(Store):
         super().__init__(limit)
         Watched.made.append(self)
 
-    def end_batch(self, owned: Any) -> bool:
+    def end_batch(self, owned: Any) -> None:
         needed = {key for asked in self._asked.values() for key in asked if key not in self._parts}
         if self.bytes_read == self.before:
             assert set(self._brought) == needed
         self.brought_bytes += sum(part.nbytes for part in self._brought.values())
         self.before = self.bytes_read
-        return super().end_batch(owned)
+        super().end_batch(owned)
 
     before = 0
 
