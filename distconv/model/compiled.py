@@ -27,6 +27,7 @@ from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_statistics import move_statistics_last
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.user_lines import asked_for
+from mucudnn.substitution import substituted
 from mucudnn.warning import warn
 
 
@@ -88,36 +89,21 @@ def run(
 
 @contextlib.contextmanager
 def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> Iterator[None]:
-    """A context in which torch.compile traces a whole model: the modules in it are called as they are."""
-    global is_tracing_model
-    outer, known = (_thread.meshes, is_tracing_model), _dynamo_knows()
-    _thread.meshes, is_tracing_model = meshes, True
-    _let_dynamo_know(nn.Module.__call__)
-    try:
-        yield
-    finally:
-        _thread.meshes, is_tracing_model = outer
-        _let_dynamo_know(known)
+    """A context in which torch.compile traces a whole model: the modules in it are called as they are.
 
-
-_CALL_NAME = "unpatched_nn_module_call"
-
-
-def _dynamo_knows() -> Any:
-    """The ``nn.Module.__call__`` in whose place Dynamo calls ``forward`` where a module has no hooks.
-
-    Any other it traces step by step: that takes longer, and leaves a graph with more to check at every call of it.
+    Dynamo knows an ``nn.Module.__call__`` in whose place it calls ``forward`` where a module has no hooks. Any other it
+    traces step by step: that takes longer, and leaves a graph with more to check at every call of it.
     """
     from torch._dynamo.variables import nn_module
 
-    return nn_module.__dict__.get(_CALL_NAME)
-
-
-def _let_dynamo_know(call: Any) -> None:
-    from torch._dynamo.variables import nn_module
-
-    if _CALL_NAME in nn_module.__dict__:
-        setattr(nn_module, _CALL_NAME, call)
+    global is_tracing_model
+    outer = _thread.meshes, is_tracing_model
+    _thread.meshes, is_tracing_model = meshes, True
+    try:
+        with substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
+            yield
+    finally:
+        _thread.meshes, is_tracing_model = outer
 
 
 def _warn(module: nn.Module, reason: str) -> None:
