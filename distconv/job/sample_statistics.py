@@ -59,9 +59,10 @@ class SampleStatistics:
         """The index of a sample, the digest and the value of all statistics that are wanted, those of other ranks'
         samples among them.
 
-        Collective over the mesh. `wanted` are the same on all ranks with the same samples; `slabs` is what this rank
-        has read for each of them, and is emptied: with samples of many GiB nothing is held longer than it must be. On
-        every rank the same ReadError where one cannot be computed.
+        Collective over the mesh. `wanted` are the same on all ranks with the same samples, but for their digests, which
+        differ where each machine has a copy of the files. `slabs` is what this rank has read for each of them, and is
+        emptied: with samples of many GiB nothing is held longer than it must be. On every rank the same ReadError where
+        one cannot be computed.
         """
         parents = dict.fromkeys(identity(each.parent) for _, each in wanted)
         owner = {text: place % len(self._shares) for place, text in enumerate(parents)}
@@ -80,35 +81,40 @@ class SampleStatistics:
         for (place, region), content in self._exchange(sent):
             received.setdefault(place, []).append((region, content))
             del content
-        computed: list[tuple[Any, str, Any]] = []
+        computed: list[tuple[int, Any, str, Any]] = []
         fault = ""
         try:
             computed += self._computed(wanted, list(owner), received)
         except ReadError as error:
             fault = str(error)
         told: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(told, (computed, fault), group=whole_group(self._mesh))
-        for _, each in told:
+        dist.all_gather_object(told, (self._share.of_samples, computed, fault), group=whole_group(self._mesh))
+        for *_, each in told:
             if each:
                 raise ReadError(each)
-        return [found for each, _ in told for found in each]
+        return [
+            (index, wanted[place][1].digest if of_samples == self._share.of_samples else digest, value)
+            for of_samples, found, _ in told
+            for place, index, digest, value in found
+        ]
 
     def _regions(self, shape: Sequence[int]) -> list[Region]:
         return [share.region((1, *shape))[1:] for share in self._shares]
 
     def _computed(
         self, wanted: Sequence[tuple[Any, Statistic]], texts: list[str], received: dict[int, Any]
-    ) -> Iterator[tuple[Any, str, Any]]:
-        places = {id(each): texts.index(identity(each.parent)) for _, each in wanted}
+    ) -> Iterator[tuple[int, Any, str, Any]]:
+        """The place of each statistic among those wanted, the index of its sample, its digest and its value."""
+        parents = [texts.index(identity(each.parent)) for _, each in wanted]
         whole, of = None, -1
-        for index, each in sorted(wanted, key=lambda one: places[id(one[1])]):
-            place = places[id(each)]
+        for place, (index, each) in sorted(enumerate(wanted), key=lambda one: parents[one[0]]):
+            parent = parents[place]
             try:
-                if place in received:
-                    whole, of = None, place
-                    whole = _joined(each.parent.shape, each.parent.dtype, received.pop(place))
-                if of == place:
-                    yield index, each.digest, each.compute(whole)
+                if parent in received:
+                    whole, of = None, parent
+                    whole = _joined(each.parent.shape, each.parent.dtype, received.pop(parent))
+                if of == parent:
+                    yield place, index, each.digest, each.compute(whole)
             except Exception as error:
                 for source in each.sources():
                     note(error, shown(source.path), source.key)

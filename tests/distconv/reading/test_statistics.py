@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -150,3 +151,22 @@ def test_batches_are_those_of_one_process_and_each_rank_reads_its_slabs(
             # What a transposed or cropped volume is computed of may be another slab than the one that is passed on.
             assert counts[0] <= share * (1 if way == "of_numpy" else 2)
         assert counts[1] == 0 if store else counts[1] <= share * (2 if workers and "sample" in partition else 1)
+
+
+def on_ranks_with_copies(partition: str, path: str, way: str) -> Any:
+    """As `on_ranks`, where each rank has a copy of the file, as on a disk of its own machine."""
+    stamp, rank = Source.stamp, dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Source, "stamp", lambda source: (*(stamp(source) or ()), rank))
+        return on_ranks(partition, path, way, 0, False)
+
+
+@pytest.mark.gloo
+def test_each_machine_may_have_a_copy_of_the_files(ranks, tmp_path):
+    path = write(tmp_path)
+    expected, _ = epochs(path, "of_numpy", 0)
+    for found, _, told in ranks(4).run(on_ranks_with_copies, "sample=2,depth=2", path, "of_numpy"):
+        assert told == ""
+        for epoch, plain in zip(found, expected, strict=True):
+            for batch, other in zip(epoch, plain, strict=True):
+                torch.testing.assert_close(batch, other, rtol=0, atol=0)
