@@ -14,7 +14,7 @@ from typing import Any
 from distconv import settings
 from distconv.commands.parts import run_in_turn
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, part, start
-from distconv.job.supervisor import Watcher, supervise_rank
+from distconv.job.supervisor import supervise_rank
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.place import Place, find_place
 from distconv.settings.channels import check_algorithm
@@ -238,33 +238,26 @@ def command(options: argparse.Namespace) -> int:
         raise BadInput("--memory is about parts in turn; accepted: with --parts")
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
-        if place is not None:
+        if place is not None or is_launcher():
             return _be_rank(_job(options, place), place)
-        if is_launcher():
-            return _part(_job(options, None))
         if settings.value("partition") == settings.AUTO:
             around.enter_context(_chosen(options))
         return start(_job(options, None), [sys.executable, "-m", "distconv", *sys.argv[1:]])
 
 
-def _be_rank(job: Job, place: Place) -> int:
+def _be_rank(job: Job, place: Place | None) -> int:
+    """Parts this process in ranks and what watches them: at a place that a launcher gave it, or in all of the job's."""
     import_for_ranks()
-    watcher = supervise_rank(place, captures=bool(place.rank) and not job.print_all_ranks)
-    if isinstance(watcher, int):
-        os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
-    return _run(job, place, watcher)
-
-
-def _part(job: Job) -> int:
-    watcher = part(job)
-    if isinstance(watcher, int):
-        return watcher
-    place = find_place(os.environ)
-    assert place is not None  # a rank's environment tells it
-    return _run(job, place, watcher)
-
-
-def _run(job: Job, place: Place, watcher: Watcher) -> int:
+    if place is None:
+        watcher = part(job)
+        if isinstance(watcher, int):
+            return watcher
+    else:
+        watcher = supervise_rank(place, captures=bool(place.rank) and not job.print_all_ranks)
+        if isinstance(watcher, int):
+            os._exit(watcher)  # at once, so that torchrun sees the rank that failed first end first
     from distconv.job.script import run
 
-    return run(job, place, watcher)
+    found = find_place(os.environ)
+    assert found is not None, "a rank's environment tells it"
+    return run(job, found, watcher)

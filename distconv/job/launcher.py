@@ -166,7 +166,6 @@ def part(job: Job) -> int | Watcher:
     Returns:
         A Watcher in a rank, whose environment then tells its place; in the launcher the exit code of the job.
     """
-    import_for_ranks()
     if os.getppid() != int(os.environ.pop(_STARTER)):
         return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
     assert job.partition is not None, "it was chosen before this process was started"

@@ -58,20 +58,16 @@ def of_memmap(read: Any) -> Any:
 def _chosen(source: Source | str, key: Any, path: str, name: str, read: Callable[[], Any]) -> Any:
     """What `key` chooses of an array in a file, lazily; read at once where it is small, or for the reason that stands
     in place of a source, which is told."""
-    reason = source if isinstance(source, str) else ""
-    if isinstance(source, Source):
-        made = lazy(source, key)
-        if isinstance(made, str):
-            reason = made
-        else:
-            return made
+    made = source if isinstance(source, str) else lazy(source, key)
+    if not isinstance(made, str):
+        return made
     with reading(path, name):
-        if depth.keeper is not None and isinstance(source, Source) and reason == _SMALL:
+        if depth.keeper is not None and isinstance(source, Source) and made == _SMALL:
             found = depth.keeper.small(source, repr(key), read)
         else:
             found = read()
     if type(found) is not LazyArray and isinstance(found, numpy.ndarray) and found.ndim > 1 and found.size >= LEAST:
-        tell(reason, [f"{shown(path)}: {name}" if name else shown(path)])
+        tell(made, [f"{shown(path)}: {name}" if name else shown(path)])
     return found
 
 
