@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -103,12 +103,10 @@ def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterat
     steps = _Steps()
     hook = register_optimizer_step_post_hook(steps.stepped)
     try:
-        with ending_well() as ended:
+        with at_good_end(lambda: _tell(store, partition, bool(wanted), _share(steps))):
             yield
     finally:
         hook.remove()
-        if ended:
-            _tell(store, partition, bool(wanted), _share(steps))
 
 
 class _Steps:
@@ -149,12 +147,13 @@ def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
 @contextlib.contextmanager
 def local_gain(session: Session, wanted: bool | None) -> Iterator[None]:
     """A context in which a script runs; at its end the first rank prints what mucudnn has saved there."""
-    try:
-        with ending_well() as ended:
-            yield
-    finally:
-        if ended and dist.get_rank() == 0 and wanted is not False and is_shown(bool(wanted)):
+
+    def tell() -> None:
+        if dist.get_rank() == 0 and wanted is not False and is_shown(bool(wanted)):
             show("mucudnn on rank 0", gained(session.outcome())[:-1])
+
+    with at_good_end(tell):
+        yield
 
 
 def is_shown(wanted: bool) -> bool:
@@ -169,16 +168,15 @@ def show(who: str, sentences: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def ending_well() -> Iterator[list[bool]]:
-    """Gives a list that is empty unless what runs within ends without an error."""
-    ended: list[bool] = []
+def at_good_end(action: Callable[[], None]) -> Iterator[None]:
+    """A context at whose end an action is taken, unless what runs within ends with an error."""
     try:
-        yield ended
+        yield
     except SystemExit as end:
         if not end.code:
-            ended.append(True)
+            action()
         raise
-    ended.append(True)
+    action()
 
 
 def _share(of: _Steps) -> Share:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity
 
-from distconv.job.summary import ending_well
+from distconv.job.summary import at_good_end
 from distconv.transfer.account import ACCOUNT
 from mucudnn.substitution import environment
 
@@ -38,13 +38,11 @@ def traced(path: str | None) -> Iterator[None]:
     recording = _Recording(torch.profiler.profile(activities=activities, acc_events=True))
     hook = register_optimizer_step_post_hook(recording.stepped)
     try:
-        with ending_well() as ended:
+        with at_good_end(lambda: _write(path, recording.events())):
             yield
     finally:
         hook.remove()
         recording.stop()
-        if ended:
-            _write(path, recording.events())
 
 
 class _Recording:
@@ -67,7 +65,8 @@ class _Recording:
             self._is_on = ACCOUNT.is_traced = False
 
     def events(self) -> dict[str, Any]:
-        """The recorded events, as torch writes them."""
+        """The recorded events, as torch writes them, when the recording has ended."""
+        self.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             self._profile.export_chrome_trace(path)
