@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,16 +52,13 @@ def _parse_partition(given: object) -> Partition | str:
     return given if isinstance(given, Partition) or given == AUTO else Partition.parse(str(given))
 
 
-def _parse_backend(given: object) -> str:
-    if given not in BACKENDS:
-        raise ValueError(f"backend {given!r}: accepted: {', '.join(BACKENDS)}")
-    return str(given)
+def _one_of(what: str, accepted: Sequence[str]) -> Callable[[object], str]:
+    def parse(given: object) -> str:
+        if given not in accepted:
+            raise ValueError(f"{what} {given!r}: accepted: {', '.join(accepted)}")
+        return str(given)
 
-
-def _parse_algorithm(given: object) -> str:
-    if given not in ALGORITHMS:
-        raise ValueError(f"channel algorithm {given!r}: accepted: {', '.join(ALGORITHMS)}")
-    return str(given)
+    return parse
 
 
 @dataclass(frozen=True)
@@ -85,18 +82,6 @@ def _parse_store(given: object) -> StoreOption:
     if found is None:
         raise ValueError(f"store {given!r}: accepted: memory, memory=GIB, memory+disk, memory=GIB+disk")
     return StoreOption(None if found[1] is None else float(found[1]), found[2] is not None)
-
-
-def _parse_check(given: object) -> str:
-    if given not in ("on", "off"):
-        raise ValueError(f"check {given!r}: accepted: on, off")
-    return str(given)
-
-
-def _parse_random(given: object) -> str:
-    if given not in ("same", "apart"):
-        raise ValueError(f"random {given!r}: accepted: same, apart")
-    return str(given)
 
 
 def _seconds(name: str) -> Callable[[object], float]:
@@ -128,7 +113,7 @@ SETTINGS = {
         ", ".join(BACKENDS),
         "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU, gloo "
         "elsewhere",
-        _parse_backend,
+        _one_of("backend", BACKENDS),
         "|".join(BACKENDS),
     ),
     "channel_algorithm": Option(
@@ -138,7 +123,7 @@ SETTINGS = {
         "the tensor that stays in place in layers split by the axes channel and filter: the input (x: best if a layer "
         "has fewer filters than channels), the output (y), the weight (w, on both axes), or the choice that moves "
         "least (auto, the default)",
-        _parse_algorithm,
+        _one_of("channel algorithm", ALGORITHMS),
         "|".join(ALGORITHMS),
     ),
     "check": Option(
@@ -147,7 +132,7 @@ SETTINGS = {
         "on, off",
         "whether the ranks compare checksums of data that must be the same on all of them: inputs, targets, parameters "
         "(default: on)",
-        _parse_check,
+        _one_of("check", ("on", "off")),
         "on|off",
     ),
     "random": Option(
@@ -156,7 +141,7 @@ SETTINGS = {
         "same, apart",
         "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
         "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
-        _parse_random,
+        _one_of("random", ("same", "apart")),
         "same|apart",
     ),
     "lost_after": Option(
