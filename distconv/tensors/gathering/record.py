@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.tensors.gathering.memory import free_everywhere
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
+from mucudnn.sizes import format_bytes
 
 MUCH = 16 << 20
 """A line of the script that gathers more bytes than this at a time causes a warning."""
@@ -53,8 +54,8 @@ class Record:
         place.bytes += size
         if size > MUCH and not known and dist.get_rank() == 0:
             print(
-                f"distconv: {operator} {line} needs whole tensors: {in_mib(size)} are gathered on every rank each time;"
-                f" {advice(operator)}",
+                f"distconv: {operator} {line} needs whole tensors: {format_bytes(size)} are gathered on every rank each"
+                f" time; {advice(operator)}",
                 file=sys.stderr,
             )
 
@@ -68,8 +69,8 @@ class Record:
             return ""
         places = sorted(self.places.values(), key=lambda place: -place.bytes)
         total = sum(place.bytes for place in places)
-        each = f"{in_mib(total / self.steps)} a step" if self.steps else f"{in_mib(total)} in all"
-        told = ", ".join(f"{in_mib(p.bytes)} {p.line} ({p.operator})" for p in places[:MOST_PLACES])
+        each = f"{format_bytes(total / self.steps)} a step" if self.steps else f"{format_bytes(total)} in all"
+        told = ", ".join(f"{format_bytes(p.bytes)} {p.line} ({p.operator})" for p in places[:MOST_PLACES])
         more = f", and at {len(places) - MOST_PLACES} more lines" if len(places) > MOST_PLACES else ""
         return f"outside models every rank gathered {each}; in all {told}{more}"
 
@@ -89,8 +90,8 @@ def admit(func: object, size: int, mesh: DeviceMesh) -> None:
         if 2 * size > free:
             error: UnsupportedOperation = refuse(
                 func,
-                f"it needs whole tensors of {in_mib(size)} on every rank, and room for a result, but a rank has"
-                f" {in_mib(free)} of memory left; {advice(str(func))}; accepted: smaller tensors, or more memory",
+                f"it needs whole tensors of {format_bytes(size)} on every rank, and room for a result, but a rank has"
+                f" {format_bytes(free)} of memory left; {advice(str(func))}; accepted: smaller tensors, or more memory",
                 whole_helps=False,
             )
             raise error
@@ -102,8 +103,3 @@ def advice(operator: str) -> str:
     if any(name in operator for name in ("index", "masked", "nonzero")):
         return "torch.where, or a product with the mask, computes on shards"
     return "a tensor that is reduced first (mean, argmax, one sample) is smaller"
-
-
-def in_mib(size: float) -> str:
-    """Bytes as people read them."""
-    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
