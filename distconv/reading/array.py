@@ -159,18 +159,16 @@ class LazyArray(NDArrayOperatorsMixin, Number):
     def __reduce__(self) -> Any:
         return self.read("pickling an array").__reduce__()
 
-    def transpose(self, *axes: Any) -> Any:
-        chosen: Any = axes[0] if len(axes) == 1 and (axes[0] is None or not _is_number(axes[0])) else axes or None
-        order = range(self.ndim)[::-1] if chosen is None else axes_of(chosen, self.ndim)
-        if len(order) != self.ndim:
-            raise ValueError("axes don't match array")
+    def reordered(self, change: Callable[[numpy.ndarray], numpy.ndarray]) -> Any:
+        """The dims in the order in which `change` puts those of an array; its error where it has one."""
+        order = [extent - 2 for extent in change(dims_apart(self.ndim)).shape]
         return self.view_as_lazy(lambda view: view.permute(order), lambda array: array.transpose(order))
 
+    def transpose(self, *axes: Any) -> Any:
+        return self.reordered(lambda array: array.transpose(*axes))
+
     def swapaxes(self, axis1: Any, axis2: Any) -> Any:
-        order = list(range(self.ndim))
-        first, second = (axis_of(axis, self.ndim) for axis in (axis1, axis2))
-        order[first], order[second] = order[second], order[first]
-        return self.transpose(order)
+        return self.reordered(lambda array: array.swapaxes(axis1, axis2))
 
     def squeeze(self, axis: Any = None) -> Any:
         dims = range(self.ndim) if axis is None else axes_of(axis, self.ndim)
@@ -217,6 +215,11 @@ numpy_array, numpy_asarray, numpy_ascontiguousarray = numpy.array, numpy.asarray
 
 class NotLazy(Exception):
     """A call that has to read the whole."""
+
+
+def dims_apart(ndim: int) -> numpy.ndarray:
+    """An array whose extents, from 2 on, tell its dims apart. It takes no memory."""
+    return numpy.broadcast_to(0, tuple(range(2, 2 + ndim)))
 
 
 def axis_of(axis: Any, ndim: int) -> int:

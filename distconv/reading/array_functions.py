@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy
 
-from distconv.reading.array import FUNCTIONS, METHODS, LazyArray, NotLazy, axes_of, axis_of, cast, is_lazy
+from distconv.reading.array import (
+    FUNCTIONS,
+    METHODS,
+    LazyArray,
+    NotLazy,
+    axes_of,
+    axis_of,
+    cast,
+    dims_apart,
+    is_lazy,
+)
 from distconv.reading.expression import Expression, Joined
 from distconv.reading.statistic import asked
 
@@ -50,19 +60,12 @@ def _flip(m: Any, axis: Any = None) -> Any:
 
 
 def _moveaxis(a: Any, source: Any, destination: Any) -> Any:
-    sources, targets = axes_of(source, a.ndim), axes_of(destination, a.ndim)
-    if len(sources) != len(targets):
-        raise ValueError("`source` and `destination` arguments must have the same number of elements")
-    order = [dim for dim in range(a.ndim) if dim not in sources]
-    for target, dim in sorted(zip(targets, sources, strict=True)):
-        order.insert(target, dim)
-    return a.transpose(order)
+    return a.reordered(lambda array: numpy.moveaxis(array, source, destination))
 
 
 def _expand_dims(a: Any, axis: Any) -> Any:
-    dims = axes_of(axis, a.ndim + (len(axis) if isinstance(axis, tuple | list) else 1))
-    ndim = a.ndim + len(dims)
-    return a[tuple(None if dim in dims else slice(None) for dim in range(ndim))]
+    shape = numpy.expand_dims(dims_apart(a.ndim), axis).shape
+    return a[tuple(None if extent == 1 else slice(None) for extent in shape)]
 
 
 def _clip(a: Any, a_min: Any = None, a_max: Any = None, out: Any = None, **options: Any) -> Any:

@@ -92,24 +92,11 @@ def _dim(dim: Any, ndim: int) -> int:
     return range(ndim)[operator.index(dim)]
 
 
-def _permute(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
-    given = options.get("dims", dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims)
-    order = [_dim(dim, x.dim()) for dim in given]
-    if sorted(order) != list(range(x.dim())):
-        return NotImplemented  # torch's own error
+def _reordered(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
+    """The dims in the order in which torch's function puts those of a tensor whose extents tell them apart."""
+    apart = torch.empty(tuple(range(1, x.dim() + 1)), device="meta")
+    order = [extent - 1 for extent in getattr(apart, name)(*args, **options).shape]
     return x.view_as_lazy(lambda view: view.permute(order), lambda tensor: tensor.permute(order))
-
-
-def _transpose(name: str, x: LazyTensor, dim0: Any, dim1: Any) -> Any:
-    order = list(range(x.dim()))
-    first, second = _dim(dim0, x.dim()), _dim(dim1, x.dim())
-    order[first], order[second] = second, first
-    return _permute("permute", x, order)
-
-
-def _movedim(name: str, x: LazyTensor, source: Any, destination: Any) -> Any:
-    moved = torch.empty(tuple(range(1, x.dim() + 1)), device="meta").movedim(source, destination)
-    return _permute("permute", x, [extent - 1 for extent in moved.shape])
 
 
 def _flip(name: str, x: LazyTensor, *dims: Any, **options: Any) -> Any:
@@ -209,15 +196,13 @@ HANDLERS |= {
     **dict.fromkeys((*IN_PLACE, "__iadd__", "__isub__", "__imul__", "__itruediv__"), _in_place),
     **dict.fromkeys((*CASTS, "to", "type"), _to),
     **dict.fromkeys(("clone", "__deepcopy__"), _copied),
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transpose),
-    **dict.fromkeys(("movedim", "moveaxis"), _movedim),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), _reordered),
     **dict.fromkeys(("view", "reshape"), _reshape),
     **dict.fromkeys(("stack", "cat", "concat", "concatenate"), _joined),
     **dict.fromkeys(("detach", "cpu"), _itself),
     "contiguous": _contiguous,
     "__getitem__": _getitem,
     "flip": _flip,
-    "permute": _permute,
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "select": _select,
