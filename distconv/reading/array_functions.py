@@ -25,25 +25,18 @@ from distconv.reading.statistic import asked
 
 def _joined(parts: Any, axis: Any, *, stacked: bool, **options: Any) -> Any:
     items = list(parts)
-    if options or not all(
-        is_lazy(item) or type(item) is LazyArray or isinstance(item, numpy.ndarray) for item in items
-    ):
+    if options or axis is None or not items or not all(map(is_lazy, items)):
         raise NotLazy
-    if axis is None or not all(map(is_lazy, items)):
-        raise NotLazy
-    maker = numpy.stack if stacked else numpy.concatenate
-    tried: Any = maker([_fake(item) for item in items], axis)  # or its error
-    dim = axis_of(axis, tried.ndim)
-    return LazyArray(Joined([_like(item, tried.dtype) for item in items], dim, stacked=stacked))
+    dim = axis_of(axis, items[0].ndim + stacked)
+    if len({(*item.shape[:dim], *item.shape[dim + (not stacked) :]) for item in items}) > 1:
+        # NumPy's error, of arrays that take no memory.
+        (numpy.stack if stacked else numpy.concatenate)([numpy.broadcast_to(0, item.shape) for item in items], axis)
+    dtype = numpy.result_type(*(item.dtype for item in items))
+    return LazyArray(Joined([_like(item, dtype) for item in items], dim, stacked=stacked))
 
 
 def _like(item: LazyArray, dtype: Any) -> Expression:
     return item.expression if item.dtype == dtype else cast(item.expression, dtype)
-
-
-def _fake(item: Any) -> Any:
-    """An array of the same shape and dtype, of which nothing was read and whose memory nothing touches."""
-    return numpy.empty(item.shape, item.dtype)
 
 
 def _stack(arrays: Any, axis: Any = 0, **options: Any) -> Any:
