@@ -10,8 +10,8 @@ WORKERS ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 # What is pure: decisions and geometry. Of these files the tests that start ranks, over Gloo or MPI, are left out.
-QUICK := tests/optimizer tests/test_imports.py tests/test_documentation.py \
-	$(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
+WITHOUT_TORCH := tests/optimizer tests/test_imports.py tests/test_documentation.py
+QUICK := $(WITHOUT_TORCH) $(addprefix tests/mucudnn/test_,geometry.py problem.py network_plan.py report.py settings.py) \
 	$(addprefix tests/distconv/,$(addsuffix .py,test_channels test_partition test_settings rules/test_edges \
 	transfer/test_exchange transfer/test_redistribution))
 
@@ -35,9 +35,9 @@ test-torch: $(OTHER)/ready
 
 newest: .venv-torch-$(NEWEST)/ready
 
-# What CI passes under the newest torch beside the pinned one: what is pure, and files of each package.
+# What CI passes under the newest torch beside the pinned one: what is pure but uses torch, and files of each package.
 test-newest: newest
-	.venv-torch-$(NEWEST)/bin/python -m pytest -k 'not gloo and not mpi' $(QUICK)
+	.venv-torch-$(NEWEST)/bin/python -m pytest -k 'not gloo and not mpi' $(filter-out $(WITHOUT_TORCH),$(QUICK))
 	$(MAKE) test-torch TORCH=$(NEWEST) TESTS="tests/test_private_names.py tests/mucudnn/test_shim.py \
 		tests/mucudnn/test_tiles.py tests/distconv/model/test_training.py"
 
