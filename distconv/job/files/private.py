@@ -125,10 +125,9 @@ def _taken(owner: Any, new: dict[int, Any]) -> dict[str, Any]:
     """The attributes of a module or class that are functions with a replacement, by the number that `id` gives."""
     found = {}
     for name, value in list(vars(owner).items()):
-        if id(value) in new:
-            found[name] = new[id(value)]
-        elif type(value) is staticmethod and id(value.__func__) in new:
-            found[name] = staticmethod(new[id(value.__func__)])
+        function = new.get(id(value.__func__ if type(value) is staticmethod else value))
+        if function is not None:
+            found[name] = staticmethod(function) if isinstance(owner, type) else function
     return found
 
 
