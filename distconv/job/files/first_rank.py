@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from distconv.job.files.layer import Layer, copy, is_folder, is_there, make_folders
+from distconv.job.files.layer import Layer, copy, is_folder, is_there, link_at, make_folders
 from distconv.job.files.names import Names
 from distconv.job.files.own_layer import WRITING
 
@@ -27,7 +27,7 @@ class FirstRank:
         self._before, self._apart = before, apart
         self._noted: set[str] = set()
         self._read_by_others: dict[tuple[int, int], str] = {}  # the paths in `before` of files, by device and inode
-        self.names = Names(_real_link)
+        self.names = Names(link_at)
 
     def is_apart(self, path: str) -> bool:
         return path.startswith(self._apart)
@@ -170,12 +170,5 @@ class FirstRank:
 def _status(path: str) -> os.stat_result | None:
     try:
         return posix.lstat(path)
-    except OSError:
-        return None
-
-
-def _real_link(path: str) -> str | None:
-    try:
-        return posix.readlink(path)
     except OSError:
         return None

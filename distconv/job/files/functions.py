@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import operator
 import os
 import posix
 import sys
@@ -71,7 +72,7 @@ class Functions:
                 def really(path: Any) -> Any:
                     return _open(path, mode, buffering, encoding, errors, newline, closefd)
 
-                opened = self._view.plainly(os.fsdecode(file), really, _close)
+                opened = self._view.plainly(os.fsdecode(file), really, operator.methodcaller("close"))
                 if opened is not None:
                     return opened[0]
                 opener = self._opener
@@ -265,10 +266,6 @@ def _told(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
         if second is not None:
             error.filename2 = second
         raise
-
-
-def _close(file: Any) -> None:
-    file.close()
 
 
 def _or_none(action: Callable[[], os.stat_result]) -> os.stat_result | None:

@@ -135,6 +135,14 @@ def is_there(path: str) -> bool:
     return True
 
 
+def link_at(path: str) -> str | None:
+    """The text of a real symbolic link; None for anything else."""
+    try:
+        return posix.readlink(path)
+    except OSError:
+        return None
+
+
 def entries(folder: str) -> list[os.DirEntry[str]]:
     """What a real folder holds; nothing where there is no such folder."""
     try:

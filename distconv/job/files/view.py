@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from distconv.job.files.layer import Layer, entries, is_folder, is_there
+from distconv.job.files.layer import Layer, entries, is_folder, is_there, link_at
 from distconv.job.files.names import Names
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class View:
                 if self.is_untouched(around) and _is_same(folder or "/", around):
                     self._plain[folder] = changes
             return None
-        if self._is_link(path):
+        if link_at(path) is not None:
             return None
         result = action(path)
         if self._changes() == changes:
@@ -165,14 +165,6 @@ class View:
 
     def _changes(self) -> tuple[int, int, int]:
         return self.own.changes, self._before.changes, self.shared.changes
-
-    @staticmethod
-    def _is_link(path: str) -> bool:
-        try:
-            posix.readlink(path)
-        except OSError:
-            return False
-        return True
 
     def _link_at(self, path: str) -> str | None:
         try:
