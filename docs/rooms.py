@@ -9,6 +9,7 @@ every room that it imports. `tests/test_imports.py` reads the same imports.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@functools.cache
 def imports() -> Graph:
     """The modules of the packages that each module imports, anywhere in it: also in functions and for type checkers."""
     known = modules()
