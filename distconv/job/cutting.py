@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from distconv.job.sample_statistics import SampleStatistics
 from distconv.job.supply import Cut, Supply
-from distconv.reading.draft import ordered
+from distconv.reading.draft import Order
 from distconv.reading.share import Share
 
 _DRAWN_AT_ONCE = (
@@ -68,7 +68,7 @@ class OwnIndices:
         if supply is None and self._statistics is None:
             return own
         known = {} if self._statistics is None else self._statistics.known(self.number, own)
-        return ordered(own, read=supply is None or not supply.is_known(cut), known=known)
+        return Order(own, read=supply is None or not supply.is_known(cut), known=known)
 
     def _of_epoch(self, count: int) -> int:
         known = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -65,14 +64,9 @@ class Draft:
 class Order(list[Any]):
     """Indices of samples, whether a worker is to read what they are made of, and what is known of their statistics."""
 
-    read = True
-    known: Mapping[str, Any] = MappingProxyType({})
-
-
-def ordered(indices: Sequence[Any], *, read: bool, known: Mapping[str, Any]) -> Order:
-    order = Order(indices)
-    order.read, order.known = read, known
-    return order
+    def __init__(self, indices: Sequence[Any], *, read: bool, known: Mapping[str, Any]) -> None:
+        super().__init__(indices)
+        self.read, self.known = read, known
 
 
 Part = Callable[[Source, Region], numpy.ndarray]
