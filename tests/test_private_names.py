@@ -22,8 +22,8 @@ from mucudnn.private_names import MissingName, Name, demand, is_there
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = {"mucudnn": mucudnn.private_names.NAMES, "distconv": distconv.private_names.NAMES}
 OTHERS = {
-    *("_current_frames", "_exit", "_getframe", "_inst", "_mmap", "_run_exitfuncs", "_shutdown", "_use_fd_functions"),
-    *("_distconv_copy", "_distconv_history"),
+    *("_current_frames", "_exit", "_getframe", "_inst", "_mmap", "_run_exitfuncs", "_shutdown", "_urandom"),
+    *("_use_fd_functions", "_distconv_copy", "_distconv_history"),
 }
 """Private attributes of objects of Python and NumPy, and those that we give to objects of torch."""
 SOME = "torch._C._select_conv_backend"
@@ -93,6 +93,12 @@ class Uses(ast.NodeVisitor):
         else:
             self.found |= {f"?.{part}" for part in parts if is_private(part) and part not in self._own | OTHERS}
             self.visit(begin)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id == "substituted":  # whose keywords are attributes
+            for name in (keyword.arg for keyword in node.keywords if keyword.arg):
+                self.visit(ast.Attribute(node.args[0], name, ast.Load()))
+        self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, str):
