@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import mucudnn
-
 MOST_LINES = 200_000
 """The most operators whose lines are kept; then those of earlier calls are dropped."""
 
@@ -30,8 +28,8 @@ MOST_SHAPES = 1_000
 """The most shapes of a model's inputs that are known at once: in some programs every call has another one."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_DISTCONV = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_OURS = (_DISTCONV, os.path.dirname(mucudnn.__file__) + os.sep)
+_BESIDE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+_DISTCONV, _MUCUDNN = (os.path.join(_BESIDE, name, "") for name in ("distconv", "mucudnn"))
 _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
 NEAR = 8
 """For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
@@ -98,7 +96,7 @@ def program_lines(frame: types.FrameType | None) -> Iterator[tuple[str, bool]]:
     """
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, *_OURS, "<frozen")):
+        if not file.startswith((_TORCH, _DISTCONV, _MUCUDNN, "<frozen")):
             yield f"{_shown(file)}:{frame.f_lineno}", not file.startswith(_PACKAGES)
         frame = frame.f_back
 
@@ -132,7 +130,7 @@ def line_of(error: BaseException, *, own: bool = False) -> str:
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         is_packages = file.startswith(_PACKAGES) or not os.path.isabs(file)  # compiled modules tell no whole path
-        if not file.startswith((_TORCH, *_OURS, "<frozen")) and not (own and is_packages):
+        if not file.startswith((_TORCH, _DISTCONV, _MUCUDNN, "<frozen")) and not (own and is_packages):
             found = f"{_shown(file)}:{number}"
     return found
 
