@@ -27,7 +27,6 @@ from mucudnn.timing.environment import Environment
 from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
-from mucudnn.warning import warn
 
 HOST = torch.device("cpu")
 
@@ -112,8 +111,8 @@ class Planner:
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
         """The fastest division of a problem within a limit, measured now as far as it is not known.
 
-        Of the processes that share a board one measures, and all get its plan, but for one that lacks an algorithm of it:
-        that one warns and plans for itself.
+        Of the processes that share a board one measures, and all get its plan. One that lacks an algorithm of it warns,
+        and plans for itself.
 
         Args:
             limit: bytes of workspace; that of the settings if not given.
@@ -136,8 +135,9 @@ def _planned_anew(search: Search, posted: Mapping[str, Any]) -> Plan:
     The others cannot be asked to do without these: some may have computed with the posted plan already.
     """
     lacking = sorted({algorithm for _, algorithm, *_ in posted["parts"]} - search.providers.keys())
-    warn(
-        f"{search.problem.direction} of {search.problem} has a plan of this process's own, which lacks "
-        f"{', '.join(lacking)} of the plan of the others: its results may be rounded differently from theirs"
+    _log.warning(
+        "%s of %s has a plan of this process's own, which lacks %s of the plan of the others: its results may be "
+        "rounded differently from theirs",
+        *(search.problem.direction, search.problem, ", ".join(lacking)),
     )
     return plan_ahead(search)

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,6 @@ from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.pooled_launches import PooledLaunches
@@ -32,9 +31,6 @@ WORTH = 20
 
 MOST_PREPARINGS = 101
 """The number of latest preparations whose median time is the expected one."""
-
-MOST_LAYERS = 4096
-"""The most layers whose times are kept."""
 
 PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
@@ -54,16 +50,6 @@ class LiveBudget:
         self.lock = threading.RLock()
         self.preparing = PREPARING_SECONDS
         self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
-        self._pace: Recent[Hashable, float] = Recent(MOST_LAYERS)
-
-    def timed(self, layer: Hashable, elements: int, seconds: float) -> None:
-        """Notes the time of torch's own kernel for a layer on an input of so many elements."""
-        self._pace[layer] = max(seconds / elements, self._pace.get(layer, 0.0))
-
-    def expected(self, layer: Hashable, elements: int) -> float | None:
-        """Seconds of torch's own kernel, by the input on which the layer took longest; `None` for a new layer."""
-        pace = self._pace.get(layer)
-        return None if pace is None else pace * elements
 
     def prepared(self, seconds: float) -> None:
         """Notes the time of a preparation, and charges it to the overhead budget."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 
 import torch
 
@@ -18,7 +17,6 @@ from mucudnn.providers import STOCK
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Explored, LiveBudget
-from mucudnn.runtime.live import Live, Site
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
@@ -29,7 +27,11 @@ MOST_SHAPES = 4096
 
 
 class LivePlanning:
-    """Makes the explorations of convolutions, within one limit or several."""
+    """Makes the explorations of convolutions, within one limit or several.
+
+    Attributes:
+        budget: of all of them.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class LivePlanning:
         """
         self._is_chosen, self._board = settings.planning == "live", board
         self._planner_for, self._planner_on = planner_for, planner_on
-        self._budget, self._shapes = LiveBudget(), experience.shapes
+        self.budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
         # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
@@ -83,41 +85,34 @@ class LivePlanning:
         """The convolutions, as the hashes of these keys and of those that were called once."""
         return self._called_once.keys() | set(map(hash, keys))
 
-    def site(self, limit: float, leave: Callable[[Hashable], None]) -> Site:
-        """The site of convolutions that are explored within a limit.
-
-        Args:
-            limit: bytes of workspace.
-            leave: called with a key whose convolutions are left to torch's own kernel.
-        """
-        return Site(self._budget, partial(self._explored_by, limit), partial(self._stock_record, limit), leave)
-
-    def live(self, site: Site, key: Hashable, call: Call) -> Live:
-        """The exploration of the convolutions of a call's shape and direction.
-
-        Args:
-            key: of these convolutions in the session.
-        """
+    def expects(self, call: Call) -> bool:
+        """Whether something may be on record of a call's convolutions, so that the first call should look there."""
         shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
-        is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
-        geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
-        layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
-        return Live(site, key, layer, call.input.numel(), is_expected, int(hash(key) in self._called_once))
+        return shapes in self._shapes or device_of(call.input.device).is_deterministic
 
-    def _explored_by(self, limit: float, call: Call, result: torch.Tensor) -> Explored | None:
-        """The exploration of a call's problem, which several layers may share; `None` if it is left to torch."""
+    def calls_before(self, key: Hashable) -> int:
+        """The number of calls, none or one, that torch has computed before a convolution is decided."""
+        return int(hash(key) in self._called_once)
+
+    def explored(self, call: Call, result: torch.Tensor, limit: float) -> Explored | None:
+        """The exploration of a call's problem within a limit, which several layers may share; `None` if torch keeps it.
+
+        Args:
+            result: of torch's own kernel.
+            limit: bytes of workspace.
+        """
         problem = call.problem(result)
         planner = None if problem is None else self._planner_for(call)
         if problem is None or planner is None:
             return None
         same = problem, result.stride(), planner.device, Environment.current(planner.device)
-        with self._budget.lock:
+        with self.budget.lock:
             if (same, limit) not in self._explored:
                 if same not in self._launches:
                     self._launches[same] = {}
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
                 pool = self._pool(search, result.stride())
-                explored = Explored(self._budget, search, result.stride(), self._launches[same], pool)
+                explored = Explored(self.budget, search, result.stride(), self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
 
@@ -128,7 +123,8 @@ class LivePlanning:
         key = search.measurement.logbook.key(problem)
         return PooledLaunches(self._board, {**key, "extent": problem.extent, **terms}, STOCK)
 
-    def _stock_record(self, limit: float, outline: Outline, device: torch.device, seconds: float) -> Record | None:
+    def stock_record(self, outline: Outline, device: torch.device, limit: float, seconds: float) -> Record | None:
+        """The record of torch's own kernel, which takes so many seconds for a call; `None` as above."""
         problem, planner = outline.problem(), self._planner_on(device)
         if problem is None or planner is None:
             return None

@@ -26,8 +26,7 @@ from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 from mucudnn.runtime.live_planning import LivePlanning
-from mucudnn.runtime.live_total import LiveTotal
-from mucudnn.runtime.local_or_shared import LocalOrShared
+from mucudnn.runtime.local_work import LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -85,7 +84,6 @@ class Session:
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
             self._live = LivePlanning(settings, self._experience, self._who_plans, self._who_plans_on, board)
-            self._site = self._live.site(settings.workspace_limit, self._leave)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
     def marks_local_work(self, device_type: str) -> bool:
@@ -144,18 +142,17 @@ class Session:
         live = self._live_on(call.input.device)
         if self._allowance is not None:
             return self._apart(self._step_budget(self._allowance, call, live))
-        if self._workspace is not None and live is not None and _may_explore(call):
-            return self._apart(self._live_total(self._workspace, key, call, live))
         if self._workspace is not None:
-            return self._apart(self._shared_total(self._workspace, call))
+            return self._apart(self._shared_total(self._workspace, key, call, live))
         if live is None:
             return self._fixed_limit(call)
         if self._board is None:
-            found = self._made[key] = live.live(self._site, key, call)
-            return found
-        exploring = live.live(live.site(self.settings.workspace_limit, lambda key: None), key, call)
-        either = self._made[key] = LocalOrShared(exploring, self._shared_plan)
-        return either
+            decision: Decision = Live(live, key, call, self.settings.workspace_limit, self._leave)
+        else:
+            exploring = Live(live, key, call, self.settings.workspace_limit, lambda key: None)
+            decision = LocalOrShared(exploring, self._shared_plan)
+        self._made[key] = decision
+        return decision
 
     def _apart(self, decision: Decision | None) -> Decision | None:
         """A decision that depends on this process's memory or total, restricted to local work in a job of several.
@@ -195,34 +192,31 @@ class Session:
         self._made[decision] = decision
         return decision
 
-    def _shared_total(self, workspace: Workspace, call: Call) -> SharedTotal | None:
+    def _shared_total(
+        self, workspace: Workspace, key: Hashable, call: Call, live: LivePlanning | None
+    ) -> SharedTotal | None:
+        limit = min(self.settings.workspace_limit, workspace.ledger.total)
+        if live is not None and _may_explore(call):
+            decision = SharedTotal(workspace, Live(live, key, call, limit, self._leave), limit, self._live_within)
+            self._made[key] = decision
+            return decision
         with workspace.ledger.alone():
             met = self._met(call)
             if met is None:
                 return None
             planner, measurement = met
-            plan = planner.plan(measurement)
-        if plan.is_stock:
-            self._made[measurement.problem] = FixedLimit(plan, measurement.strides)
+            whole = FixedLimit(planner.plan(measurement), measurement.strides)
+        if whole.is_left:
+            self._made[measurement.problem] = whole
             return None
-        decision = SharedTotal(workspace, plan.undivided(), self._within)
+        decision = SharedTotal(workspace, whole, limit, self._within)
         self._made[decision] = decision  # layers of one problem may differ in their strides
-        return decision
-
-    def _live_total(self, workspace: Workspace, key: Hashable, call: Call, live: LivePlanning) -> LiveTotal:
-        limit = min(self.settings.workspace_limit, workspace.ledger.total)
-
-        def shared(plan: Plan) -> SharedTotal:
-            return SharedTotal(workspace, plan.undivided(), self._live_within)
-
-        exploring = live.live(live.site(limit, self._leave), key, call)
-        decision = self._made[key] = LiveTotal(workspace, exploring, limit, shared)
         return decision
 
     def _live_within(self, call: Call, limit: int) -> Live:
         """The exploration of a call's convolutions within so many bytes."""
         assert self._live is not None, "what explores was asked for"
-        return self._live.live(self._live.site(limit, lambda key: None), (call.direction, limit), call)
+        return Live(self._live, (call.direction, limit), call, limit, lambda key: None)
 
     def _within(self, call: Call, limit: int) -> FixedLimit | None:
         """The best plan of a call within so many bytes, measured as a whole; None where it cannot be measured."""
