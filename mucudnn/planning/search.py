@@ -234,7 +234,7 @@ class Search:
     def keep(self, plan: Plan, exploration: Exploration) -> None:
         """Writes a plan and the times of launches to the database."""
         for dim in dims(self.problem):
-            for option in exploration.launches.measured(dim):
+            for option in exploration.launches.options(dim):
                 self.measurement.adopt(dim, option)
         record, whole = self.measurement.logbook.record, self.problem.extent
         record(self.problem, Option(whole, STOCK, plan.stock_seconds, 0))
