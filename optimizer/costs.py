@@ -44,11 +44,6 @@ class Forecast(NamedTuple):
     seconds: float
     uncertainty: float
 
-    @property
-    def least(self) -> float:
-        """A lower bound of the seconds, nearly sure to hold."""
-        return self.seconds / self.uncertainty
-
 
 class Costs:
     """Seconds of launches of several kinds, each fitted as a product of powers of sizes.

@@ -34,10 +34,6 @@ class PartSizes:
         """Whether parts of a size are served within the limit; it is asked for."""
         return self._need(size) <= self._limit
 
-    def is_expected(self, size: int) -> bool:
-        """Whether parts of a size are expected to fit, as far as was asked."""
-        return self.expected(size) <= self._limit
-
     def expected(self, size: int) -> float:
         """The bytes that parts of a size are expected to need: 0 before anything was asked, infinite where no part as
         small is served."""
@@ -67,8 +63,8 @@ class PartSizes:
         if not self.fits(self.sizes[0]):
             return None
         for _ in range(MOST_ATTEMPTS):
-            between = (size for size in reversed(self.sizes) if size not in self._needs and self.is_expected(size))
-            size = next(between, self.sizes[0])
+            between = (size for size in reversed(self.sizes) if size not in self._needs)
+            size = next((size for size in between if self.expected(size) <= self._limit), self.sizes[0])
             if self.fits(size):
                 return size
         return self.sizes[0]

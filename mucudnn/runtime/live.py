@@ -11,6 +11,7 @@ import torch
 from mucudnn.convolution.call import Call, Outline
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
 from mucudnn.planning.search import is_too_short
 from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
@@ -46,7 +47,7 @@ class Live:
         self._lock = threading.Lock()
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
-        self._outline: tuple[Outline, torch.device] | None = None
+        self._outline: tuple[Outline, Planner | None] | None = None
         self._explored: Explored | None = None
         self._is_left = False
 
@@ -104,7 +105,7 @@ class Live:
             if self._explored is None and (begins or self._is_worth()):
                 self._begin(call, result, [*earlier, watch])
             elif self._outline is None:
-                self._outline = Outline(call, result), call.input.device
+                self._outline = Outline(call, result), self._planning.planner_for(call)
             return result
         finally:
             self._lock.release()
@@ -137,5 +138,9 @@ class Live:
             return self._explored.records()
         if self._outline is None or self._seconds is None:
             return []
-        record = self._planning.stock_record(*self._outline, self._limit, self._seconds)
-        return [] if record is None else [replace(record, leader="")]
+        outline, planner = self._outline
+        problem = outline.problem()
+        if problem is None or planner is None:
+            return []
+        search = planner.search(planner.measurement(problem), self._limit)
+        return [replace(search.stock(self._seconds).record, leader="")]

@@ -6,16 +6,13 @@ from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
-from mucudnn.convolution.call import Call, Outline
-from mucudnn.convolution.problem import Shape
+from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Key
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.recent import Recent
-from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Explored, LiveBudget
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
@@ -31,6 +28,7 @@ class LivePlanning:
 
     Attributes:
         budget: of all of them.
+        planner_for: who plans a call; `None` where it is left to torch.
     """
 
     def __init__(
@@ -38,18 +36,16 @@ class LivePlanning:
         settings: Settings,
         experience: Experience,
         planner_for: Callable[[Call], Planner | None],
-        planner_on: Callable[[torch.device], Planner | None],
         board: Board | None = None,
     ) -> None:
         """
         Args:
             experience: what earlier runs found.
-            planner_for: who plans a call; `None` where it is left to torch.
-            planner_on: who plans on a device; `None` where its convolutions are left to torch.
+            planner_for: as above.
             board: of processes that run the same program, among which trials are shared out.
         """
         self._is_chosen, self._board = settings.planning == "live", board
-        self._planner_for, self._planner_on = planner_for, planner_on
+        self.planner_for = planner_for
         self.budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
@@ -102,7 +98,7 @@ class LivePlanning:
             limit: bytes of workspace.
         """
         problem = call.problem(result)
-        planner = None if problem is None else self._planner_for(call)
+        planner = None if problem is None else self.planner_for(call)
         if problem is None or planner is None:
             return None
         same = problem, result.stride(), planner.device, Environment.current(planner.device)
@@ -111,21 +107,10 @@ class LivePlanning:
                 if same not in self._launches:
                     self._launches[same] = {}
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
-                pool = self._pool(search, result.stride())
+                pool = None
+                if self._board is not None:
+                    terms = {"live": True, "strides": list(result.stride()), "extent": problem.extent, **search.terms}
+                    pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
                 explored = Explored(self.budget, search, result.stride(), self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
-
-    def _pool(self, search: Search, strides: Shape) -> PooledLaunches | None:
-        if self._board is None:
-            return None
-        problem, terms = search.problem, {"live": True, "strides": list(strides), **search.terms}
-        key = search.measurement.logbook.key(problem)
-        return PooledLaunches(self._board, {**key, "extent": problem.extent, **terms}, STOCK)
-
-    def stock_record(self, outline: Outline, device: torch.device, limit: float, seconds: float) -> Record | None:
-        """The record of torch's own kernel, which takes so many seconds for a call; `None` as above."""
-        problem, planner = outline.problem(), self._planner_on(device)
-        if problem is None or planner is None:
-            return None
-        return planner.search(planner.measurement(problem), limit).stock(seconds).record

@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
 
 
@@ -44,6 +43,18 @@ class LocalWork:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _mark.is_own = self._before
+
+
+class Decision(Protocol):
+    """What is decided for the convolutions of one shape and direction; there is one kind for each kind of limit."""
+
+    def run(self, call: Call) -> torch.Tensor | None:
+        """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""
+        ...
+
+    def records(self) -> list[Record]:
+        """What is decided, for people: a record for every plan in use."""
+        ...
 
 
 _UNKNOWN: Any = object()

@@ -122,7 +122,7 @@ def test_nothing_that_is_tried_exceeds_the_limit(monkeypatch: pytest.MonkeyPatch
     limit, own, seen = 60_000, Schedule.run, []
 
     def run(schedule: Schedule, *arguments: Any) -> None:
-        seen.append(max(schedule.workspaces))
+        seen.append(max(schedule.workspaces()))
         own(schedule, *arguments)
 
     monkeypatch.setattr(Schedule, "run", run)
