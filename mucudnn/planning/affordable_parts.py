@@ -72,7 +72,7 @@ class AffordableParts:
             self._tried[task] = sizes = self._sizes(task[0], candidate)
             largest = sizes.largest()
             self.offered[task] = candidate
-            self.fitting[task] = {} if largest is None else {largest: int(sizes.expected(largest))}
+            self.fitting[task] = {} if largest is None else {largest: int(sizes.need(largest))}
 
     def _ask_further(self) -> None:
         """Asks for smaller sizes of all in turn, but of engines that are compiled for every plan."""
@@ -81,8 +81,9 @@ class AffordableParts:
                 smaller = [size for size in self._tried[task].sizes if size < min(fitting, default=0)]
                 if not smaller or self._is_compiled(*self.offered[task]) or not self._budget.allows(task[0]):
                     continue
-                if self._tried[task].fits(smaller[-1]):
-                    fitting[smaller[-1]] = int(self._tried[task].expected(smaller[-1]))
+                need = self._tried[task].need(smaller[-1])
+                if need <= self._allowed:
+                    fitting[smaller[-1]] = int(need)
 
     def _is_compiled(self, provider: Provider, name: str) -> bool:
         return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
