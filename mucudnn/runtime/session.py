@@ -166,7 +166,7 @@ class Session:
         return self._live if self._live is not None and self._live.reaches(device) else None
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
-        """The plan on which all ranks agree for a call; `None` where torch's own kernel computes it."""
+        """The plan of a call, on which all ranks agree; `None` where torch's own kernel computes it."""
         with self._lock:
             decision = self._planned(call)
             if decision is None:

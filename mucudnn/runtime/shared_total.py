@@ -67,6 +67,7 @@ class SharedTotal:
         self._confirmed: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)  # of which the best is known
         self._found: Recent[Division, Plan] = Recent(MOST_SHARES)  # what came on the menu later
         self._lock = threading.Lock()
+        self._begin()
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
