@@ -94,7 +94,8 @@ class Search:
         Args:
             seconds: measured times of torch's own kernel on the whole.
             launches: times of the problem's launches, shared with its explorations within other limits.
-            is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little.
+            is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little, and a
+                fast algorithm that computes the whole soon checks the others.
         """
         self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
         margins = (MARGIN, PARTS_MARGIN)
