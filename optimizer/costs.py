@@ -44,11 +44,6 @@ class Forecast(NamedTuple):
     seconds: float
     uncertainty: float
 
-    @property
-    def least(self) -> float:
-        """A lower bound of the seconds, nearly sure to hold."""
-        return self.seconds / self.uncertainty
-
 
 class Costs:
     """Seconds of launches of several kinds, each fitted as a product of powers of sizes.
@@ -105,33 +100,26 @@ class _Fit(NamedTuple):
 
 @dataclass
 class _Kind:
-    """The launches of one kind: of each the number of its group, 1 and the logarithms of its sizes, and its rate."""
+    """The launches of one kind: of each the hash of its group, 1 and the logarithms of its sizes, and its rate."""
 
     groups: list[int] = field(default_factory=list)
-    numbers: dict[Hashable, int] = field(default_factory=dict)
-    last: int = 0
     rows: list[Numbers] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     fit: _Fit | None = None
 
     def add(self, group: Hashable, logs: Numbers, seconds: float) -> None:
-        if group not in self.numbers:
-            self.numbers[group] = self.last = self.last + 1
-        self.groups.append(self.numbers[group])
+        self.groups.append(hash(group))
         self.rows.append(np.concatenate(([1.0], logs)))
         self.rates.append(math.log(seconds) - float(logs[0]))
         if len(self.groups) > MOST:
-            oldest = self.groups[0]
             del self.groups[0], self.rows[0], self.rates[0]
-            if oldest not in self.groups:
-                self.numbers = {group: number for group, number in self.numbers.items() if number != oldest}
         self.fit = None
 
     def forecast(self, group: Hashable, logs: Numbers) -> Forecast:
         fit = self.fit = self.fit or self._fitted()
         row = np.concatenate(([1.0], logs))
         rate, shared = float(row @ fit.powers), fit.between
-        number = self.numbers.get(group)
+        number = hash(group)
         mine = [place for place, other in enumerate(self.groups) if other == number]
         if mine:
             known = fit.between / (fit.between + fit.within / len(mine))
@@ -141,7 +129,7 @@ class _Kind:
         variance = float(row @ fit.covariance @ row) + shared + fit.within
         # Of few groups the spread is not known well: Student's t, where SURE is 1, is 1.84 for one degree of freedom,
         # 1.32 for two and 1.11 for five.
-        sure = SURE * (1 + 0.84 * len(self.numbers) ** -1.4)
+        sure = SURE * (1 + 0.84 * len(set(self.groups)) ** -1.4)
         return Forecast(math.exp(rate + float(logs[0])), math.exp(sure * math.sqrt(variance)))
 
     def _fitted(self) -> _Fit:

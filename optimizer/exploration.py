@@ -16,13 +16,7 @@ from mucudnn.optimizer.option import Division
 from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.playoff import BASELINE, Playoff
 
-MOST_CONTENDERS = 4
-
-CLOSE = 1.25
-"""Divisions are compared as wholes if their expected time is at most so many times that of the best one."""
-
-ATTEMPTS = 3
-"""The most playoffs, each among divisions that were in none before; if none is won, the baseline stays."""
+MOST_CONTENDERS = 3
 
 
 @dataclass(frozen=True)
@@ -63,8 +57,8 @@ class Exploration:
     """The candidates of one convolution, and what is known of their times.
 
     First every variant that may win is tried on a part of a call, the most promising first; the baseline computes the
-    rest of that call. Then its other sizes are tried, several in one call. Then the best whole divisions play off
-    against the baseline and each other.
+    rest of that call. Then its other sizes are tried, one in each call. Then the best whole divisions play off against
+    the baseline and each other.
 
     Attributes:
         settled: the result; `None` until it is found.
@@ -108,10 +102,8 @@ class Exploration:
         self.tries: dict[str, int] = {}
         self._baseline = list(seconds)
         self._seen: dict[Key, int] = {}
-        self._met: set[Hashable] = set()
         self._contenders: list[tuple[str, Division]] = []
         self._playoff: Playoff | None = None
-        self._attempts = 0
         self._surveyed = False
         self._wanted: list[tuple[str, Division]] | None = None  # trials of launches, kept until more is known
 
@@ -231,7 +223,7 @@ class Exploration:
         if self._wanted is None:
             best = self._best()
             found = self.launches.trials(lambda name: self.bar(name, best), stock)
-            self._wanted = [whole for wholes in found for whole in wholes]
+            self._wanted = list(found)
             self._surveyed = not self._wanted
         if self._surveyed:
             return None
@@ -245,38 +237,29 @@ class Exploration:
         return trial
 
     def _begin(self) -> None:
-        """Starts a playoff of the best divisions that were in none before."""
-        wholes = {_shape(whole): whole for whole in self.launches.wholes()}
+        """Starts a playoff of the best divisions."""
+        wholes = {_shape(whole): whole for whole in self.launches.wholes()}.values()
         stock = self.baseline_seconds
-        fast = [whole for whole in wholes.values() if whole[1].seconds < (1 - self._margin(whole[1])) * stock]
-        best = min((division.seconds for _, division in fast), default=math.inf)
-        close = sorted((w for w in fast if w[1].seconds <= CLOSE * best), key=lambda whole: whole[1].seconds)
-        self._contenders = [whole for whole in close if _shape(whole) not in self._met][:MOST_CONTENDERS]
-        self._met.update(map(_shape, self._contenders))
-        self._attempts += 1
+        fast = (whole for whole in wholes if whole[1].seconds < (1 - self._margin(whole[1])) * stock)
+        self._contenders = sorted(fast, key=lambda whole: whole[1].seconds)[:MOST_CONTENDERS]
         margins = [self._margin(division) for _, division in self._contenders]
-        expected = [division.seconds for _, division in self._contenders]
-        self._playoff = Playoff(margins, self.baseline_seconds, expected)
+        self._playoff = Playoff(margins, stock, [division.seconds for _, division in self._contenders])
 
     def _margin(self, division: Division) -> float:
         return self._margins[1 if {option.algorithm for option in division.options} == {self._name} else 0]
 
     def _end(self, playoff: Playoff) -> None:
-        """Settles on the winner, or goes on without the losers, whose launches were faster alone than together."""
+        """Settles on the winner."""
         stock, winner = self.baseline_seconds, playoff.winner
-        seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
-        if winner is not None and winner != BASELINE:
-            dim, division = self._contenders[winner]
-            played = {_shape(self._contenders[place]): found for place, found in seconds.items()}
-            wholes = (whole for whole in self.launches.wholes() if len(whole[1].options) == 1)
-            undivided = [played.get(_shape(whole), whole[1].seconds) for whole in wholes]
-            self.settled = Settled(dim, division, seconds[winner], min([stock, *undivided]))
-        elif self._attempts >= ATTEMPTS or not self._contenders:
+        if winner is None or winner == BASELINE:
             self.settled = Settled("", None, stock, stock)
-        else:
-            for place, found in seconds.items():
-                self.launches.correct(*self._contenders[place], found)
-            self._playoff = None
+            return
+        seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
+        played = {_shape(self._contenders[place]): found for place, found in seconds.items()}
+        wholes = (whole for whole in self.launches.wholes() if len(whole[1].options) == 1)
+        undivided = [played.get(_shape(whole), whole[1].seconds) for whole in wholes]
+        dim, division = self._contenders[winner]
+        self.settled = Settled(dim, division, seconds[winner], min([stock, *undivided]))
 
 
 def _shape(whole: tuple[str, Division]) -> Hashable:

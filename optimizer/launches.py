@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from mucudnn.optimizer.option import Division, Option
 from mucudnn.optimizer.reuse import best_division
@@ -71,7 +71,6 @@ class Launches:
         self.variants = [variant for variant in variants if variant.workspaces]
         self.seconds: dict[Key, list[float]] = {} if seconds is None else seconds
         self._baseline, self._smallest_first = baseline, smallest_first
-        self._correction: dict[tuple[str, str], float] = {}
         self._failed: dict[tuple[str, str], int] = {}
 
     @property
@@ -91,27 +90,14 @@ class Launches:
         key = dim, algorithm
         self._failed[key] = min(extent, self._failed.get(key, extent))
 
-    def correct(self, dim: str, division: Division, seconds: float) -> None:
-        """Notes the time of a whole division. If it exceeds the sum of its launches, its algorithms count as slower."""
-        factor = seconds / max(division.seconds, 1e-12)
-        for algorithm in {option.algorithm for option in division.options}:
-            known = self._correction.get((dim, algorithm), 1.0)
-            self._correction[dim, algorithm] = max(known, known * factor)
-
     def options(self, dim: str) -> list[Option]:
-        """The launches that may be used along a dim, with the seconds that each takes as a part of a whole."""
-        factors = self._correction
-        found = self.measured(dim)
-        return [replace(o, seconds=factors.get((dim, o.algorithm), 1.0) * o.seconds) for o in found]
-
-    def measured(self, dim: str) -> list[Option]:
         """The launches that may be used along a dim, with their measured seconds."""
         return [
-            Option(size, variant.algorithm, seconds, variant.workspaces[size])
+            Option(size, variant.algorithm, statistics.median(times), variant.workspaces[size])
             for variant in self.variants
             if variant.dim == dim
             for size in self._sizes(variant)
-            if (seconds := self._seen(variant, size)) is not None
+            if (times := self.seconds.get((dim, variant.algorithm, size)))
         ]
 
     def wholes(self) -> Iterator[tuple[str, Division]]:
@@ -126,8 +112,8 @@ class Launches:
             found.append(best_division([option for option in options if option.extent == extent], extent, math.inf))
             yield from ((dim, division) for division in found if division is not None)
 
-    def trials(self, bar: Callable[[str], float], baseline: float) -> Iterator[list[tuple[str, Division]]]:
-        """For every variant worth measuring further, divisions for one call, the most informative first.
+    def trials(self, bar: Callable[[str], float], baseline: float) -> Iterator[tuple[str, Division]]:
+        """Divisions for one call, each to measure a size of a variant that is worth it, the most informative first.
 
         The variant with the smallest lower bound comes first: as a rule the one that is known least. Sizes are pruned
         if they cannot be part of a faster division, even with the most favourable trend over sizes. Of each variant
@@ -139,90 +125,66 @@ class Launches:
         """
         bounded: list[tuple[float, Variant, list[int]]] = []
         for variant in self.variants:
-            bounds = {
-                size: self._lower_bound(variant, size)
-                for size in self._sizes(variant)
-                if not self._is_known(variant, size)
-            }
+            known = self._known(variant)
+            left = (size for size in self._sizes(variant) if size not in known)
+            bounds = {size: self._lower_bound(variant, size, known) for size in left}
             most = bar(variant.algorithm)
             wanted = [size for size, seconds in bounds.items() if seconds < most]
             if wanted:
                 powers = [size for size in wanted if size.bit_count() == 1]
                 bounded.append((min(bounds.values()), variant, powers or wanted))
         for _, variant, wanted in sorted(bounded, key=lambda one: one[0]):
-            divisions = [self._division(variant, sizes, baseline) for sizes in self._starts(variant, wanted)]
-            found = [(variant.dim, division) for division in divisions if division is not None]
-            if found:
-                yield found
+            for size in self._starts(variant, wanted):
+                division = self._division(variant, size, baseline)
+                if division is not None:
+                    yield variant.dim, division
 
     def _sizes(self, variant: Variant) -> list[int]:
         """The sizes in ascending order, without those at which the algorithm failed."""
         failed = self._failed.get((variant.dim, variant.algorithm), math.inf)
         return sorted(size for size in variant.workspaces if size < failed)
 
-    def _seen(self, variant: Variant, size: int) -> float | None:
-        times = self.seconds.get((variant.dim, variant.algorithm, size))
-        return statistics.median(times) if times else None
-
-    def _nearest(self, variant: Variant, size: int) -> int | None:
-        """The measured size that is nearest to another size."""
-        known = [n for n in variant.workspaces if self._is_known(variant, n)]
-        return min(known, key=lambda n: abs(math.log2(size / n)), default=None)
+    def _known(self, variant: Variant) -> dict[int, float]:
+        """Seconds of the whole in parts of each measured size."""
+        times = {size: self.seconds.get((variant.dim, variant.algorithm, size)) for size in variant.workspaces}
+        return {size: statistics.median(found) * variant.extent / size for size, found in times.items() if found}
 
     def _expected(self, variant: Variant, size: int) -> float:
         """Expected seconds of the whole in parts of a size, from the nearest measured size."""
-        known = self._nearest(variant, size)
-        seen = None if known is None else self._seen(variant, known)
-        return self._forecast(variant)[0] if known is None or seen is None else seen * variant.extent / known
+        known = self._known(variant)
+        return known[_nearest(known, size)] if known else self._forecast(variant)[0]
 
     def _forecast(self, variant: Variant) -> tuple[float, float]:
         """Expected seconds of the whole by a variant that was not tried yet, and their uncertainty. They come from the
         algorithm's times along another dim, where it has any."""
-        others = [other for other in self.variants if other.algorithm == variant.algorithm and other is not variant]
-        known = [
-            seconds * other.extent / size
-            for other in others
-            for size in other.workspaces
-            if (seconds := self._seen(other, size)) is not None
-        ]
+        others = (other for other in self.variants if other.algorithm == variant.algorithm and other is not variant)
+        known = [seconds for other in others for seconds in self._known(other).values()]
         return (min(known), min(variant.uncertainty, MOST_GAIN)) if known else (variant.seconds, variant.uncertainty)
 
-    def _is_known(self, variant: Variant, size: int) -> bool:
-        return (variant.dim, variant.algorithm, size) in self.seconds
-
-    def _lower_bound(self, variant: Variant, size: int) -> float:
-        """The least seconds that the whole may take with launches of a size."""
-        known = self._nearest(variant, size)
-        if known is None:
+    def _lower_bound(self, variant: Variant, size: int, known: Mapping[int, float]) -> float:
+        """The least seconds that the whole may take with launches of a size, by those of the measured sizes."""
+        if not known:
             seconds, uncertainty = self._forecast(variant)
             return seconds / uncertainty
-        gain = min(TREND ** abs(math.log2(size / known)), MOST_GAIN)
-        sizes = [n for n in variant.workspaces if self._is_known(variant, n)]
-        if min(sizes) < size < max(sizes):
-            beside = (max(n for n in sizes if n < size), min(n for n in sizes if n > size))
-            return min(self._expected(variant, n) for n in beside) / min(gain, BETWEEN)
-        return self._expected(variant, size) / gain
+        nearest = _nearest(known, size)
+        gain = min(TREND ** abs(math.log2(size / nearest)), MOST_GAIN)
+        if min(known) < size < max(known):
+            beside = max(n for n in known if n < size), min(n for n in known if n > size)
+            return min(known[n] for n in beside) / min(gain, BETWEEN)
+        return known[nearest] / gain
 
-    def _starts(self, variant: Variant, wanted: Sequence[int]) -> Iterator[list[int]]:
-        """Sizes that one call may try together, the most informative first; later ones cost less."""
-        if self._nearest(variant, wanted[0]) is None:
-            large = [size for size in wanted if size * SHARE >= variant.extent] or wanted[-1:]
-            yield from ([size] for size in (large if self._smallest_first else reversed(large)))
-            return
-        taken, left = [], variant.extent
-        for size in reversed(wanted):
-            if size <= left:
-                taken.append(size)
-                left -= size
-        yield taken
-        yield taken[-1:]
+    def _starts(self, variant: Variant, wanted: Sequence[int]) -> Sequence[int]:
+        """The sizes of which one is measured next, the most informative first; later ones cost less."""
+        if self._known(variant):
+            return wanted[-1:]
+        large = [size for size in wanted if size * SHARE >= variant.extent] or wanted[-1:]
+        return large if self._smallest_first else large[::-1]
 
-    def _division(self, variant: Variant, sizes: Sequence[int], baseline: float) -> Division | None:
-        """A division of the whole with launches of the sizes; `None` where nothing can compute the rest."""
-        options = [self._option(variant, size) for size in sizes]
-        left = variant.extent - sum(sizes)
+    def _division(self, variant: Variant, size: int, baseline: float) -> Division | None:
+        """A division of the whole with a launch of the size; `None` where nothing can compute the rest."""
+        tried, left = self._option(variant, size), variant.extent - size
         if left == 0:
-            return Division(tuple(options))
+            return Division((tried,))
         others = [self._option(variant, size) for size in self._sizes(variant)]
         for other in self.variants:
             if (other.dim, other.algorithm) == (variant.dim, self._baseline):
@@ -232,9 +194,13 @@ class Launches:
                 if left in other.rests:
                     others.append(Option(left, self._baseline, left * share, other.rests[left]))
         rest = best_division(others, left, math.inf)
-        return None if rest is None else Division((*options, *rest.options))
+        return None if rest is None else Division((tried, *rest.options))
 
     def _option(self, variant: Variant, size: int) -> Option:
         return Option(
             size, variant.algorithm, self._expected(variant, size) * size / variant.extent, variant.workspaces[size]
         )
+
+
+def _nearest(sizes: Iterable[int], size: int) -> int:
+    return min(sizes, key=lambda n: abs(math.log2(size / n)))

@@ -30,29 +30,24 @@ class PartSizes:
         self._limit, self._ask = limit, ask
         self._needs: dict[int, float] = {}
 
-    def fits(self, size: int) -> bool:
-        """Whether parts of a size are served within the limit; it is asked for."""
-        return self._need(size) <= self._limit
-
-    def is_expected(self, size: int) -> bool:
-        """Whether parts of a size are expected to fit, as far as was asked."""
-        return self.expected(size) <= self._limit
+    def need(self, size: int) -> float:
+        """The bytes that parts of a size need, infinite where they are not served; it is asked for once."""
+        if size not in self._needs:
+            need = self._ask(size)
+            self._needs[size] = math.inf if need is None else need
+        return self._needs[size]
 
     def expected(self, size: int) -> float:
         """The bytes that parts of a size are expected to need: 0 before anything was asked, infinite where no part as
         small is served."""
         if size in self._needs:
             return self._needs[size]
-        below = max((other for other in self._needs if other < size), default=None)
-        above = min((other for other in self._needs if other > size), default=None)
-        if below is None:
-            return 0.0 if above is None or self._needs[above] == math.inf else self._needs[above] * size / above
-        low = self._needs[below]
-        if low == math.inf:
-            return math.inf
-        if above is None or self._needs[above] == math.inf:
-            return low * size / below
-        return low + (self._needs[above] - low) * (size - below) / (above - below)
+        below = max((other for other in self._needs if other < size), default=0)
+        above = min((other for other in self._needs if other > size), default=size)
+        low, high = self._needs.get(below, 0.0), self._needs.get(above, math.inf)
+        if math.inf in (low, high):
+            return low * size / max(below, 1)
+        return low + (high - low) * (size - below) / (above - below)
 
     def largest(self) -> int | None:
         """The largest size that fits; `None` where none does, not even the smallest.
@@ -62,19 +57,13 @@ class PartSizes:
         """
         if not self.sizes:
             return None
-        if self.fits(self.sizes[-1]):
+        if self.need(self.sizes[-1]) <= self._limit:
             return self.sizes[-1]
-        if not self.fits(self.sizes[0]):
+        if self.need(self.sizes[0]) > self._limit:
             return None
         for _ in range(MOST_ATTEMPTS):
-            between = (size for size in reversed(self.sizes) if size not in self._needs and self.is_expected(size))
-            size = next(between, self.sizes[0])
-            if self.fits(size):
+            between = (size for size in reversed(self.sizes) if size not in self._needs)
+            size = next((size for size in between if self.expected(size) <= self._limit), self.sizes[0])
+            if self.need(size) <= self._limit:
                 return size
         return self.sizes[0]
-
-    def _need(self, size: int) -> float:
-        if size not in self._needs:
-            need = self._ask(size)
-            self._needs[size] = math.inf if need is None else need
-        return self._needs[size]

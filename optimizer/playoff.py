@@ -10,9 +10,8 @@ BASELINE = -1
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 7
 
-LOST, CLEARLY = 1.2, 0.9
-"""A contender is out after two rounds in both of which it takes more than `LOST` times as long as it may. Three rounds
-suffice for the last one if it always takes less than `CLEARLY` of what it may."""
+CLEARLY = 0.9
+"""Three rounds suffice for the last contender if it always takes less than `CLEARLY` of what it may."""
 
 DECISIVE = 0.5
 """The baseline is not called again if the best contender takes less than this share of its time."""
@@ -44,11 +43,6 @@ class Playoff:
         self.winner: int | None = None if margins else BASELINE
         self._left = list(range(len(margins)))
         self._round: dict[int, float] = {}
-
-    @property
-    def left(self) -> Sequence[int]:
-        """The places of the contenders that may still win."""
-        return self._left
 
     def next(self) -> int:
         """The contender whose turn it is: a place or `BASELINE`."""
@@ -91,9 +85,6 @@ class Playoff:
     def _judge(self) -> None:
         rounds = len(self.ratios[self._left[0]])
         if rounds < 3:
-            for place in list(self._left) if rounds == 2 else ():
-                if min(self.ratios[place]) > LOST * self._most(place):
-                    self.drop(place)
             return
         quartiles = {place: _quartiles(self.ratios[place]) for place in self._left}
         first = min(self._left, key=lambda place: quartiles[place][1])

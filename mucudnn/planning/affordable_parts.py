@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.optimizer import PartSizes
-from mucudnn.planning.candidate_sizes import sizes_of
-from mucudnn.planning.offers import Offers, Task
-from mucudnn.planning.plan_budget import PlanBudget
+from mucudnn.planning.offers import Offers, Task, sizes_of
 from mucudnn.providers import STOCK, Provider
+from mucudnn.providers.cudnn import proposals
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import is_too_large
 from mucudnn.timing.measurement import Candidate, Measurement
 
 MOST_FURTHER = 6
 """Sizes of an algorithm that are asked for below the largest one."""
+
+MOST, MOST_OF_BATCHES = 32, 26
+"""Once cuDNN was asked for so many plans, no workspace of another part is asked for: of all parts of a problem, and of
+micro-batches. One part takes up to six plans: at different places, of a gradient of the weight two at each, as parts
+add to what others have computed."""
 
 
 class AffordableParts:
@@ -68,7 +72,7 @@ class AffordableParts:
             self._tried[task] = sizes = self._sizes(task[0], candidate)
             largest = sizes.largest()
             self.offered[task] = candidate
-            self.fitting[task] = {} if largest is None else {largest: int(sizes.expected(largest))}
+            self.fitting[task] = {} if largest is None else {largest: int(sizes.need(largest))}
 
     def _ask_further(self) -> None:
         """Asks for smaller sizes of all in turn, but of engines that are compiled for every plan."""
@@ -77,8 +81,9 @@ class AffordableParts:
                 smaller = [size for size in self._tried[task].sizes if size < min(fitting, default=0)]
                 if not smaller or self._is_compiled(*self.offered[task]) or not self._budget.allows(task[0]):
                     continue
-                if self._tried[task].fits(smaller[-1]):
-                    fitting[smaller[-1]] = int(self._tried[task].expected(smaller[-1]))
+                need = self._tried[task].need(smaller[-1])
+                if need <= self._allowed:
+                    fitting[smaller[-1]] = int(need)
 
     def _is_compiled(self, provider: Provider, name: str) -> bool:
         return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
@@ -99,3 +104,34 @@ class AffordableParts:
             return True
         need = self._measurement.workspace(candidate, Dim.BATCH, 1)
         return need is not None and need > self._allowed
+
+
+class PlanBudget:
+    """The plans of one problem. Of those of micro-batches, enough are left to ask once of every engine.
+
+    Where a user wants all engines tried, and not the best few, there are more plans, one part of each.
+    """
+
+    def __init__(self, problem: ConvProblem, plans_made: Callable[[], int]) -> None:
+        """
+        Args:
+            plans_made: how many plans cuDNN was asked for so far, for whatever problem.
+        """
+        self._each = 2 if problem.target is Role.W and not problem.is_half else 1
+        self._plans_made, self._before = plans_made, plans_made()
+        self._waiting = set[str]()
+        self._more = 0
+
+    def wait(self, candidates: Iterable[Candidate]) -> None:
+        """Tells the algorithms whose turn is to come. Those of cuDNN's older functions, and torch's, take no plans."""
+        self._waiting = {name for provider, name in candidates if isinstance(provider, Engines)}
+        self._more = self._each * max(0, len(self._waiting) - proposals.MOST)
+
+    def begin(self, name: str) -> None:
+        """Begins the turn of an algorithm."""
+        self._waiting.discard(name)
+
+    def allows(self, dim: Dim) -> bool:
+        """Whether a further part along a dim may be asked for."""
+        made = self._plans_made() - self._before + self._each * len(self._waiting)
+        return made < self._more + (MOST_OF_BATCHES if dim is Dim.BATCH else MOST)

@@ -25,8 +25,9 @@ def plan_ahead(search: Search) -> Plan:
         return kept
     stock_seconds = search.measurement.stock_seconds()
     if search.settings.workspace_limit == 0 or search.is_too_short(stock_seconds):
-        search.keep_stock(stock_seconds)
-        return search.stock(stock_seconds)
+        plan = search.stock(stock_seconds)
+        search.settle(plan)
+        return plan
     exploration = search.exploration([stock_seconds], OverheadBudget(rate=math.inf), is_live=False)
     _Trials(search, exploration).make()
     assert exploration.settled is not None, "everything is granted"

@@ -1,17 +1,19 @@
-"""Offers: which algorithms are tried along which dims of a problem."""
+"""Offers: which algorithms are tried along which dims of a problem, and in parts of which sizes."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
+from mucudnn.optimizer import micro_batch_sizes
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import is_too_large
-from mucudnn.providers.strips import Strips, strips_of
+from mucudnn.providers.strips import strips_of
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 
 Task = tuple[Dim, str]
@@ -65,9 +67,9 @@ class Offers:
             least[name] = min(least.get(name, math.inf), math.inf if need is None else need)
         for (dim, name), one in [*found.items()]:
             if name != STOCK and allowed < least[name] < math.inf:
-                every = strips_of(problem, dim, *one)
-                fitting = [strips for strips in every if _fits(measurement, strips, dim, allowed)]
-                found |= {(dim, strips.name): (strips, strips.name) for strips in fitting[:WIDTHS]}
+                every = ((strips, strips.name) for strips in strips_of(problem, dim, *one))
+                fit = [strips for strips in every if fitting(measurement, strips, dim, allowed, [1])]
+                found |= {(dim, strips[1]): strips for strips in fit[:WIDTHS]}
         return found
 
     def along_batch(self, problem: ConvProblem) -> dict[Task, Candidate]:
@@ -107,7 +109,37 @@ class Offers:
         return {task: (providers[task[1]], task[1]) for task in tasks if task[1] in providers}
 
 
-def _fits(measurement: Measurement, strips: Strips, dim: Dim, allowed: float) -> bool:
-    """Whether strips of the smallest part fit."""
-    need = measurement.workspace((strips, strips.name), dim, 1)
-    return need is not None and need <= allowed
+def sizes_of(problem: ConvProblem, candidate: Candidate, dim: Dim, policy: str) -> set[int]:
+    """The sizes that a policy tries; the whole is left out where another trial computes it in the same way."""
+    whole = extent(problem, dim)
+    sizes = set(micro_batch_sizes(policy, whole))
+    return sizes - {whole} if candidate[1] == STOCK or dim is not Dim.BATCH else sizes
+
+
+def fitting(
+    measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, sizes: Iterable[int]
+) -> dict[int, int]:
+    """{size: bytes of workspace}, for those of the sizes whose parts the candidate serves within a limit."""
+    needs = {size: measurement.workspace(candidate, dim, size) for size in sizes}
+    return {size: need for size, need in needs.items() if need is not None and need <= allowed}
+
+
+def fitting_sizes(
+    measurement: Measurement, candidate: Candidate, dim: Dim, allowed: float, policy: str
+) -> dict[int, int]:
+    """The sizes that a policy tries, as `fitting`.
+
+    Tiles overlap, so the best use of a limit is as few tiles as possible, of equal size: this size is tried, too.
+    """
+    problem = measurement.problem
+    found = fitting(measurement, candidate, dim, allowed, sizes_of(problem, candidate, dim, policy))
+    if dim is not Dim.BATCH and found:
+        whole = extent(problem, dim)
+
+        def is_too_large(size: int) -> bool:
+            return not fitting(measurement, candidate, dim, allowed, [size])
+
+        largest = bisect_left(range(whole), True, lo=max(found) + 1, key=is_too_large) - 1
+        even = -(-whole // -(-whole // largest))
+        found |= fitting(measurement, candidate, dim, allowed, [even])
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -80,18 +80,9 @@ class Plan:
         return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
 
     @property
-    def stock_fits(self) -> bool:
-        """Whether torch's own kernel on the whole keeps the limit."""
-        return (self.stock_workspace or 0) <= self.limit
-
-    @property
     def is_over(self) -> bool:
         """Whether the division exceeds the limit, as torch's own kernel may where that counts."""
         return self.division.workspace > self.limit
-
-    def rank(self) -> tuple[bool, float]:
-        """The smaller, the better."""
-        return self.is_over, self.seconds
 
     @property
     def record(self) -> Record:
@@ -129,7 +120,8 @@ class Plan:
         """The next best plan once an algorithm has failed: without it at the failed extent and above."""
         options = dict(self.options)
         for dim in options if failed.extent == 0 else (self.dim,):
-            options[dim] = surviving(options.get(dim, ()), failed)
+            left = options.get(dim, ())
+            options[dim] = [o for o in left if o.algorithm != failed.algorithm or o.extent < failed.extent]
         return replace(self, options=options).divided(*self.best(options))
 
     def best(self, options: Options) -> tuple[Dim, Division]:
@@ -166,8 +158,3 @@ class Plan:
 
     def _extent(self, dim: Dim) -> int:
         return extent(self.problem, dim)
-
-
-def surviving(options: Iterable[Option], failed: LaunchError) -> list[Option]:
-    """The options left when an algorithm has failed: those of others, and its own on smaller parts."""
-    return [option for option in options if option.algorithm != failed.algorithm or option.extent < failed.extent]

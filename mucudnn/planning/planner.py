@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -110,7 +111,8 @@ class Planner:
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
         """The fastest division of a problem within a limit, measured now as far as it is not known.
 
-        Of the processes that share a board one measures, and all get its plan.
+        Of the processes that share a board one measures, and all get its plan. One that lacks an algorithm of it warns,
+        and plans for itself.
 
         Args:
             limit: bytes of workspace; that of the settings if not given.
@@ -122,6 +124,20 @@ class Planner:
             else:
                 key = {**measurement.logbook.key(problem), "extent": problem.extent, "work": "plan", **search.terms}
                 values = self._board.once(key, lambda: search.values(plan_ahead(search)))
-                plan = search.plan_of(values) or plan_ahead(search)
+                plan = search.plan_of(values) or _planned_anew(search, values)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
         return plan
+
+
+def _planned_anew(search: Search, posted: Mapping[str, Any]) -> Plan:
+    """A plan of this process's own, with a warning, where it lacks algorithms of the plan that was posted for all.
+
+    The others cannot be asked to do without these: some may have computed with the posted plan already.
+    """
+    lacking = sorted({algorithm for _, algorithm, *_ in posted["parts"]} - search.providers.keys())
+    _log.warning(
+        "%s of %s has a plan of this process's own, which lacks %s of the plan of the others: its results may be "
+        "rounded differently from theirs",
+        *(search.problem.direction, search.problem, ", ".join(lacking)),
+    )
+    return plan_ahead(search)

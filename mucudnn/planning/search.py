@@ -13,11 +13,10 @@ from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
-from mucudnn.optimizer import Division, Exploration, Forecast, Key, Option, OverheadBudget, Settled, Trial, Variant
+from mucudnn.optimizer import Division, Exploration, Forecast, Key, Option, OverheadBudget, Settled, Variant
 from mucudnn.planning.affordable_parts import AffordableParts
-from mucudnn.planning.candidate_sizes import fitting, fitting_sizes
 from mucudnn.planning.experience import Experience
-from mucudnn.planning.offers import Offers, Task
+from mucudnn.planning.offers import Offers, Task, fitting, fitting_sizes
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
@@ -68,20 +67,9 @@ class Search:
         return self.measurement.problem
 
     @property
-    def is_deterministic(self) -> bool:
-        """Whether runs are to compute the same."""
-        return self.measurement.logbook.environment.deterministic
-
-    @property
     def stock_fits(self) -> bool:
         """Whether torch's own kernel on the whole keeps the limit."""
         return (self.stock_workspace or 0) <= self.limit
-
-    @property
-    def is_for_less(self) -> bool:
-        """Whether divisions within less than the limit are of interest, too: of a total a convolution gets a share, and
-        what is measured without a limit is to answer for every limit."""
-        return self.limit == math.inf or self.settings.total_workspace_size is not None
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -106,7 +94,8 @@ class Search:
         Args:
             seconds: measured times of torch's own kernel on the whole.
             launches: times of the problem's launches, shared with its explorations within other limits.
-            is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little.
+            is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little, and a
+                fast algorithm that computes the whole soon checks the others.
         """
         self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
         margins = (MARGIN, PARTS_MARGIN)
@@ -114,7 +103,8 @@ class Search:
             margins = (-math.inf, -math.inf)
         warm_ups = int(is_live and self.measurement.device.is_asynchronous)
         given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
-        any_gain = not is_live and self.is_for_less
+        # Of a total a convolution gets a share, and what is measured without a limit is to answer for every limit.
+        any_gain = not is_live and (self.limit == math.inf or self.settings.total_workspace_size is not None)
         return Exploration(STOCK, seconds, *given, smallest_first=not is_live, any_gain=any_gain)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
@@ -196,11 +186,6 @@ class Search:
         part = middle(self.problem, Dim(dim), size).problem
         self.experience.note(self.measurement.logbook.environment, algorithm, part, seconds)
 
-    def schedule(self, trial: Trial) -> Schedule:
-        """What computes a trial."""
-        assert trial.division is not None, "torch's own kernel needs none"
-        return Schedule(self.problem, Dim(trial.dim), trial.division, self.providers)
-
     @cached_property
     def providers(self) -> dict[str, Provider]:
         """Who serves the problem or parts of it, by algorithm."""
@@ -234,19 +219,16 @@ class Search:
     def keep(self, plan: Plan, exploration: Exploration) -> None:
         """Writes a plan and the times of launches to the database."""
         for dim in dims(self.problem):
-            for option in exploration.launches.measured(dim):
+            for option in exploration.launches.options(dim):
                 self.measurement.adopt(dim, option)
         record, whole = self.measurement.logbook.record, self.problem.extent
         record(self.problem, Option(whole, STOCK, plan.stock_seconds, 0))
         if not plan.is_stock:
             record(self.problem, Option(whole, plan.schedule.name, plan.seconds, plan.division.workspace))
-        self._settle(plan)
+        self.settle(plan)
 
-    def keep_stock(self, seconds: float) -> None:
-        """Writes torch's own kernel to the database as the plan, until another is found."""
-        self._settle(self.stock(seconds))
-
-    def _settle(self, plan: Plan) -> None:
+    def settle(self, plan: Plan) -> None:
+        """Writes a plan to the database, until another is found."""
         self.measurement.logbook.settle(self.problem, self.terms, self.values(plan))
 
     def values(self, plan: Plan) -> dict[str, Any]:

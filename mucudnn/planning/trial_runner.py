@@ -141,7 +141,7 @@ class TrialRunner:
         assert trial.division is not None
         key = trial.dim, trial.division.runs()
         if key not in self._schedules:
-            schedule = self._search.schedule(trial)
+            schedule = Schedule(self._search.problem, Dim(trial.dim), trial.division, self._search.providers)
             # Parts at an edge, or at an odd address, may need more than others of their size.
             workspaces = self._search.measurement.workspaces(schedule)
             for option, workspace in zip(trial.division.options, workspaces, strict=True):

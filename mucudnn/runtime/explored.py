@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,6 @@ from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.pooled_launches import PooledLaunches
@@ -32,9 +31,6 @@ WORTH = 20
 
 MOST_PREPARINGS = 101
 """The number of latest preparations whose median time is the expected one."""
-
-MOST_LAYERS = 4096
-"""The most layers whose times are kept."""
 
 PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
@@ -54,16 +50,6 @@ class LiveBudget:
         self.lock = threading.RLock()
         self.preparing = PREPARING_SECONDS
         self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
-        self._pace: Recent[Hashable, float] = Recent(MOST_LAYERS)
-
-    def timed(self, layer: Hashable, elements: int, seconds: float) -> None:
-        """Notes the time of torch's own kernel for a layer on an input of so many elements."""
-        self._pace[layer] = max(seconds / elements, self._pace.get(layer, 0.0))
-
-    def expected(self, layer: Hashable, elements: int) -> float | None:
-        """Seconds of torch's own kernel, by the input on which the layer took longest; `None` for a new layer."""
-        pace = self._pace.get(layer)
-        return None if pace is None else pace * elements
 
     def prepared(self, seconds: float) -> None:
         """Notes the time of a preparation, and charges it to the overhead budget."""
@@ -97,7 +83,7 @@ class Explored:
         self.problem = search.problem
         self._budget, self._search, self._strides, self._launches = budget, search, strides, launches
         self._device = search.measurement.device
-        self._calls, self._uncounted = 0, 0
+        self._uncounted = 0
         self._stock: list[float] = []
         self._exploration: Exploration | None = None
         self._pending: list[tuple[Trial, Stopwatch]] = []
@@ -127,7 +113,7 @@ class Explored:
         """Notes the calls so far, which torch's own kernel has computed, and the stopwatches of some of them."""
         with self._budget.lock:
             if self.fixed is None:
-                self._calls = self._uncounted = calls - len(watches)
+                self._uncounted = calls - len(watches)
                 self._pending += [(Trial(), watch) for watch in watches]
 
     def records(self) -> list[Record]:
@@ -164,23 +150,18 @@ class Explored:
         return trial
 
     def _consider(self, stock_seconds: float) -> None:
-        """Begins the exploration if it is worth its cost."""
+        """Begins the exploration once its preparation is granted."""
         overhead, preparing = self._budget.overhead, self._budget.preparing
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
         if self._search.is_too_short(stock_seconds):
             self.fixed = FixedLimit(self._search.stock(stock_seconds), self._strides)
-        elif is_worth(self._calls, stock_seconds, preparing) and overhead.grants(preparing):
-            self._prepare()
+        elif overhead.grants(preparing):
+            start = time.perf_counter()
+            self._exploration = self._search.exploration(self._stock, overhead, self._launches)
+            self._budget.prepared(time.perf_counter() - start)
         else:
-            self._calls += 1
             overhead.count(stock_seconds)
-
-    def _prepare(self) -> None:
-        start = time.perf_counter()
-        budget = self._budget
-        self._exploration = self._search.exploration(self._stock, budget.overhead, self._launches)
-        budget.prepared(time.perf_counter() - start)
 
     def _settle(self, exploration: Exploration) -> None:
         if exploration.settled is not None and self.fixed is None:
@@ -199,10 +180,9 @@ class Explored:
                 return
             del self._pending[0]
             if self._exploration is None:
-                if not self._stock and self._search.is_deterministic:
+                if not self._stock and self._device.is_deterministic:
                     # The next run is to compute the same, however far this one comes.
-                    self._search.keep_stock(sum(laps))
-                self._calls += 1
+                    self._search.settle(self._search.stock(sum(laps)))
                 self._stock.append(sum(laps))
                 self._budget.overhead.count(sum(laps))
             else:

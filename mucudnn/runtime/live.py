@@ -4,72 +4,50 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from mucudnn.convolution.call import Call, Outline
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
 from mucudnn.planning.search import is_too_short
 from mucudnn.providers import stock_call
 from mucudnn.reporting.record import Record
-from mucudnn.runtime.explored import Explored, LiveBudget, is_worth
-
-OFF = 2.0
-"""Per element of the input, a convolution is taken to need at most so many times as long as its layer on other
-inputs."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """The parts of a session that live planning uses.
-
-    Attributes:
-        budget: of all live planning of the session.
-        meet: returns the exploration of a call's problem, given the result of torch's own kernel; `None` if torch
-            computes the call.
-        stock: returns the record of torch's own kernel for a call, given its outline and its seconds; `None` as above.
-        leave: called with a key whose convolutions are left to torch's own kernel.
-    """
-
-    budget: LiveBudget
-    meet: Callable[[Call, torch.Tensor], Explored | None]
-    stock: Callable[[Outline, torch.device, float], Record | None]
-    leave: Callable[[Hashable], None]
+from mucudnn.runtime.explored import Explored, is_worth
+from mucudnn.runtime.live_planning import LivePlanning
 
 
 class Live:
     """The convolutions of one shape and direction.
 
-    Until they are worth exploring, torch's own kernel computes them in the usual way, and only one call is timed: the
-    second, or a later one if the same layer was timed on an input of another size. Little is kept and done until then,
-    as a program may have new shapes at every step.
+    Until they are worth exploring, torch's own kernel computes them in the usual way, and only the second call is
+    timed. Little is kept and done until then, as a program may have new shapes at every step.
     """
 
     __slots__ = (
-        *("_calls", "_elements", "_explored", "_is_expected", "_is_left", "_key", "_layer", "_lock", "_outline"),
-        *("_seconds", "_site", "_watch"),
+        *("_calls", "_explored", "_is_expected", "_is_left", "_key", "_left_by", "_limit", "_lock", "_outline"),
+        *("_planning", "_seconds", "_watch"),
     )
 
     def __init__(
-        self, site: Site, key: Hashable, layer: Hashable, elements: int, is_expected: bool, before: int
+        self, planning: LivePlanning, key: Hashable, call: Call, limit: float, leave: Callable[[Hashable], None]
     ) -> None:
         """
         Args:
+            planning: that of the session.
             key: of the convolutions in the session.
-            layer: what they have in common with those of the same layer on inputs of other sizes.
-            elements: of the input.
-            is_expected: whether something may be on record, so that the first call should look there.
-            before: calls that torch has computed already.
+            call: one of them.
+            limit: bytes of workspace.
+            leave: called with the key once the convolutions are left to torch's own kernel.
         """
-        self._site, self._key, self._is_expected = site, key, is_expected
-        self._layer, self._elements = layer, elements
+        self._planning, self._key, self._limit, self._left_by = planning, key, limit, leave
+        self._is_expected, self._calls = planning.expects(call), planning.calls_before(key)
         self._lock = threading.Lock()
-        self._calls = before
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
-        self._outline: tuple[Outline, torch.device] | None = None
+        self._outline: tuple[Outline, Planner | None] | None = None
         self._explored: Explored | None = None
         self._is_left = False
 
@@ -113,7 +91,7 @@ class Live:
         """Leaves a call to torch, or times it and may begin to explore."""
         self._calls += 1
         begins = self._is_expected or self._is_worth()
-        if not begins and (self._calls == 1 or self._watch is not None or self._is_slight()):
+        if not begins and (self._calls == 1 or self._watch is not None):
             return None
         device = device_of(call.input.device)
         if device.is_capturing() or not self._lock.acquire(blocking=False):
@@ -127,13 +105,13 @@ class Live:
             if self._explored is None and (begins or self._is_worth()):
                 self._begin(call, result, [*earlier, watch])
             elif self._outline is None:
-                self._outline = Outline(call, result), call.input.device
+                self._outline = Outline(call, result), self._planning.planner_for(call)
             return result
         finally:
             self._lock.release()
 
     def _begin(self, call: Call, result: torch.Tensor, watches: Sequence[Stopwatch]) -> None:
-        explored = self._site.meet(call, result)
+        explored = self._planning.explored(call, result, self._limit)
         if explored is None:
             self._leave()
         else:
@@ -146,20 +124,13 @@ class Live:
             if laps is None:
                 return False
             self._seconds = sum(laps)
-            self._site.budget.timed(self._layer, self._elements, self._seconds)
             if is_too_short(self._seconds):
                 self._leave()
-        return is_worth(self._calls, self._seconds, self._site.budget.preparing)
+        return is_worth(self._calls, self._seconds, self._planning.budget.preparing)
 
     def _leave(self) -> None:
         self._is_left = True
-        self._site.leave(self._key)
-
-    def _is_slight(self) -> bool:
-        """Whether the calls so far cannot be worth exploring, by what the layer takes on inputs of other sizes."""
-        budget = self._site.budget
-        expected = budget.expected(self._layer, self._elements)
-        return expected is not None and not is_worth(self._calls, OFF * expected, budget.preparing)
+        self._left_by(self._key)
 
     def records(self) -> list[Record]:
         """The records of the exploration, or of torch's own kernel before that."""
@@ -167,5 +138,9 @@ class Live:
             return self._explored.records()
         if self._outline is None or self._seconds is None:
             return []
-        record = self._site.stock(*self._outline, self._seconds)
-        return [] if record is None else [replace(record, leader="")]
+        outline, planner = self._outline
+        problem = outline.problem()
+        if problem is None or planner is None:
+            return []
+        search = planner.search(planner.measurement(problem), self._limit)
+        return [replace(search.stock(self._seconds).record, leader="")]

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import partial
 
 import torch
 
-from mucudnn.convolution.call import Call, Outline
-from mucudnn.convolution.problem import Shape
+from mucudnn.convolution.call import Call
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Key
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.planner import Planner
-from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK
 from mucudnn.recent import Recent
-from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Explored, LiveBudget
-from mucudnn.runtime.live import Live, Site
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
@@ -29,26 +24,29 @@ MOST_SHAPES = 4096
 
 
 class LivePlanning:
-    """Makes the explorations of convolutions, within one limit or several."""
+    """Makes the explorations of convolutions, within one limit or several.
+
+    Attributes:
+        budget: of all of them.
+        planner_for: who plans a call; `None` where it is left to torch.
+    """
 
     def __init__(
         self,
         settings: Settings,
         experience: Experience,
         planner_for: Callable[[Call], Planner | None],
-        planner_on: Callable[[torch.device], Planner | None],
         board: Board | None = None,
     ) -> None:
         """
         Args:
             experience: what earlier runs found.
-            planner_for: who plans a call; `None` where it is left to torch.
-            planner_on: who plans on a device; `None` where its convolutions are left to torch.
+            planner_for: as above.
             board: of processes that run the same program, among which trials are shared out.
         """
         self._is_chosen, self._board = settings.planning == "live", board
-        self._planner_for, self._planner_on = planner_for, planner_on
-        self._budget, self._shapes = LiveBudget(), experience.shapes
+        self.planner_for = planner_for
+        self.budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
         self._launches: Recent[Hashable, dict[Key, list[float]]] = Recent(MOST_SHAPES)
         # By the hashes of their keys: so many tuples of tuples would make every garbage collection longer.
@@ -83,53 +81,36 @@ class LivePlanning:
         """The convolutions, as the hashes of these keys and of those that were called once."""
         return self._called_once.keys() | set(map(hash, keys))
 
-    def site(self, limit: float, leave: Callable[[Hashable], None]) -> Site:
-        """The site of convolutions that are explored within a limit.
-
-        Args:
-            limit: bytes of workspace.
-            leave: called with a key whose convolutions are left to torch's own kernel.
-        """
-        return Site(self._budget, partial(self._explored_by, limit), partial(self._stock_record, limit), leave)
-
-    def live(self, site: Site, key: Hashable, call: Call) -> Live:
-        """The exploration of the convolutions of a call's shape and direction.
-
-        Args:
-            key: of these convolutions in the session.
-        """
+    def expects(self, call: Call) -> bool:
+        """Whether something may be on record of a call's convolutions, so that the first call should look there."""
         shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
-        is_expected = shapes in self._shapes or device_of(call.input.device).is_deterministic
-        geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
-        layer = call.direction, call.weight.shape, call.input.dtype, call.input.device, geometry
-        return Live(site, key, layer, call.input.numel(), is_expected, int(hash(key) in self._called_once))
+        return shapes in self._shapes or device_of(call.input.device).is_deterministic
 
-    def _explored_by(self, limit: float, call: Call, result: torch.Tensor) -> Explored | None:
-        """The exploration of a call's problem, which several layers may share; `None` if it is left to torch."""
+    def calls_before(self, key: Hashable) -> int:
+        """The number of calls, none or one, that torch has computed before a convolution is decided."""
+        return int(hash(key) in self._called_once)
+
+    def explored(self, call: Call, result: torch.Tensor, limit: float) -> Explored | None:
+        """The exploration of a call's problem within a limit, which several layers may share; `None` if torch keeps it.
+
+        Args:
+            result: of torch's own kernel.
+            limit: bytes of workspace.
+        """
         problem = call.problem(result)
-        planner = None if problem is None else self._planner_for(call)
+        planner = None if problem is None else self.planner_for(call)
         if problem is None or planner is None:
             return None
         same = problem, result.stride(), planner.device, Environment.current(planner.device)
-        with self._budget.lock:
+        with self.budget.lock:
             if (same, limit) not in self._explored:
                 if same not in self._launches:
                     self._launches[same] = {}
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
-                pool = self._pool(search, result.stride())
-                explored = Explored(self._budget, search, result.stride(), self._launches[same], pool)
+                pool = None
+                if self._board is not None:
+                    terms = {"live": True, "strides": list(result.stride()), "extent": problem.extent, **search.terms}
+                    pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
+                explored = Explored(self.budget, search, result.stride(), self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
-
-    def _pool(self, search: Search, strides: Shape) -> PooledLaunches | None:
-        if self._board is None:
-            return None
-        problem, terms = search.problem, {"live": True, "strides": list(strides), **search.terms}
-        key = search.measurement.logbook.key(problem)
-        return PooledLaunches(self._board, {**key, "extent": problem.extent, **terms}, STOCK)
-
-    def _stock_record(self, limit: float, outline: Outline, device: torch.device, seconds: float) -> Record | None:
-        problem, planner = outline.problem(), self._planner_on(device)
-        if problem is None or planner is None:
-            return None
-        return planner.search(planner.measurement(problem), limit).stock(seconds).record

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,19 +16,16 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
-from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
-from mucudnn.runtime.decision import Decision
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 from mucudnn.runtime.live_planning import LivePlanning
-from mucudnn.runtime.live_total import LiveTotal
-from mucudnn.runtime.local_or_shared import LocalOrShared
+from mucudnn.runtime.local_work import Decision, LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
@@ -71,7 +69,7 @@ class Session:
         self.store = Store(settings.database)
         self._board = board
         self._planners: dict[torch.device, Planner | None] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Also those for torch's own kernel, in the order of the first calls.
         self._made: Recent[Hashable, Decision] = Recent(MOST_SHAPES)
         self._allowance = Allowance(settings) if settings.is_by_step else None
@@ -84,8 +82,7 @@ class Session:
         self._live: LivePlanning | None = None
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
-            self._live = LivePlanning(settings, self._experience, self._who_plans, self._who_plans_on, board)
-            self._site = self._live.site(settings.workspace_limit, self._leave)
+            self._live = LivePlanning(settings, self._experience, self._planner_for, board)
         self._is_by_convolution = self._allowance is None and self._workspace is None
 
     def marks_local_work(self, device_type: str) -> bool:
@@ -111,8 +108,7 @@ class Session:
             return None
         with self._lock:
             if key not in self.decisions:
-                what = f"{call.direction} of a convolution"
-                self.decisions[key] = _measured(what, lambda: self._decision(key, call))
+                self.decisions[key] = self._decision(key, call)
             return self.decisions[key]
 
     def records(self) -> list[Record]:
@@ -142,20 +138,21 @@ class Session:
 
     def _decision(self, key: Hashable, call: Call) -> Decision | None:
         live = self._live_on(call.input.device)
+        if not self._is_by_convolution and device_of(call.input.device).is_deterministic:
+            live = None  # the share of a convolution depends on all others
         if self._allowance is not None:
             return self._apart(self._step_budget(self._allowance, call, live))
-        if self._workspace is not None and live is not None and _may_explore(call):
-            return self._apart(self._live_total(self._workspace, key, call, live))
         if self._workspace is not None:
-            return self._apart(self._shared_total(self._workspace, call))
+            return self._apart(self._shared_total(self._workspace, key, call, live))
         if live is None:
             return self._fixed_limit(call)
         if self._board is None:
-            found = self._made[key] = live.live(self._site, key, call)
-            return found
-        exploring = live.live(live.site(self.settings.workspace_limit, lambda key: None), key, call)
-        either = self._made[key] = LocalOrShared(exploring, self._shared_plan)
-        return either
+            decision: Decision = Live(live, key, call, self.settings.workspace_limit, self._leave)
+        else:
+            exploring = Live(live, key, call, self.settings.workspace_limit, lambda key: None)
+            decision = LocalOrShared(exploring, self._fixed_limit)
+        self._made[key] = decision
+        return decision
 
     def _apart(self, decision: Decision | None) -> Decision | None:
         """A decision that depends on this process's memory or total, restricted to local work in a job of several.
@@ -169,71 +166,62 @@ class Session:
         return self._live if self._live is not None and self._live.reaches(device) else None
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
-        met = self._met(call)
-        if met is None:
-            return None
-        planner, measurement = met
-        decision = _working(planner, planner.plan(measurement), measurement)
-        self._made[measurement.problem] = decision
-        return None if decision.plan.is_stock else decision
+        """The plan of a call, on which all ranks agree; `None` where torch's own kernel computes it."""
+        with self._lock:
+            decision = self._planned(call)
+            if decision is None:
+                return None
+            self._made[decision.plan.problem] = decision
+            return None if decision.is_left else decision
 
     def _leave(self, key: Hashable) -> None:
         """Leaves a convolution to torch's own kernel."""
         self.decisions[key] = None
 
-    def _shared_plan(self, call: Call) -> FixedLimit | None:
-        """The plan on which all ranks agree for a call; `None` where torch's own kernel computes it."""
-        with self._lock:
-            return _measured(f"{call.direction} of a convolution", lambda: self._fixed_limit(call))
-
     def _step_budget(self, allowance: Allowance, call: Call, live: LivePlanning | None) -> StepBudget | None:
         problem = call.problem()
         if problem is None or self._planner_for(call) is None:
             return None
-        explores = live is not None and _may_explore(call)
-        decision = StepBudget(allowance, problem, self._live_within if explores else self._within)
+        decision = StepBudget(allowance, problem, self._planned if live is None else partial(_explored, live))
         self._made[decision] = decision
         return decision
 
-    def _shared_total(self, workspace: Workspace, call: Call) -> SharedTotal | None:
-        with workspace.ledger.alone():
-            met = self._met(call)
-            if met is None:
-                return None
-            planner, measurement = met
-            plan = planner.plan(measurement)
-        if plan.is_stock:
-            self._made[measurement.problem] = FixedLimit(plan, measurement.strides)
+    def _shared_total(
+        self, workspace: Workspace, key: Hashable, call: Call, live: LivePlanning | None
+    ) -> SharedTotal | None:
+        limit = min(self.settings.workspace_limit, workspace.ledger.total)
+        if live is not None:
+            exploring = Live(live, key, call, limit, self._leave)
+            decision = self._made[key] = SharedTotal(workspace, exploring, limit, partial(_explored, live))
+            return decision
+        whole = self._planned(call)
+        if whole is None:
             return None
-        decision = SharedTotal(workspace, plan.undivided(), self._within)
+        if whole.is_left:
+            self._made[whole.plan.problem] = whole
+            return None
+        decision = SharedTotal(workspace, whole, limit, self._planned)
         self._made[decision] = decision  # layers of one problem may differ in their strides
         return decision
 
-    def _live_total(self, workspace: Workspace, key: Hashable, call: Call, live: LivePlanning) -> LiveTotal:
-        limit = min(self.settings.workspace_limit, workspace.ledger.total)
+    def _planned(self, call: Call, limit: int | None = None) -> FixedLimit | None:
+        """The best plan of a call, measured ahead; `None` for a call that is not divided or cannot be measured.
 
-        def shared(plan: Plan) -> SharedTotal:
-            return SharedTotal(workspace, plan.undivided(), self._live_within)
-
-        exploring = live.live(live.site(limit, self._leave), key, call)
-        decision = self._made[key] = LiveTotal(workspace, exploring, limit, shared)
-        return decision
-
-    def _live_within(self, call: Call, limit: int) -> Live:
-        """The exploration of a call's convolutions within so many bytes."""
-        assert self._live is not None, "what explores was asked for"
-        return self._live.live(self._live.site(limit, lambda key: None), (call.direction, limit), call)
-
-    def _within(self, call: Call, limit: int) -> FixedLimit | None:
-        """The best plan of a call within so many bytes, measured as a whole; None where it cannot be measured."""
+        Args:
+            limit: bytes of workspace; that of the settings if not given.
+        """
         with self._lock, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
-            met = self._met(call)
-            assert met is not None, "it was met before"
+            met = _measured(f"{call.direction} of a convolution", lambda: self._met(call))
+            if met is None:
+                return None
             planner, measurement = met
-            return _measured(
-                f"{call.direction} of {measurement.problem}",
-                lambda: _working(planner, planner.plan(measurement, limit), measurement),
-            )
+            what = f"{call.direction} of {measurement.problem}"
+            plan = _measured(what, lambda: planner.plan(measurement, limit))
+            if plan is None:
+                return None
+            if plan.is_over:
+                warn(plan.record.excess)
+            return FixedLimit(plan, measurement.strides, is_lasting=measurement.device.is_asynchronous)
 
     def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
         """The planner of a call and its measurement; None for a call that is not divided."""
@@ -248,30 +236,20 @@ class Session:
         assert problem is not None
         return planner, planner.measurement(problem, call.operands(), result.stride(), seconds)
 
-    def _who_plans(self, call: Call) -> Planner | None:
-        with self._lock:
-            return self._planner_for(call)
-
-    def _who_plans_on(self, device: torch.device) -> Planner | None:
-        with self._lock:
-            return self._planner_on(device)
-
     def _planner_for(self, call: Call) -> Planner | None:
         """The planner of a call; None if the call is left to torch."""
         device = call.input.device
         if self.settings.workspace_limit == 0 or (device_of(device).uses_cudnn and not call.is_for_cudnn()):
             return None
-        return self._planner_on(device)
-
-    def _planner_on(self, device: torch.device) -> Planner | None:
-        """The planner of a device; None if its convolutions are left to torch."""
-        if device not in self._planners:
-            self._planners[device] = None
-            try:
-                self._planners[device] = Planner(self.settings, self.store, None, device, self._board, self._experience)
-            except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
-                warn(f"convolutions on {device} are left to torch: {error}")
-        return self._planners[device]
+        with self._lock:
+            if device not in self._planners:
+                self._planners[device] = None
+                given = self.settings, self.store, None, device, self._board, self._experience
+                try:
+                    self._planners[device] = Planner(*given)
+                except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
+                    warn(f"convolutions on {device} are left to torch: {error}")
+            return self._planners[device]
 
 
 def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
@@ -281,15 +259,6 @@ def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
         yield f"{what} separate on each rank: torch's own kernels compute what several ranks compute on the same data"
 
 
-def _may_explore(call: Call) -> bool:
-    """Whether budgets and totals may be explored during the program's calls.
-
-    The share of a convolution depends on all others, so deterministic runs are measured ahead.
-    """
-    return not device_of(call.input.device).is_deterministic
-
-
-def _working(planner: Planner, plan: Plan, measurement: Measurement) -> FixedLimit:
-    if plan.is_over:
-        warn(plan.record.excess)
-    return FixedLimit(plan, measurement.strides, is_lasting=device_of(planner.device).is_asynchronous)
+def _explored(live: LivePlanning, call: Call, limit: int) -> Live:
+    """The exploration of a call's convolutions within so many bytes."""
+    return Live(live, (call.direction, limit), call, limit, lambda key: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,70 +37,96 @@ class Workspace:
 class SharedTotal:
     """The kernels of one shape and direction: one per weight, so one per layer.
 
-    Their launches have been measured once for all of them. Each kernel runs the division that its share allows. When a
-    kernel is to run a division for the first time, the division as a whole is timed against torch's own kernel, and is
-    taken off the menu if it is not faster.
+    Their launches are measured once for all of them, before the first call or, where planning is live, by calls that
+    may use all of the total that no other call uses at that moment: the division of a layer depends on the gains of all
+    others, so none holds a share before its launches are known. From then on each kernel runs the division that its
+    share allows. When a kernel is to run a division for the first time, the division as a whole is timed against
+    torch's own kernel, and is taken off the menu if it is not faster.
     """
 
     def __init__(
-        self, workspace: Workspace, stock: Plan, confirm: Callable[[Call, int], FixedLimit | Live | None]
+        self,
+        workspace: Workspace,
+        whole: FixedLimit | Live,
+        limit: float,
+        confirm: Callable[[Call, int], FixedLimit | Live | None],
     ) -> None:
         """
         Args:
-            stock: torch's own kernel as the plan, with all options that were measured.
+            whole: the best within the limit, measured or explored.
+            limit: bytes that one convolution may use, the total at most.
             confirm: what computes a call within so many bytes, measured as a whole or exploring that; `None` where that
                 cannot be.
         """
-        self._workspace, self._stock, self._confirm = workspace, stock, confirm
-        self._menu = Menu(stock.desirable())
+        self._workspace, self._whole, self._confirm = workspace, whole, confirm
+        self._limit = int(min(limit, sys.maxsize))
+        self._stock: Plan | None = None  # torch's own kernel as the plan, once all launches beside it are known
+        self._menu = Menu([])
         # By share; `None` where torch's own kernel serves.
         self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)
         self._confirmed: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)  # of which the best is known
         self._found: Recent[Division, Plan] = Recent(MOST_SHARES)  # what came on the menu later
         self._lock = threading.Lock()
+        self._begin()
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
+        stock = self._stock or self._begin()
+        if stock is None:
+            return self._run(self._whole, self._limit, call)
         with self._workspace.lock:
             kernel = self._workspace.shares.call((self, call.weight.data_ptr()), self._menu)
-            if kernel is None or kernel.division is None or kernel.division == self._stock.division:
+            if kernel is None or kernel.division is None or kernel.division == stock.division:
                 return None
             division, share = kernel.division, kernel.share
         within = self._confirmed.get(share, _UNKNOWN)
         if within is _UNKNOWN:
-            within = self._confirm_within(division, share, call)
-        if within is None or within.is_left or not self._workspace.ledger.take(share):
+            within = self._confirm_within(division, share, call, stock)
+        return None if within is None else self._run(within, share, call)
+
+    def _begin(self) -> Plan | None:
+        """Puts the divisions on the menu once their launches are known."""
+        with self._lock:
+            plan = self._whole.plan
+            if self._stock is None and plan is not None and not plan.is_stock:
+                stock = plan.undivided()
+                self._menu.divisions = stock.desirable()
+                self._stock = stock
+            return self._stock
+
+    def _run(self, chosen: FixedLimit | Live, size: int, call: Call) -> torch.Tensor | None:
+        """The call's result, if so many bytes are there now and torch's own kernel is not what was chosen."""
+        if chosen.is_left or not self._workspace.ledger.take(size):
             return None
         try:
-            return within.run(call)
+            return chosen.run(call)
         finally:
-            self._workspace.ledger.give(share)
+            self._workspace.ledger.give(size)
 
     def records(self) -> list[Record]:
-        """A record for each kernel, its share as the limit."""
+        """A record for each kernel, its share as the limit; before there are shares, those of the whole limit."""
+        stock = self._stock
+        if stock is None:
+            return self._whole.records()
         with self._workspace.lock:
             kernels = [kernel for kernel in self._workspace.shares.kernels.values() if kernel.menu is self._menu]
-            return [self._record(kernel.division or self._stock.division, kernel.share) for kernel in kernels]
+            return [self._record(kernel.division or stock.division, kernel.share, stock) for kernel in kernels]
 
-    def _record(self, division: Division, share: int) -> Record:
-        within = self._within.get(share)
-        return replace(self._plan(division, share).record, calls=0 if within is None else within.calls)
-
-    def _plan(self, division: Division, share: int) -> Plan:
-        """The plan within a share, or the one expected by the times of its launches."""
+    def _record(self, division: Division, share: int, stock: Plan) -> Record:
         within = self._within.get(share)
         if within is not None and within.plan is not None:
-            return within.plan
-        if division in self._found:
-            return replace(self._found[division], limit=share)
-        return self._stock.taking(division, share)
+            plan = within.plan
+        else:  # as the times of its launches promise
+            found = self._found.get(division)
+            plan = stock.taking(division, share) if found is None else replace(found, limit=share)
+        return replace(plan.record, calls=0 if within is None else within.calls)
 
-    def _confirm_within(self, division: Division, share: int, call: Call) -> FixedLimit | Live | None:
+    def _confirm_within(self, division: Division, share: int, call: Call, stock: Plan) -> FixedLimit | Live | None:
         with self._lock:
             if share not in self._within:
                 self._within[share] = self._confirm(call, share)
             within = self._within[share]
-            plan = self._stock if within is None or (within.plan is None and within.is_left) else within.plan
+            plan = stock if within is None or (within.plan is None and within.is_left) else within.plan
             if plan is not None:
                 if plan.division != division:
                     self._disappoint(share, plan)

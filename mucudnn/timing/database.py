@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mucudnn.optimizer import Option
 
@@ -21,30 +21,16 @@ _SCHEMA = (
         workspace INTEGER NOT NULL CHECK (workspace >= 0),
         PRIMARY KEY (problem, algorithm, extent)
     ) WITHOUT ROWID""",
-    """CREATE TABLE needs (
-        problem INTEGER NOT NULL REFERENCES problems (id),
-        launch TEXT NOT NULL,
-        workspace INTEGER CHECK (workspace >= 0),
-        PRIMARY KEY (problem, launch)
-    ) WITHOUT ROWID""",
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_VERSION}",
 )
-_SETTLEMENTS = """CREATE TABLE IF NOT EXISTS settlements (
-    problem INTEGER NOT NULL REFERENCES problems (id),
-    terms TEXT NOT NULL,
-    plan TEXT NOT NULL,
-    PRIMARY KEY (problem, terms)
-) WITHOUT ROWID"""
-"""Made when the first is kept: files without it are as good, and a file may be one that can only be read."""
-
-_COMPILED = """CREATE TABLE IF NOT EXISTS compiled (
-    problem INTEGER NOT NULL REFERENCES problems (id),
-    launch TEXT NOT NULL,
-    plan TEXT NOT NULL,
-    PRIMARY KEY (problem, launch)
-) WITHOUT ROWID"""
-"""Made when the first is kept, like the settlements."""
+_KEPT = {
+    "needs": "launch TEXT NOT NULL, workspace INTEGER CHECK (workspace >= 0), PRIMARY KEY (problem, launch)",
+    "settlements": "terms TEXT NOT NULL, plan TEXT NOT NULL, PRIMARY KEY (problem, terms)",
+    "compiled": "launch TEXT NOT NULL, plan TEXT NOT NULL, PRIMARY KEY (problem, launch)",
+}
+"""What is kept of a problem beside its launches, by names: a table each, made when the first row is kept. Files without
+it are as good, and a file may be one that can only be read."""
 
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
@@ -161,48 +147,21 @@ def insert(connection: sqlite3.Connection, key: str, options: list[Option]) -> N
         )
 
 
-def select_needs(connection: sqlite3.Connection, key: str) -> Needs:
-    rows = connection.execute("SELECT launch, workspace FROM needs JOIN problems ON problem = id WHERE key = ?", (key,))
-    return dict(rows)
-
-
-def insert_need(connection: sqlite3.Connection, key: str, launch: str, workspace: int | None) -> None:
-    with transaction(connection):
-        connection.execute(
-            "INSERT OR REPLACE INTO needs VALUES (?, ?, ?)", (_problem(connection, key), launch, workspace)
-        )
-
-
-def select_settlements(connection: sqlite3.Connection) -> list[tuple[str, str, str]]:
-    if not _has_table(connection, "settlements"):
+def select_kept(connection: sqlite3.Connection, table: str, key: str | None = None) -> list[tuple[str, str, Any]]:
+    """(key, name, value) of what a table keeps, for all keys if none is given."""
+    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is None:
         return []
-    return connection.execute("SELECT key, terms, plan FROM settlements JOIN problems ON problem = id").fetchall()
+    query, keys = f"SELECT key, {table}.* FROM {table} JOIN problems ON problem = id", () if key is None else (key,)
+    rows = connection.execute(f"{query} WHERE key = ?" if keys else query, keys)
+    return [(key, name, value) for key, _, name, value in rows]
 
 
-def insert_settlement(connection: sqlite3.Connection, key: str, terms: str, plan: str) -> None:
+def insert_kept(connection: sqlite3.Connection, table: str, key: str, name: str, value: str | int | None) -> None:
     with transaction(connection):
-        connection.execute(_SETTLEMENTS)
+        columns = f"problem INTEGER NOT NULL REFERENCES problems (id), {_KEPT[table]}"
+        connection.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) WITHOUT ROWID")
         problem = _problem(connection, key)
-        connection.execute("INSERT OR REPLACE INTO settlements VALUES (?, ?, ?)", (problem, terms, plan))
-
-
-def select_compiled(connection: sqlite3.Connection, key: str, launch: str) -> str | None:
-    if not _has_table(connection, "compiled"):
-        return None
-    query = "SELECT plan FROM compiled JOIN problems ON problem = id WHERE key = ? AND launch = ?"
-    row = connection.execute(query, (key, launch)).fetchone()
-    return None if row is None else str(row[0])
-
-
-def insert_compiled(connection: sqlite3.Connection, key: str, launch: str, plan: str) -> None:
-    with transaction(connection):
-        connection.execute(_COMPILED)
-        problem = _problem(connection, key)
-        connection.execute("INSERT OR REPLACE INTO compiled VALUES (?, ?, ?)", (problem, launch, plan))
-
-
-def _has_table(connection: sqlite3.Connection, name: str) -> bool:
-    return connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (name,)).fetchone() is not None
+        connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", (problem, name, value))
 
 
 def _problem(connection: sqlite3.Connection, key: str) -> int:

@@ -92,20 +92,18 @@ class Measurement:
         known = logbook.launches(problem).get((STOCK, problem.extent))
         if known is not None:
             return known.seconds
-        seconds = self._measure_stock()
-        logbook.record(problem, Option(problem.extent, STOCK, seconds, 0))
-        return seconds
 
-    def _measure_stock(self) -> float:
         def work() -> None:
-            stock_result(self.problem, self.turn())
+            stock_result(problem, self.turn())
 
         if self._given is None:
-            return clock.seconds(work, self._clock)
-        if self._first is not None and self._first > clock.BUDGET:
-            return self._first
-        # Whoever gives operands has just seen what torch's own kernel makes of them.
-        return clock.again_seconds(work, math.inf, self._clock, self._first or 0.0)
+            seconds = clock.seconds(work, self._clock)
+        elif self._first is not None and self._first > clock.BUDGET:
+            seconds = self._first
+        else:  # whoever gives operands has just seen what torch's own kernel makes of them
+            seconds = clock.again_seconds(work, math.inf, self._clock, self._first or 0.0)
+        logbook.record(problem, Option(problem.extent, STOCK, seconds, 0))
+        return seconds
 
     def workspace(self, candidate: Candidate, dim: Dim, size: int) -> int | None:
         """Bytes that parts of a size along a dim need at most; `None` where the algorithm does not serve all of them.
@@ -125,14 +123,7 @@ class Measurement:
         Raises:
             LaunchError: where an algorithm does not serve a part after all.
         """
-        if not self.device.uses_cudnn:
-            return schedule.workspaces
-
-        def ask(provider: Provider, algorithm: str, part: ConvProblem) -> int:
-            need = self._need(provider, algorithm, part)
-            return provider.workspace(part, algorithm) if need is None else need  # which raises what cuDNN says
-
-        return schedule.needs(ask)
+        return schedule.workspaces(self._need)
 
     def seconds(self, candidate: Candidate, dim: Dim, size: int, most: float) -> float:
         """Seconds of a launch, from the database or measured now.

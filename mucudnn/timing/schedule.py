@@ -101,21 +101,21 @@ class Schedule:
     def _rounding(self) -> int:
         return rounding_bytes(self.problem, len(self.division.options) > 1)
 
-    @property
-    def workspaces(self) -> Iterator[int]:
+    def workspaces(self, ask: Callable[[Provider, str, ConvProblem], int | None] | None = None) -> Iterator[int]:
         """Bytes of each launch: parts at an edge, or at an odd address, may differ in them.
+
+        Args:
+            ask: knows what an algorithm of a provider needs for some parts; the provider is asked about the others.
 
         Raises:
             LaunchError: where an algorithm does not serve a part after all.
         """
-        return self.needs(lambda provider, algorithm, part: provider.workspace(part, algorithm))
-
-    def needs(self, ask: Callable[[Provider, str, ConvProblem], int]) -> Iterator[int]:
-        """As `workspaces`, from somebody who knows what an algorithm of a provider needs for a part."""
         for run in self._runs:
             for tile in run.tiles:
                 try:
-                    yield ask(run.provider, run.algorithm, tile.problem) + self._rounding
+                    need = None if ask is None else ask(run.provider, run.algorithm, tile.problem)
+                    need = run.provider.workspace(tile.problem, run.algorithm) if need is None else need
+                    yield need + self._rounding
                 except RuntimeError as error:
                     raise LaunchError(run.algorithm, tile.extent, error) from error
 
@@ -175,29 +175,17 @@ def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
 
 
 def check(schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK) -> dict[str, str] | None:
-    """As `faults`.
-
-    Raises:
-        WrongResult: where an algorithm of the schedule is wrong, or `by`, if that is not torch's own kernel.
-    """
-    found = faults(schedule, operands, other, by)
-    for algorithm in (*(algorithm for algorithm, _ in schedule.division.runs()), *({by} - {STOCK})):
-        if found and algorithm in found:
-            raise WrongResult(algorithm, found)
-    return found
-
-
-def faults(
-    schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK
-) -> dict[str, str] | None:
-    """What is wrong with a result and with another one; by algorithm, empty where nothing is.
+    """What is wrong with another result than the schedule's, by algorithm; empty where nothing is.
 
     `None` where operands that are not finite tell nothing.
 
     Args:
-        operands: what was computed from, the result among them.
+        operands: what was computed from, the schedule's result among them.
         other: what another algorithm makes of the operands; without it only a sample is looked at.
         by: that algorithm.
+
+    Raises:
+        WrongResult: where an algorithm of the schedule is wrong, or `by`, if that is not torch's own kernel.
     """
     problem, precision = schedule.problem, device_of(operands.w.device).precision
     with _BeneathTransforms():
@@ -206,7 +194,11 @@ def faults(
         return None
     fault, others = found
     told = {} if fault is None else {algorithm: str(fault) for algorithm in schedule.by(fault.place)}
-    return told if others is None else {**told, by: str(others)}
+    told |= {} if others is None else {by: str(others)}
+    for algorithm in (*(algorithm for algorithm, _ in schedule.division.runs()), *({by} - {STOCK})):
+        if algorithm in told:
+            raise WrongResult(algorithm, told)
+    return told
 
 
 class _BeneathTransforms:

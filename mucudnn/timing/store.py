@@ -27,15 +27,11 @@ from mucudnn.timing.database import (
     check,
     connect,
     insert,
-    insert_compiled,
-    insert_need,
-    insert_settlement,
+    insert_kept,
     prepare,
     select,
     select_all,
-    select_compiled,
-    select_needs,
-    select_settlements,
+    select_kept,
     told,
 )
 from mucudnn.warning import warn
@@ -114,12 +110,11 @@ class Store:
         text = _canonical(key)
         with self._lock:
             self._needs_of(text)[launch] = workspace
-            if self._writable:
-                self._write(lambda connection: insert_need(connection, text, launch, workspace))
+            self._keep("needs", text, launch, workspace)
 
     def _needs_of(self, text: str) -> Needs:
         if text not in self._needs:
-            self._needs[text] = self._read(lambda connection: select_needs(connection, text)) or {}
+            self._needs[text] = {launch: need for _, launch, need in self._kept("needs", text)}
         return self._needs[text]
 
     def settlement(self, key: Mapping[str, Any], terms: Mapping[str, Any]) -> Any:
@@ -137,7 +132,7 @@ class Store:
     def _settled(self) -> dict[tuple[str, str], str]:
         """By key and terms. The file is read once: a program that meets many shapes asks for each of them."""
         if self._settlements is None:
-            self._settlements = {(key, terms): text for key, terms, text in self._read(select_settlements) or ()}
+            self._settlements = {(key, terms): text for key, terms, text in self._kept("settlements")}
         return self._settlements
 
     def settle(self, key: Mapping[str, Any], terms: Mapping[str, Any], plan: Any) -> None:
@@ -145,21 +140,25 @@ class Store:
         names, text = (_canonical(key), _canonical(terms)), json.dumps(plan)
         with self._lock:
             self._settled()[names] = text
-            if self._writable:
-                self._write(lambda connection: insert_settlement(connection, *names, text))
+            self._keep("settlements", *names, text)
 
     def compiled_plan(self, key: Mapping[str, Any], launch: str) -> str | None:
         """cuDNN's text of a plan that was compiled for a launch of the key; `None` where the file has none."""
-        text = _canonical(key)
         with self._lock:
-            return self._read(lambda connection: select_compiled(connection, text, launch))
+            found = {name: plan for _, name, plan in self._kept("compiled", _canonical(key))}
+        return found.get(launch)
 
     def keep_compiled_plan(self, key: Mapping[str, Any], launch: str, plan: str) -> None:
         """Keeps a compiled plan on the file; without one it lives as long as the process anyway."""
-        text = _canonical(key)
         with self._lock:
-            if self._writable:
-                self._write(lambda connection: insert_compiled(connection, text, launch, plan))
+            self._keep("compiled", _canonical(key), launch, plan)
+
+    def _kept(self, table: str, text: str | None = None) -> list[tuple[str, str, Any]]:
+        return self._read(lambda connection: select_kept(connection, table, text)) or []
+
+    def _keep(self, table: str, text: str, name: str, value: str | int | None) -> None:
+        if self._writable:
+            self._write(lambda connection: insert_kept(connection, table, text, name, value))
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""

@@ -69,6 +69,24 @@ def test_what_one_finds_wrong_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [dict(plan.wrong).keys() for plan in plans] == [{"fft"}] * 2
 
 
+def test_who_lacks_an_algorithm_of_the_posted_plan_says_so_and_plans_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Measurement, "stock_seconds", lambda measurement: 1.0)  # so that something faster is found
+    board = Shared()
+    theirs = planned(board)
+    used = {algorithm for algorithm, _ in theirs.division.runs()}
+    for provider in (Fft, Gemm, Stock):
+        own = provider.algorithms
+        monkeypatch.setattr(
+            provider, "algorithms", lambda self, problem, own=own: [n for n in own(self, problem) if n not in used]
+        )
+    ours = planned(board)
+    (told,) = caplog.messages
+    assert f"lacks {', '.join(sorted(used))} of the plan of the others" in told
+    assert used.isdisjoint(algorithm for algorithm, _ in ours.division.runs())
+
+
 def test_a_failure_is_posted_and_the_others_measure_themselves(caplog: pytest.LogCaptureFixture) -> None:
     board, key = Shared(), {"work": "stock"}
 

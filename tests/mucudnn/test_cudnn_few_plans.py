@@ -15,9 +15,8 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.devices import Gpu
 from mucudnn.optimizer import Trial
-from mucudnn.planning.affordable_parts import AffordableParts
+from mucudnn.planning.affordable_parts import AffordableParts, PlanBudget
 from mucudnn.planning.plan import Plan
-from mucudnn.planning.plan_budget import PlanBudget
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK

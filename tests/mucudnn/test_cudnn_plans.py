@@ -159,7 +159,7 @@ def test_a_part_that_is_not_served_where_it_lies_is_a_failed_launch() -> None:
     problem = replace(PLAIN, x_shape=(64, 1, 5, 5), w_shape=(1, 1, 3, 3), y_shape=(64, 1, 5, 5))
     schedule = schedule_of(problem, Engines(SimulatedCard()), "eng5", 63, 1)
     with pytest.raises(LaunchError, match=r"eng5 on a part of 63.*engine 5 serves nothing"):
-        list(schedule.workspaces)
+        list(schedule.workspaces())
 
 
 # Half-type weight gradients
@@ -182,13 +182,13 @@ def test_an_undivided_half_weight_gradient_goes_straight_to_its_place(
     whole.run(given)
     assert not {torch.float16, torch.float32} & set(made)
     assert relative_error(given.w, reference(problem, given)) <= TOLERANCE["float16"]
-    assert max(whole.workspaces) == serving.workspace(problem, algorithm)
+    assert max(whole.workspaces()) == serving.workspace(problem, algorithm)
     parts = schedule_of(problem, serving, algorithm, 40, 24)
     parts.run(given)
     assert torch.float32 in made
     assert relative_error(given.w, reference(problem, given)) <= TOLERANCE["float16"]
     own = max(serving.workspace(problem.with_extent(size), algorithm) for size in (40, 24))
-    assert max(parts.workspaces) == own + 6 * given.w.numel()
+    assert max(parts.workspaces()) == own + 6 * given.w.numel()
 
 
 # Threads and handles

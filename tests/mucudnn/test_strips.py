@@ -39,7 +39,7 @@ def test_parts_in_strips_equal_the_reference_and_keep_what_they_declare(algorith
         if not all(strips.serves(tile.problem, strips.name) for run in schedule._runs for tile in run.tiles):
             continue
         given = widened(problem, operands(problem))
-        declared = max(schedule.workspaces)
+        declared = max(schedule.workspaces())
         with TensorMemory() as memory:
             schedule.run(given)
         assert memory.peak <= declared

@@ -21,7 +21,6 @@ from mucudnn.optimizer import OverheadBudget
 from mucudnn.planning import search
 from mucudnn.providers import stock_call
 from mucudnn.runtime import explored
-from mucudnn.runtime.live_total import LiveTotal
 from mucudnn.runtime.local_work import is_local_work
 from mucudnn.runtime.shared_total import SharedTotal
 from mucudnn.runtime.step_budget import StepBudget
@@ -91,7 +90,7 @@ def within(prefix: str, partition: str, limit: str, planning: str) -> dict[str, 
         eager.setattr(search, "LEAST_SECONDS", 0.0)
         if planning == "ahead":
             eager.setattr(Measurement, "stock_seconds", lambda measurement: 1.0)  # so that a division is taken
-        for kind in (StepBudget, SharedTotal, LiveTotal):
+        for kind in (StepBudget, SharedTotal):
             eager.setattr(kind, "run", watched(kind.run))
         given = {"planning": planning, "database": ":memory:", "progress": "off", **LIMITS[limit]}
         with mucudnn.patched(board=board, **given) as session:
