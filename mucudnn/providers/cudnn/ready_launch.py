@@ -1,0 +1,84 @@
+"""Ready launch: an algorithm on parts that cuDNN computes where they lie, made ready once for all calls of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
+
+import torch
+
+from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import Role
+from mucudnn.convolution.tile import Tile
+from mucudnn.providers.cudnn.form import form
+from mucudnn.providers.cudnn.launch import Place, Preparing
+
+Execute = Callable[[c_void_p, int, int, int, int], None]
+
+
+class ReadyLaunch:
+    """One algorithm on consecutive parts.
+
+    A call is on the way of every convolution of the program: it computes three addresses and executes the plans.
+    """
+
+    __slots__ = ("_accumulate", "_algorithm", "_dtype", "_mask", "_place", "_plans", "_provider", "_tiles", "_workspace")
+
+    def __init__(
+        self, place: Place, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
+    ) -> None:
+        """
+        Args:
+            accumulate: as `Provider.launch` takes it.
+        """
+        self._place, self._provider, self._algorithm = place, provider, algorithm
+        self._tiles, self._accumulate = tiles, accumulate
+        self._dtype: torch.dtype = getattr(torch, tiles[0].problem.dtype)
+        self._plans: Sequence[tuple[Execute, int, int]] | None = None
+        self._workspace, self._mask = 0, 0
+
+    def run(self, operands: Operands) -> bool:
+        """Computes the parts, without their bias.
+
+        Args:
+            operands: of the whole, in the memory formats of the schedule's problem.
+
+        Returns:
+            False, and nothing is computed, where operands must be copied, or are at addresses that need other plans.
+
+        Raises:
+            RuntimeError: as `Provider.launch`.
+        """
+        # The sum of parts of a half type is float32: see `launch`.
+        if operands.w.dtype is not self._dtype:
+            return False
+        plans = self._plans
+        if plans is None:
+            plans = self._plans = self._made()
+        x, w, y = operands.x.data_ptr(), operands.w.data_ptr(), operands.y.data_ptr()
+        if not plans or (x | w | y) & self._mask:
+            return False
+        place = self._place
+        with place.current():
+            scratch = place.scratch(self._workspace) if self._workspace else None
+            workspace = 0 if scratch is None else scratch.data_ptr()
+            handle = place.handle()
+            for execute, x_offset, y_offset in plans:
+                execute(handle, x + x_offset, w, y + y_offset, workspace)
+        return True
+
+    def _made(self) -> Sequence[tuple[Execute, int, int]]:
+        """A plan for each part, and the bytes before its x and y; none where anything must be copied."""
+        made, accumulate = [], self._accumulate
+        for tile in self._tiles:
+            put = form(tile.problem)
+            if put is None or put.copied:
+                return ()
+            prepared = self._provider.prepared(tile.problem, self._algorithm, accumulate)
+            at = tile.at and tile.at + len(put.shapes[0]) - len(tile.problem.x_shape)  # one spatial dim becomes two
+            x, _, y = (strides[at] * tile.problem.element_bytes for strides in put.strides)
+            made.append((prepared.execute, tile.x[0] * x, tile.y[0] * y))
+            self._workspace = max(self._workspace, prepared.workspace)
+            self._mask |= prepared.alignment - 1
+            accumulate = tile.problem.target is Role.W
+        return made
