@@ -70,7 +70,7 @@ class Ready(Protocol):
     """A launch that is made ready once and run at every call."""
 
     def run(self, operands: Operands) -> bool:
-        """Computes the parts in the whole's operands, without their bias.
+        """Computes the parts in the whole's operands.
 
         Returns:
             Whether it did: `launch` serves any operands.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,25 +129,22 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
         groups: int,
         output_mask: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
-        def by_torch(mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-            found: Sequence[torch.Tensor | None] = stock.call_boxed(
-                keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
-                transposed, output_padding, groups, mask,
-            )  # fmt: skip
-            return found
-
         session = _session
-        if session is None:
-            return by_torch(output_mask)
-        geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-        looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
-        wants_data, wants_filter, _ = output_mask
-        data = _decision(session, (Direction.BACKWARD_DATA, *looks), input) if wants_data else None
-        filter = _decision(session, (Direction.BACKWARD_FILTER, *looks), input) if wants_filter else None
-        if data is None and filter is None:
-            return by_torch(output_mask)
-        gradients = _Gradients(by_torch, output_mask, (input, weight, None, grad_output, *geometry))
-        return gradients.served(session, data, filter, looks)
+        if session is not None:
+            geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
+            wants_data, wants_filter, _ = output_mask
+            data = _decision(session, (Direction.BACKWARD_DATA, *looks), input) if wants_data else None
+            filter = _decision(session, (Direction.BACKWARD_FILTER, *looks), input) if wants_filter else None
+            if data is not None or filter is not None:
+                by_torch = partial(stock.call_boxed, keyset, grad_output, input, weight, bias_sizes, *geometry)
+                gradients = _Gradients(by_torch, output_mask, (input, weight, None, grad_output, *geometry))
+                return gradients.served(session, data, filter, looks)
+        every: Sequence[torch.Tensor | None] = stock.call_boxed(
+            keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
+            transposed, output_padding, groups, output_mask,
+        )  # fmt: skip
+        return every
 
     return convolution_backward
 

@@ -70,11 +70,6 @@ class Run(NamedTuple):
             if self.ready is None or not self.ready.run(operands):
                 with _BeneathTransforms():
                     self.provider.launch(self.algorithm, [tile.part(operands) for tile in self.tiles], self.accumulate)
-            elif operands.bias is not None:
-                with _BeneathTransforms():
-                    for tile in self.tiles:
-                        target = tile.part(operands).target
-                        target.add_(operands.bias.view(-1, *(1,) * (target.dim() - 2)))
         except (RuntimeError, MemoryError) as error:
             raise LaunchError(self.algorithm, max(tile.extent for tile in self.tiles), error) from error
 

@@ -22,7 +22,7 @@ class ReadyLaunch:
     A call is on the way of every convolution of the program: it computes three addresses and executes the plans.
     """
 
-    __slots__ = ("_accumulate", "_algorithm", "_dtype", "_mask", "_place", "_plans", "_provider", "_tiles", "_workspace")
+    __slots__ = ("_accumulate", "_algorithm", "_bias_shape", "_dtype", "_mask", "_place", "_plans", "_provider", "_tiles", "_workspace")
 
     def __init__(
         self, place: Place, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
@@ -34,11 +34,12 @@ class ReadyLaunch:
         self._place, self._provider, self._algorithm = place, provider, algorithm
         self._tiles, self._accumulate = tiles, accumulate
         self._dtype: torch.dtype = getattr(torch, tiles[0].problem.dtype)
+        self._bias_shape = -1, *(1,) * tiles[0].problem.dims
         self._plans: Sequence[tuple[Execute, int, int]] | None = None
         self._workspace, self._mask = 0, 0
 
     def run(self, operands: Operands) -> bool:
-        """Computes the parts, without their bias.
+        """Computes the parts.
 
         Args:
             operands: of the whole, in the memory formats of the schedule's problem.
@@ -65,7 +66,19 @@ class ReadyLaunch:
             handle = place.handle()
             for execute, x_offset, y_offset in plans:
                 execute(handle, x + x_offset, w, y + y_offset, workspace)
+            if operands.bias is not None:
+                self._add(operands, operands.bias)
         return True
+
+    def _add(self, operands: Operands, bias: torch.Tensor) -> None:
+        first = self._tiles[0]
+        problem = first.problem
+        target = operands.target(problem)
+        start, length = (first.x if problem.target is Role.X else first.y)[0], sum(tile.extent for tile in self._tiles)
+        if length < target.shape[first.at]:
+            target = target.narrow(first.at, start, length)
+        with torch._C._AutoDispatchBelowAutograd():
+            target.add_(bias.view(self._bias_shape))
 
     def _made(self) -> Sequence[tuple[Execute, int, int]]:
         """A plan for each part, and the bytes before its x and y; none where anything must be copied."""
