@@ -171,14 +171,12 @@ class _Gradients:
         self._left = list(mask)
         self._found: list[torch.Tensor | None] = [None, None, None]
 
-    def served(
-        self, session: Session, data: Any, filter: Any, looks: tuple[Any, ...]
-    ) -> Sequence[torch.Tensor | None]:
+    def served(self, session: Session, data: Any, filter: Any, looks: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
         """The gradients of input, weight and bias that are asked for.
 
         Args:
-            data, filter: the decisions on the gradients of input and weight; `_UNDECIDED` for what is to be decided now,
-                `None` for what torch computes.
+            data, filter: the decisions on the gradients of input and weight: `_UNDECIDED` for what is to be decided
+                now, `None` for what torch computes.
             looks: what the session knows the directions by.
         """
         found, left = self._found, self._left
@@ -190,7 +188,7 @@ class _Gradients:
             left[0] = found[0] is None
         if filter is not None:
             before = self._input_gradient if left[0] else None
-            call = Call(Direction.BACKWARD_FILTER, *self._arguments, before, self._weight_gradient)
+            call = Call(Direction.BACKWARD_FILTER, *(*self._arguments, before, self._weight_gradient))
             if filter is _UNDECIDED:
                 filter = session.decide((call.direction, *looks), call)
             found[1] = None if filter is None else filter.run(call)

@@ -1,9 +1,8 @@
-"""Ready launch: an algorithm on parts that cuDNN computes where they lie, made ready once for all calls of a schedule."""
+"""Ready launch: parts that cuDNN computes where they lie, by plans that are looked up once for all calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from ctypes import c_void_p
+from collections.abc import Sequence
 
 import torch
 
@@ -11,9 +10,10 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Role
 from mucudnn.convolution.tile import Tile
 from mucudnn.providers.cudnn.form import form
-from mucudnn.providers.cudnn.launch import Place, Preparing
+from mucudnn.providers.cudnn.launch import Place, Prepared, Preparing
 
-Execute = Callable[[c_void_p, int, int, int, int], None]
+Plans = Sequence[tuple[Prepared, int, int]]
+"""Of each part: its plan, and the bytes before its x and y."""
 
 
 class ReadyLaunch:
@@ -21,8 +21,6 @@ class ReadyLaunch:
 
     A call is on the way of every convolution of the program: it computes three addresses and executes the plans.
     """
-
-    __slots__ = ("_accumulate", "_algorithm", "_bias_shape", "_dtype", "_mask", "_place", "_plans", "_provider", "_tiles", "_workspace")
 
     def __init__(
         self, place: Place, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
@@ -35,7 +33,7 @@ class ReadyLaunch:
         self._tiles, self._accumulate = tiles, accumulate
         self._dtype: torch.dtype = getattr(torch, tiles[0].problem.dtype)
         self._bias_shape = -1, *(1,) * tiles[0].problem.dims
-        self._plans: Sequence[tuple[Execute, int, int]] | None = None
+        self._plans: Plans | None = None
         self._workspace, self._mask = 0, 0
 
     def run(self, operands: Operands) -> bool:
@@ -59,16 +57,21 @@ class ReadyLaunch:
         x, w, y = operands.x.data_ptr(), operands.w.data_ptr(), operands.y.data_ptr()
         if not plans or (x | w | y) & self._mask:
             return False
-        place = self._place
-        with place.current():
-            scratch = place.scratch(self._workspace) if self._workspace else None
-            workspace = 0 if scratch is None else scratch.data_ptr()
-            handle = place.handle()
-            for execute, x_offset, y_offset in plans:
-                execute(handle, x + x_offset, w, y + y_offset, workspace)
-            if operands.bias is not None:
-                self._add(operands, operands.bias)
+        if self._place.is_current():
+            self._execute(plans, x, w, y)
+        else:
+            with self._place.current():
+                self._execute(plans, x, w, y)
+        if operands.bias is not None:
+            self._add(operands, operands.bias)
         return True
+
+    def _execute(self, plans: Plans, x: int, w: int, y: int) -> None:
+        scratch = self._place.scratch(self._workspace) if self._workspace else None
+        workspace = 0 if scratch is None else scratch.data_ptr()
+        handle = self._place.handle()
+        for prepared, x_offset, y_offset in plans:
+            prepared.execute(handle, x + x_offset, w, y + y_offset, workspace)
 
     def _add(self, operands: Operands, bias: torch.Tensor) -> None:
         first = self._tiles[0]
@@ -80,8 +83,8 @@ class ReadyLaunch:
         with torch._C._AutoDispatchBelowAutograd():
             target.add_(bias.view(self._bias_shape))
 
-    def _made(self) -> Sequence[tuple[Execute, int, int]]:
-        """A plan for each part, and the bytes before its x and y; none where anything must be copied."""
+    def _made(self) -> Plans:
+        """The plans, held as long as this launch; none where anything must be copied."""
         made, accumulate = [], self._accumulate
         for tile in self._tiles:
             put = form(tile.problem)
@@ -90,7 +93,7 @@ class ReadyLaunch:
             prepared = self._provider.prepared(tile.problem, self._algorithm, accumulate)
             at = tile.at and tile.at + len(put.shapes[0]) - len(tile.problem.x_shape)  # one spatial dim becomes two
             x, _, y = (strides[at] * tile.problem.element_bytes for strides in put.strides)
-            made.append((prepared.execute, tile.x[0] * x, tile.y[0] * y))
+            made.append((prepared, tile.x[0] * x, tile.y[0] * y))
             self._workspace = max(self._workspace, prepared.workspace)
             self._mask |= prepared.alignment - 1
             accumulate = tile.problem.target is Role.W
