@@ -52,6 +52,7 @@ NAMES = (
     Name("torch._C._ExcludeDispatchKeyGuard", "the parts of a convolution run beneath autocast"),
     Name("torch._C._autograd._profiler_enabled", "no step is recorded while another profiler runs"),
     Name("torch._C._cuda_getCurrentRawStream", "the stream that cuDNN's launches go to", cuda=True),
+    Name("torch._C._dynamo.guards._empty_strided_cuda", "workspace on the current GPU, in half the time", cuda=True),
     Name("torch._C._get_cudnn_benchmark", _SETTING),
     Name("torch._C._get_cudnn_deterministic", _SETTING),
     Name("torch._C._get_cudnn_enabled", _SETTING),

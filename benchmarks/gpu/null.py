@@ -35,12 +35,14 @@ import distconv
 from benchmarks.distributed.host_messages import let_messages_arrive_at_once
 from benchmarks.table import Table, conditions, save, show
 from distconv import settings
+from mucudnn.convolution.operands import Operands
 from mucudnn.networks.models import NETWORKS
+from mucudnn.optimizer import Trial
+from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers.stock import STOCK, Stock
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
-from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 
 RESULT = "null-card-steps"
@@ -145,14 +147,15 @@ def planned(program: str, rounds: int) -> Figures:
 def without_stock() -> Iterator[None]:
     """Plans that are made within leave out torch's own kernel, as if it took very long."""
 
-    def ratio(work: clock.Work, *others: object) -> float:
-        work()
-        return 0.1
+    laps = TrialRunner.laps
+
+    def slow(runner: TrialRunner, trial: Trial, given: Operands) -> list[float]:
+        return [1e3] if trial.division is None else laps(runner, trial, given)
 
     with (
         patch.object(Measurement, "stock_seconds", lambda self: 1e3),
         patch.object(Stock, "algorithms", lambda self, problem: ()),
-        patch.object(clock, "ratio", ratio),
+        patch.object(TrialRunner, "laps", slow),
     ):
         yield
 

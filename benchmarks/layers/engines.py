@@ -57,6 +57,9 @@ class NoCard:
     def scratch(self, size: int) -> torch.Tensor:
         raise RuntimeError("there is no card")
 
+    def is_current(self) -> bool:
+        return True
+
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
 

@@ -11,9 +11,10 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Call:
-    """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`.
+    """The arguments of `aten::convolution` or of one direction of `aten::convolution_backward`; they are not changed.
+    A frozen dataclass would take three times as long to make, at every call.
 
     Attributes:
         grad_output: None in the forward direction.
@@ -40,14 +41,14 @@ class Call:
 
     def operands(self, target: torch.Tensor | None = None) -> Operands:
         """The tensors by their roles, the direction's target among them if there is one yet."""
-        tensors: dict[Direction, torch.Tensor | None] = {
-            Direction.FORWARD: self.grad_output,
-            Direction.BACKWARD_DATA: self.input,
-            Direction.BACKWARD_FILTER: self.weight,
-        }
+        source, w, output = self.input, self.weight, self.grad_output
         if target is not None:
-            tensors[self.direction] = target
-        output, source, w = tensors.values()
+            if self.direction is Direction.FORWARD:
+                output = target
+            elif self.direction is Direction.BACKWARD_DATA:
+                source = target
+            else:
+                w = target
         x, y = (output, source) if self.transposed else (source, output)
         return Operands(x, w, y, self.bias)  # type: ignore[arg-type]
 

@@ -9,9 +9,9 @@ import torch
 from mucudnn.convolution.problem import ConvProblem
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Operands:
-    """The tensors of one convolution, two to read and the problem's target to write.
+    """The tensors of one convolution, two to read and the problem's target to write. They are not exchanged later.
 
     Attributes:
         x, w, y: of the shapes in the problem, on one device, of any strides. A target `w` may be float32 where the

@@ -196,7 +196,7 @@ class ConvProblem:
         """(stride, padding, dilation, transposed, output_padding, groups), as `aten::convolution` takes them."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
-    @property
+    @cached_property
     def target_shape(self) -> Shape:
         """Shape of what is computed."""
         return {Role.X: self.x_shape, Role.W: self.w_shape, Role.Y: self.y_shape}[self.target]

@@ -45,19 +45,12 @@ class Tile:
 
     def views(self, operands: Operands) -> Operands:
         """Views of a whole's tensors; the weight is shared."""
-        return replace(operands, x=self._narrow(operands.x, self.x), y=self._narrow(operands.y, self.y))
-
-    def addresses(self, operands: Operands) -> tuple[int, int, int]:
-        """Where the views of x, w and y begin."""
-        x, w, y = operands.x, operands.w, operands.y
-        size = x.element_size()
-        return (
-            x.data_ptr() + self.x[0] * x.stride(self.at) * size,
-            w.data_ptr(),
-            y.data_ptr() + self.y[0] * y.stride(self.at) * size,
-        )
+        x, y = self._narrow(operands.x, self.x), self._narrow(operands.y, self.y)
+        return Operands(x, operands.w, y, operands.bias)
 
     def _narrow(self, tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+        if interval == (0, tensor.shape[self.at]):
+            return tensor
         return tensor.narrow(self.at, interval[0], length(interval))
 
 
@@ -90,10 +83,6 @@ class Part:
     def target(self) -> torch.Tensor:
         """The tensor to be written."""
         return self.operands.target(self.problem)
-
-    def addresses(self) -> tuple[int, int, int]:
-        """Where the views of x, w and y begin, computed without making the views, which takes longer."""
-        return self._tile.addresses(self.whole)
 
 
 def extent(problem: ConvProblem, dim: Dim) -> int:

@@ -11,7 +11,7 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.providers.provider import Compiling, Provider
+from mucudnn.providers.provider import Compiling, Provider, Ready, Readying
 from mucudnn.providers.stock import STOCK, Stock, stock_call, stock_kernel, stock_result
 
 HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(is_outlined=True), in_torch))
@@ -47,6 +47,8 @@ __all__ = [
     "Operands",
     "Part",
     "Provider",
+    "Ready",
+    "Readying",
     "providers_on",
     "stock_call",
     "stock_kernel",

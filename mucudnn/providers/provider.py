@@ -7,8 +7,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem
-from mucudnn.convolution.tile import Part
+from mucudnn.convolution.tile import Part, Tile
 
 
 class Provider(Protocol):
@@ -63,6 +64,27 @@ class Compiling(Protocol):
     """A provider that compiles some of its algorithms at run time."""
 
     archive: Archive | None
+
+
+class Ready(Protocol):
+    """A launch that is made ready once and run at every call."""
+
+    def run(self, operands: Operands) -> bool:
+        """Computes the parts in the whole's operands.
+
+        Returns:
+            Whether it did: `launch` serves any operands.
+        """
+        ...
+
+
+@runtime_checkable
+class Readying(Protocol):
+    """A provider that can make launches ready before their operands are known."""
+
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready:
+        """As `launch`, for the parts that tiles are of any whole. Whatever takes long is left to the first run."""
+        ...
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

@@ -34,7 +34,7 @@ class FixedLimit:
         """
         self._is_lasting = is_lasting
         self._is_next_best = False
-        self._strides = strides
+        self._shape, self._strides = plan.problem.target_shape, strides
         self._warned = False
         self.calls = 0
 
@@ -61,7 +61,7 @@ class FixedLimit:
         `None` where torch's own kernel is to compute it.
         """
         while not (plan := self.plan).is_stock:
-            target = call.input.new_empty_strided(plan.problem.target_shape, self._strides)
+            target = call.input.new_empty_strided(self._shape, self._strides)
             try:
                 operands = call.operands(target)
                 plan.schedule.run(operands)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from mucudnn.providers import stock_kernel
 from mucudnn.runtime.session import Session
 
 _UNDECIDED: Any = object()
-_GRADIENTS = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _session: Session | None = None
@@ -130,68 +129,73 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
         groups: int,
         output_mask: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
-        def by_torch(mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-            found: Sequence[torch.Tensor | None] = stock.call_boxed(
-                keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
-                transposed, output_padding, groups, mask,
-            )  # fmt: skip
-            return found
-
         session = _session
-        if session is None:
-            return by_torch(output_mask)
-        geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-        looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
-        decided: dict[Direction, Any] = {}
-        for direction, is_wanted in zip(_GRADIENTS, output_mask, strict=False):
-            if is_wanted:
-                decision = session.decisions.get((direction, *looks), _UNDECIDED)
-                awaits = decision is _UNDECIDED and session.awaits((direction, *looks), input.device)
-                if decision is not None and not awaits:
-                    decided[direction] = decision
-        if not decided:
-            return by_torch(output_mask)
-        call = Call(Direction.BACKWARD_DATA, input, weight, None, grad_output, *geometry)
-        return _Gradients(by_torch, output_mask, call).served(session, decided, looks)
+        if session is not None:
+            geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
+            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
+            wants_data, wants_filter, _ = output_mask
+            data = _decision(session, (Direction.BACKWARD_DATA, *looks), input) if wants_data else None
+            filter = _decision(session, (Direction.BACKWARD_FILTER, *looks), input) if wants_filter else None
+            if data is not None or filter is not None:
+                by_torch = partial(stock.call_boxed, keyset, grad_output, input, weight, bias_sizes, *geometry)
+                gradients = _Gradients(by_torch, output_mask, (input, weight, None, grad_output, *geometry))
+                return gradients.served(session, data, filter, looks)
+        every: Sequence[torch.Tensor | None] = stock.call_boxed(
+            keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
+            transposed, output_padding, groups, output_mask,
+        )  # fmt: skip
+        return every
 
     return convolution_backward
+
+
+def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> Any:
+    """What was decided for a key, `_UNDECIDED` if that is to happen now; `None` where torch computes the call."""
+    decision = session.decisions.get(key, _UNDECIDED)
+    return None if decision is _UNDECIDED and session.awaits(key, input.device) else decision
 
 
 class _Gradients:
     """Those of one call of `aten::convolution_backward`: some by what was decided, the others by torch at once."""
 
+    __slots__ = ("_arguments", "_by_torch", "_found", "_left", "_mask")
+
     def __init__(
-        self, by_torch: Callable[..., Sequence[torch.Tensor | None]], mask: Sequence[bool], call: Call
+        self, by_torch: Callable[..., Sequence[torch.Tensor | None]], mask: Sequence[bool], arguments: tuple[Any, ...]
     ) -> None:
-        self._by_torch, self._mask, self._call = by_torch, list(mask), call
+        """
+        Args:
+            arguments: of a `Call` behind its direction.
+        """
+        self._by_torch, self._mask, self._arguments = by_torch, mask, arguments
         self._left = list(mask)
         self._found: list[torch.Tensor | None] = [None, None, None]
 
-    def served(
-        self, session: Session, decided: Mapping[Direction, Any], looks: tuple[Any, ...]
-    ) -> Sequence[torch.Tensor | None]:
+    def served(self, session: Session, data: Any, filter: Any, looks: tuple[Any, ...]) -> Sequence[torch.Tensor | None]:
         """The gradients of input, weight and bias that are asked for.
 
         Args:
-            decided: by direction; `_UNDECIDED` for what is to be decided now.
+            data, filter: the decisions on the gradients of input and weight: `_UNDECIDED` for what is to be decided
+                now, `None` for what torch computes.
             looks: what the session knows the directions by.
         """
         found, left = self._found, self._left
-        for place, direction in enumerate(_GRADIENTS):
-            decision = decided.get(direction)
-            if decision is None:
-                continue
-            before = self._input_gradient if place == 1 and left[0] else None
-            by_torch = self._weight_gradient if place == 1 else None
-            call = replace(self._call, direction=direction, before=before, by_torch=by_torch)
-            if decision is _UNDECIDED:
-                decision = session.decide((direction, *looks), call)
-            found[place] = None if decision is None else decision.run(call)
-            left[place] = found[place] is None
-        if left[2] and not left[1] and left != self._mask:
+        if data is not None:
+            call = Call(Direction.BACKWARD_DATA, *self._arguments)
+            if data is _UNDECIDED:
+                data = session.decide((call.direction, *looks), call)
+            found[0] = None if data is None else data.run(call)
+            left[0] = found[0] is None
+        if filter is not None:
+            before = self._input_gradient if left[0] else None
+            call = Call(Direction.BACKWARD_FILTER, *(*self._arguments, before, self._weight_gradient))
+            if filter is _UNDECIDED:
+                filter = session.decide((call.direction, *looks), call)
+            found[1] = None if filter is None else filter.run(call)
+            left[1] = found[1] is None
+        if left[2] and not left[1] and left != list(self._mask):
             # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
-            grad_output = self._call.grad_output
-            assert grad_output is not None, "what goes backward has one"
+            grad_output = self._arguments[3]
             found[2], left[2] = grad_output.sum((0, *range(2, grad_output.dim()))), False
         if any(left):
             rest = self._by_torch(left)

@@ -17,7 +17,7 @@ from mucudnn.convolution.tile import Tile, tiles
 from mucudnn.convolution.verdict import verdict
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division
-from mucudnn.providers import STOCK, Provider
+from mucudnn.providers import STOCK, Provider, Ready, Readying
 
 
 class LaunchError(RuntimeError):
@@ -48,12 +48,30 @@ class WrongResult(LaunchError):
 
 
 class Run(NamedTuple):
-    """Consecutive parts by one algorithm."""
+    """Consecutive parts by one algorithm.
+
+    Attributes:
+        ready: the launch made ready, where the provider does that.
+    """
 
     algorithm: str
     provider: Provider
     tiles: tuple[Tile, ...]
     accumulate: bool
+    ready: Ready | None
+
+    def launch(self, operands: Operands) -> None:
+        """Computes the parts.
+
+        Raises:
+            LaunchError: where the algorithm fails.
+        """
+        try:
+            if self.ready is None or not self.ready.run(operands):
+                with _BeneathTransforms():
+                    self.provider.launch(self.algorithm, [tile.part(operands) for tile in self.tiles], self.accumulate)
+        except (RuntimeError, MemoryError) as error:
+            raise LaunchError(self.algorithm, max(tile.extent for tile in self.tiles), error) from error
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,7 @@ class Schedule:
         for algorithm, extents in self.division.runs():
             accumulate = self.problem.target is Role.W and start > 0
             parts = tuple(tiles(self.problem, self.dim, extents, start))
-            runs.append(Run(algorithm, self.providers[algorithm], parts, accumulate))
+            runs.append(_run(algorithm, self.providers[algorithm], parts, accumulate))
             start += sum(extents)
         return runs
 
@@ -89,13 +107,14 @@ class Schedule:
         parts = "+".join(f"{option.extent}:{option.algorithm}" for option in self.division.options)
         return f"division {parts}" if self.dim is Dim.BATCH else f"division {self.dim} {parts}"
 
-    @property
-    def _singly(self) -> Iterator[Run]:
+    @cached_property
+    def _singly(self) -> Sequence[Run]:
         """Every part by itself."""
         sums = self.problem.target is Role.W
         tiles = ((run, tile) for run in self._runs for tile in run.tiles)
-        for number, (run, tile) in enumerate(tiles):
-            yield run._replace(tiles=(tile,), accumulate=sums and number > 0)
+        return [
+            _run(run.algorithm, run.provider, (tile,), sums and number > 0) for number, (run, tile) in enumerate(tiles)
+        ]
 
     @cached_property
     def _rounding(self) -> int:
@@ -147,20 +166,21 @@ class Schedule:
         Raises:
             LaunchError: where an algorithm fails; the target's contents are then undefined.
         """
-        result = operands.target(self.problem)
+        result = operands.w
         if self._rounding:
-            operands = replace(operands, w=torch.empty_like(operands.w, dtype=torch.float32))
-        with _BeneathTransforms():
-            for algorithm, provider, parts, accumulate in self._runs if lap is None else self._singly:
-                try:
-                    provider.launch(algorithm, [tile.part(operands) for tile in parts], accumulate)
-                except (RuntimeError, MemoryError) as error:
-                    largest = max(tile.extent for tile in parts)
-                    raise LaunchError(algorithm, largest, error) from error
-                if lap is not None:
-                    lap()
-            if operands.target(self.problem) is not result:
-                result.copy_(operands.target(self.problem))
+            operands = replace(operands, w=torch.empty_like(result, dtype=torch.float32))
+        for run in self._runs if lap is None else self._singly:
+            run.launch(operands)
+            if lap is not None:
+                lap()
+        if operands.w is not result:
+            with _BeneathTransforms():
+                result.copy_(operands.w)
+
+
+def _run(algorithm: str, provider: Provider, tiles: tuple[Tile, ...], accumulate: bool) -> Run:
+    ready = provider.ready(algorithm, tiles, accumulate) if isinstance(provider, Readying) else None
+    return Run(algorithm, provider, tiles, accumulate, ready)
 
 
 def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:

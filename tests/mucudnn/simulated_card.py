@@ -36,5 +36,8 @@ class SimulatedCard:
         self.scratches.append(size)
         return torch.empty(size, dtype=torch.uint8)
 
+    def is_current(self) -> bool:
+        return True
+
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()

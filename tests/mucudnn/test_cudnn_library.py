@@ -77,6 +77,9 @@ class NoCard:
     def scratch(self, size: int) -> torch.Tensor:
         return self._scratch[:size]
 
+    def is_current(self) -> bool:
+        return True
+
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
 

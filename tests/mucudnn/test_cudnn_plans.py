@@ -17,6 +17,7 @@ from references import TOLERANCE, operands, reference, relative_error
 from simulated_card import SimulatedCard
 from simulated_cudnn import SimulatedCudnn
 
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
 from mucudnn.optimizer import Division, Option
@@ -27,6 +28,7 @@ from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.plans import MOST_RECENT
+from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
 from mucudnn.timing.environment import Environment
@@ -242,15 +244,17 @@ def test_parts_are_timed_on_other_samples_every_time(monkeypatch: pytest.MonkeyP
     """A cache that holds one micro-batch must not hold the next."""
     read: list[int] = []
 
-    class Watching(Engines):
-        def launch(self, algorithm: str, parts: Any, accumulate: bool) -> None:
-            read.append(parts[0].operands.x.data_ptr())
-            super().launch(algorithm, parts, accumulate)
+    run = ReadyLaunch.run
 
+    def watched(launch: ReadyLaunch, operands: Operands) -> bool:
+        read.append(operands.x.data_ptr())
+        return run(launch, operands)
+
+    monkeypatch.setattr(ReadyLaunch, "run", watched)
     for name in ("first_seconds", "again_seconds"):
         monkeypatch.setattr(clock, name, lambda work, *others: [work() for _ in range(8)] and 0.0)
     given = operands(PLAIN)
     measurement = Measurement(PLAIN, Logbook(ENVIRONMENT, Store(MEMORY)), given)
-    measurement.seconds((Watching(SimulatedCard()), "eng1"), Dim.BATCH, 4, 1.0)
+    measurement.seconds((Engines(SimulatedCard()), "eng1"), Dim.BATCH, 4, 1.0)
     step = 4 * given.x.stride(0) * given.x.element_size()
     assert read == [given.x.data_ptr() + number * step for number in range(16)]

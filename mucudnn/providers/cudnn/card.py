@@ -31,7 +31,6 @@ class Card:
         self._lock = threading.Lock()
         self._free: list[c_void_p] = []
         self._mine = threading.local()
-        self._torch_device = torch.device("cuda", index)
         self._here = nullcontext()
         self._planning = threading.Lock()
         with torch.cuda.device(index):
@@ -51,22 +50,28 @@ class Card:
             CudnnError: where cuDNN refuses.
             RuntimeError: while a CUDA graph is captured, if this thread has no handle yet and none is left over.
         """
-        borrowed: _Borrowed | None = getattr(self._mine, "borrowed", None)
-        if borrowed is None:
-            borrowed = self._mine.borrowed = _Borrowed(self._take(), self._free)
-        stream = torch._C._cuda_getCurrentRawStream(self.index)
-        status = self.library.cudnnSetStream(borrowed.handle, stream)
+        try:
+            handle: c_void_p = self._mine.handle
+        except AttributeError:
+            handle = self._mine.handle = self._take()
+            self._mine.borrowed = _Borrowed(handle, self._free)
+        status = self.library.cudnnSetStream(handle, torch._C._cuda_getCurrentRawStream(self.index))
         if status:
             self.library.check(status, "cudnnSetStream")
-        return borrowed.handle
+        return handle
 
     def scratch(self, size: int) -> torch.Tensor:
-        """Memory of so many bytes from torch's allocator, for work on the current stream."""
-        return torch.empty(size, dtype=torch.uint8, device=self._torch_device)
+        """Memory of so many bytes from torch's allocator, for work on the current stream; this GPU must be current."""
+        memory: torch.Tensor = torch._C._dynamo.guards._empty_strided_cuda((size,), (1,), torch.uint8)  # type: ignore[attr-defined]
+        return memory
+
+    def is_current(self) -> bool:
+        """Whether this is the current GPU."""
+        return torch.cuda.current_device() == self.index
 
     def current(self) -> AbstractContextManager[object]:
         """Makes this the current GPU, as cuDNN needs it."""
-        return self._here if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+        return self._here if self.is_current() else torch.cuda.device(self.index)
 
     def _take(self) -> c_void_p:
         """A handle of a thread that has ended, else a new one; then one more is made, as none may be in a capture."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from mucudnn.convolution.problem import ConvProblem, Role
-from mucudnn.convolution.tile import Part, dims, extent, tile
+from mucudnn.convolution.tile import Part, Tile, dims, extent, tile
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
@@ -18,6 +18,7 @@ from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.cudnn.proposals import Proposal, offered, ranked
+from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 from mucudnn.providers.provider import Archive
 from mucudnn.recent import Recent
 
@@ -95,6 +96,9 @@ class Engines:
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         launch(self._place, self, algorithm, parts, accumulate)
+
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
+        return ReadyLaunch(self._place, self, algorithm, tiles, accumulate)
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
         """

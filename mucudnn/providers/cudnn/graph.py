@@ -245,7 +245,8 @@ class ExecutionPlan:
 
     def __init__(self, library: Library, descriptor: Descriptor) -> None:
         self._library = library
-        self._descriptor = descriptor
+        self._descriptor, self._pointer = descriptor, descriptor.pointer
+        self._execute = library.cudnnBackendExecute
         self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
         self._lock = threading.Lock()
         (self.workspace,) = descriptor.numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
@@ -266,10 +267,8 @@ class ExecutionPlan:
         """
         addresses = x, w, y, workspace
         with self._lock:
-            pack = self._packs.get(addresses)
-            if pack is None:
-                pack = self._packed(addresses)
-            status = self._library.cudnnBackendExecute(handle, self._descriptor.pointer, pack.pointer)
+            pack = self._packs.get(addresses) or self._packed(addresses)
+            status = self._execute(handle, self._pointer, pack.pointer)
         if status:
             self._library.check(status, "execute")
 

@@ -30,6 +30,8 @@ class Place(Protocol):
 
     def scratch(self, size: int) -> torch.Tensor: ...
 
+    def is_current(self) -> bool: ...
+
     def current(self) -> AbstractContextManager[object]: ...
 
 
@@ -74,30 +76,26 @@ def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Pa
         is_sum and first.is_half and whole.w.dtype is torch.float32
     )
     adds_first, size = accumulate, 0
-    runs: list[tuple[Part, Prepared, tuple[int, int, int] | None]] = []
+    runs: list[tuple[Part, Prepared]] = []
     for part in parts:
         beta = accumulate and not is_apart
         key = provider, algorithm, beta
         prepared: Prepared | None = part.kept.get(key)
         if prepared is None:
             prepared = part.kept[key] = provider.prepared(part.problem, algorithm, beta)
-        addresses = None if is_apart or prepared.form.copied else part.addresses()
-        union = _union_in_place(part, prepared.form, is_apart) if addresses is None else _union(addresses)
+        union = _union(part, prepared.form, is_apart)
         if union & (prepared.alignment - 1):
             prepared = _misaligned(provider, prepared, part, algorithm, beta, union & -union)
         if prepared.workspace > size:
             size = prepared.workspace
-        runs.append((part, prepared, addresses))
+        runs.append((part, prepared))
         accumulate = is_sum
     with place.current():
         scratch = place.scratch(size) if size else None
         workspace = scratch.data_ptr() if scratch is not None else 0
         handle = place.handle()
-        for number, (part, prepared, addresses) in enumerate(runs):
-            if addresses is None:
-                _run_on_copies(prepared, handle, part, workspace, is_sum and (number > 0 or adds_first))
-            else:
-                prepared.execute(handle, *addresses, workspace)
+        for number, (part, prepared) in enumerate(runs):
+            _run(prepared, handle, part, workspace, is_sum and (number > 0 or adds_first))
             if whole.bias is not None:
                 part.target.add_(whole.bias.view(-1, *(1,) * first.dims))
 
@@ -105,13 +103,8 @@ def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Pa
 _ROLES = tuple(Role)
 
 
-def _union(addresses: tuple[int, int, int]) -> int:
-    """The bits of all addresses: its lowest is the alignment that they have in common."""
-    return addresses[0] | addresses[1] | addresses[2]
-
-
-def _union_in_place(part: Part, form: Form, is_apart: bool) -> int:
-    """As `_union`, of the tensors that are not copied: copies are aligned."""
+def _union(part: Part, form: Form, is_apart: bool) -> int:
+    """The bits of all addresses of what is not copied, as copies are aligned: the lowest is their common alignment."""
     union = 0
     for role in Role:
         if role not in form.copied and not (is_apart and role is part.problem.target):
@@ -139,7 +132,12 @@ def _misaligned(
     return found
 
 
-def _run_on_copies(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accumulate: bool) -> None:
+def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accumulate: bool) -> None:
+    """Computes a part, on copies of what lies in other formats or types.
+
+    Args:
+        accumulate: whether a target that is copied is added to, rather than overwritten.
+    """
     form, problem = prepared.form, part.problem
     dtype: torch.dtype = getattr(torch, problem.dtype)
     held: dict[str, torch.Tensor] = {}

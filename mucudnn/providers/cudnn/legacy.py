@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Role, Shape
-from mucudnn.convolution.tile import Part
+from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
 from mucudnn.providers.cudnn.launch import Place, launch
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
+from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 
 ALGORITHMS = {
     Role.Y: {
@@ -226,6 +227,9 @@ class Legacy:
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         launch(self._place, self, algorithm, parts, accumulate)
+
+    def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> ReadyLaunch:
+        return ReadyLaunch(self._place, self, algorithm, tiles, accumulate)
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> _Ready:
         """
