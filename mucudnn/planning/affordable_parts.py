@@ -84,12 +84,13 @@ class AffordableParts:
         return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
 
     def _sizes(self, dim: Dim, candidate: Candidate) -> PartSizes:
-        sizes = sizes_of(self._measurement.problem, candidate, dim, self._policy)
+        # Not `self`: a cycle would hold the operands, memory of the card, until Python collects its garbage.
+        measurement, budget = self._measurement, self._budget
 
         def ask(size: int) -> int | None:
-            return self._measurement.workspace(candidate, dim, size) if self._budget.allows(dim) else None
+            return measurement.workspace(candidate, dim, size) if budget.allows(dim) else None
 
-        return PartSizes(sorted(sizes), self._allowed, ask)
+        return PartSizes(sorted(sizes_of(measurement.problem, candidate, dim, self._policy)), self._allowed, ask)
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether one sample is served, but needs more than the limit, or is too large for cuDNN's numbers."""
