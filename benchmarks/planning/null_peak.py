@@ -4,8 +4,7 @@
 
 PYTHON has torch's build for CUDA, torchvision and diffusers. Nothing is computed and nothing is timed: kernels are
 launched in form, and allocate what they need. A step is a forward and a backward pass, of a decoder a forward pass.
-Every network runs in a process of its own; with `--benchmark`, under torch.backends.cudnn.benchmark alone. With
-`--save` the figures join those that are kept.
+Every network runs in a process of its own. With `--save` the figures of each arm join those that are kept.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +54,11 @@ nothing is computed. **Times are not known**, so neither is which of these arms 
   Workspaces are those of the plans that it favours. A real card will favour others, within the same limits.
 * A limit binds what mucudnn chooses. Convolutions that it leaves to torch's own kernel take what that takes, as all of
   them do within the limit 0.
-* The **first step** includes the search for algorithms. `benchmark` tries all that cuDNN proposes, whatever their
-  workspaces, where memory allows; where the column is empty it was not run.
-* **No batch larger than**: a later step of that batch takes all memory of the card, as its peak grows from half of the
-  batch in the first table to all of it. That is an upper bound: what the allocator cannot use of its blocks, the
-  context of CUDA and whatever else is on the card come on top. The engines are those of an H100 for both cards.
+* The **first step** includes the search for algorithms. `benchmark` tries ten that cuDNN proposes, whatever their
+  workspaces, where memory allows.
+* **The largest batch that fits** is found by attempts on a card of that memory: the allocator begins empty, and two
+  steps must pass. A batch that is 1 % larger (by one sample, of less than 100) did not fit. The context of CUDA and
+  whatever else is on a card come on top. The engines are those of an H100 for both cards.
 * cuDNN's workspaces of batch norms, where torch uses them, are taken for 0.
 * Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of
   this project, float32, too: the U-Net (128³) and CosmoFlow (4 x 128³). Of diffusers: the decoders of Stable Diffusion
@@ -72,8 +72,8 @@ def _training(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
     model = build().cuda()
 
     def step(batch: int) -> None:
+        model.zero_grad()  # those of a step that failed, too
         model(torch.empty(batch, *shape, device="cuda")).sum().backward()
-        model.zero_grad()
 
     return step
 
@@ -151,25 +151,58 @@ def measured(step: Step, batch: int) -> dict[str, float] | None:
     return {"first": first, "later": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-def child(name: str, with_benchmark: bool) -> None:
-    """Measures a network, and prints the figures."""
+def largest(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest batch that fits: one that is 1 % larger, or larger by one, does not.
+
+    Args:
+        guess: that is tried first.
+    """
+    low, high, stride, batch = 0, math.inf, max(1, guess // 50), max(1, guess)
+    while high - low > max(1, low // 100):
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+        if high == math.inf or not low:
+            batch, stride = max(1, batch + (stride if low else -stride)), 2 * stride
+        else:
+            batch = int(low + high) // 2
+    return low
+
+
+def child(name: str, arms: Sequence[str]) -> None:
+    """Measures a network, and prints the figures: of plain torch, whose batches others begin from, and of the arms."""
     warnings.simplefilter("ignore")
     subject, found = SUBJECTS[name], dict[str, Any]()
     step = subject.build()
-    for arm in (BENCHMARK,) if with_benchmark else (STOCK, *LIMITS):
+    with _under(STOCK):
+        small, large = (measured(step, batch) for batch in (subject.batch // 2, subject.batch))
+    assert small and large, "it fits an H100"
+    each = (large["later"] - small["later"]) / (subject.batch - subject.batch // 2)
+    guesses = {card: int(((memory << 20) - large["later"]) / each) + subject.batch for card, memory in CARDS.items()}
+    for arm in dict.fromkeys((STOCK, *arms)):
         with _under(arm):
-            batches = (subject.batch,) if with_benchmark else (subject.batch // 2, subject.batch)
-            found[arm] = {batch: measured(step, batch) for batch in batches}
+            peaks = measured(step, subject.batch)
+        for card, memory in CARDS.items():
+            os.environ["NULL_CARD_MIB"] = str(memory)  # the card reads it whenever it is asked for memory
+            guesses[card] = largest(lambda batch, arm=arm: _fits(step, batch, arm), guesses[card])
+        del os.environ["NULL_CARD_MIB"]
+        found[arm] = {"batch": subject.batch, "peaks": peaks, "largest": dict(guesses)}
     # Threads that cuDNN compiles engines with would end the process with an error after its work is done.
     print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-def asked(name: str, *options: str) -> dict[str, Any]:
+def _fits(step: Step, batch: int, arm: str) -> bool:
+    with _under(arm):
+        return measured(step, batch) is not None
+
+
+def asked(name: str, arms: Sequence[str]) -> dict[str, Any]:
     """The figures of a process of its own."""
     # Read when torch is imported: only what is launched in form allocates as on a card.
     switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
-    command = [sys.executable, __file__, "--child", name, *options]
+    command = [sys.executable, __file__, "--child", "--only", name, "--arms", *arms]
     ended = subprocess.run(command, env={**os.environ, **switches}, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{name}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
@@ -183,28 +216,20 @@ def _gib(found: dict[str, float] | None, *names: str) -> str:
     return " / ".join(f"{found[name] / 2**30:.2f}" for name in names)
 
 
-def most(peaks: dict[str, dict[str, float]], memory: int) -> int:
-    """The batch at which a later step's tensors come to so many bytes, as the peak grows from one batch to another."""
-    (small, low), (large, high) = ((int(batch), one["later"]) for batch, one in peaks.items())
-    each = (high - low) / (large - small)
-    return int((memory - low) / each) + small
-
-
 def tables(figures: dict[str, Any]) -> list[Table]:
     """Of peaks, of what is reserved, and of batches."""
     peaks, reserved, batches = [], [], []
     for name, found in figures.items():
-        batch = str(SUBJECTS[name].batch)
-        cells = [found[arm][batch] if arm in found else "" for arm in ARMS]
+        title = f"{name}, {SUBJECTS[name].batch}"
         for rows, names in ((peaks, ("first", "later")), (reserved, ("reserved",))):
-            rows.append((f"{name}, {batch}", *(cell if cell == "" else _gib(cell, *names) for cell in cells)))
-        for card, memory in CARDS.items():
-            bounds = (str(most(found[arm], memory << 20)) if arm in found else "" for arm in ARMS if arm != BENCHMARK)
-            batches.append((f"{name}, {card}", *bounds))
+            rows.append((title, *(_gib(found[arm]["peaks"], *names) if arm in found else "" for arm in ARMS)))
+        for card in CARDS:
+            fitting = (str(found[arm]["largest"][card]) if arm in found else "" for arm in ARMS)
+            batches.append((f"{name}, {card}", *fitting))
     return [
         Table("Peak of the first step / of a later one, GiB", ("network, batch", *ARMS), peaks),
         Table("Reserved by torch's allocator at most, GiB", ("network, batch", *ARMS), reserved),
-        Table("No batch larger than", ("network, card", *(arm for arm in ARMS if arm != BENCHMARK)), batches),
+        Table("The largest batch that fits", ("network, card", *ARMS), batches),
     ]
 
 
@@ -212,25 +237,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
     parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
-    parser.add_argument("--child", choices=SUBJECTS, help=argparse.SUPPRESS)
-    parser.add_argument("--benchmark", action="store_true", help="under benchmark=True only, which takes longest")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside torch (default: all)")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.benchmark)
+        child(options.only[0], options.arms)
         return
-    kept, about = (
-        RESULTS / f"{RESULT}.json",
-        ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version()),
-    )
-    figures: dict[str, Any] = {}
+    kept = RESULTS / f"{RESULT}.json"
+    about = ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
+    figures = dict[str, Any]()
     for name in options.only:
-        known = json.loads(kept.read_text()) if options.save and kept.exists() else {}
-        figures[name] = known.get(name, {}) | asked(name, *(("--benchmark",) if options.benchmark else ()))
+        figures[name] = asked(name, options.arms)
         if options.save:  # after every network, as the next one takes minutes
-            known = (json.loads(kept.read_text()) if kept.exists() else {}) | {name: figures[name]}
+            known = json.loads(kept.read_text()) if kept.exists() else {}
+            known[name] = known.get(name, {}) | figures[name]
             ordered = {name: known[name] for name in SUBJECTS if name in known}
             save(RESULT, "Peak memory on the null card", about, ordered, tables(ordered))
-    show(tables({name: figures[name] for name in options.only}))
+    show(tables(figures))
 
 
 if __name__ == "__main__":
