@@ -57,7 +57,7 @@ nothing is computed. **Times are not known**, so neither is which of these arms 
 * The **first step** includes the search for algorithms. `benchmark` tries ten that cuDNN proposes, whatever their
   workspaces, where memory allows.
 * **The largest batch that fits** is found by attempts on a card of that memory: the allocator begins empty, and two
-  steps must pass. A batch that is 1 % larger (by one sample, of less than 100) did not fit. The context of CUDA and
+  steps must pass. A batch that is 2 % larger (by one sample, of less than 50) did not fit. The context of CUDA and
   whatever else is on a card come on top. The engines are those of an H100 for both cards.
 * cuDNN's workspaces of batch norms, where torch uses them, are taken for 0.
 * Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of
@@ -152,13 +152,13 @@ def measured(step: Step, batch: int) -> dict[str, float] | None:
 
 
 def largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest batch that fits: one that is 1 % larger, or larger by one, does not.
+    """The largest batch that fits: one that is 2 % larger, or larger by one, does not.
 
     Args:
         guess: that is tried first.
     """
     low, high, stride, batch = 0, math.inf, max(1, guess // 50), max(1, guess)
-    while high - low > max(1, low // 100):
+    while high - low > max(1, low // 50):
         if fits(batch):
             low = batch
         else:
