@@ -34,6 +34,11 @@ class PartSizes:
         """Whether parts of a size are served within the limit; it is asked for."""
         return self._need(size) <= self._limit
 
+    @property
+    def fitting(self) -> dict[int, int]:
+        """{size: bytes} of all that was asked for and fits."""
+        return {size: int(need) for size, need in self._needs.items() if need <= self._limit}
+
     def is_expected(self, size: int) -> bool:
         """Whether parts of a size are expected to fit, as far as was asked."""
         return self.expected(size) <= self._limit

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from mucudnn.convolution.problem import Dim
+from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import PartSizes
 from mucudnn.planning.candidate_sizes import sizes_of
 from mucudnn.planning.offers import Offers, Task
@@ -58,6 +59,9 @@ class AffordableParts:
             left = [name for _, name in wanted if name not in served and self._is_too_large(wanted[Dim.BATCH, name])]
             self._ask(offers.named(problem, further(measurement, allowed, left)))
         self._ask_further()
+        for task, fitting in self.fitting.items():
+            if fitting and _left_by(fitting, extent(problem, task[0])):
+                fitting |= self._tried[task].fitting  # small ones that were asked for on the way compute the rest
         stock = [one for (_, name), one in batches.items() if name == STOCK]
         self.offered |= {(dim, STOCK): one for dim in {dim for dim, _ in self.offered} | {Dim.BATCH} for one in stock}
 
@@ -100,3 +104,10 @@ class AffordableParts:
             return True
         need = self._measurement.workspace(candidate, Dim.BATCH, 1)
         return need is not None and need > self._allowed
+
+
+def _left_by(sizes: Iterable[int], whole: int) -> int:
+    """What is left of the whole beside as many parts of each size as it has room for, large ones first."""
+    for size in sorted(sizes, reverse=True):
+        whole %= size
+    return whole
