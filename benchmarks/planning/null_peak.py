@@ -136,6 +136,10 @@ def _under(arm: str) -> Iterator[None]:
         yield
 
 
+_NO_ENGINE = "unable to find an engine"
+"""What torch's search says where memory suffices for none of those that it has tried."""
+
+
 def measured(step: Step, batch: int) -> dict[str, float] | None:
     """Peaks, in bytes, of the first step with a batch and of the next one; `None` where memory does not suffice."""
     gc.collect()
@@ -146,8 +150,10 @@ def measured(step: Step, batch: int) -> dict[str, float] | None:
         first = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step(batch)
-    except torch.OutOfMemoryError:
-        return None
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or _NO_ENGINE in str(error):
+            return None
+        raise
     return {"first": first, "later": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
