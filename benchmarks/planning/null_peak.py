@@ -176,19 +176,15 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
     return low
 
 
-def child(name: str, arms: Sequence[str]) -> None:
-    """Measures a network, and prints the figures: of plain torch, whose batches others begin from, and of the arms."""
+def child(name: str, arms: Sequence[str], guesses: dict[str, int]) -> None:
+    """Measures a network, and prints the figures of the arms, each of whose batches the next one begins from."""
     warnings.simplefilter("ignore")
     subject, found = SUBJECTS[name], dict[str, Any]()
     step = subject.build()
-    with _under(STOCK):
-        small, large = (measured(step, batch) for batch in (subject.batch // 2, subject.batch))
-    assert small and large, "it fits an H100"
-    each = (large["later"] - small["later"]) / (subject.batch - subject.batch // 2)
-    guesses = {card: int(((memory << 20) - large["later"]) / each) + subject.batch for card, memory in CARDS.items()}
-    for arm in dict.fromkeys((STOCK, *arms)):
+    for arm in arms:
         with _under(arm):
             peaks = measured(step, subject.batch)
+            guesses = guesses or _guesses(step, subject.batch, peaks)
         for card, memory in CARDS.items():
             os.environ["NULL_CARD_MIB"] = str(memory)  # the card reads it whenever it is asked for memory
             guesses[card] = largest(lambda batch, arm=arm: _fits(step, batch, arm), guesses[card])
@@ -199,21 +195,36 @@ def child(name: str, arms: Sequence[str]) -> None:
     os._exit(0)
 
 
+def _guesses(step: Step, batch: int, peaks: dict[str, float] | None) -> dict[str, int]:
+    """By card, the batch at which tensors take all its memory, as they grow from half of a batch to all of it."""
+    half = measured(step, batch // 2)
+    assert half and peaks, "it fits an H100"
+    each = (peaks["later"] - half["later"]) / (batch - batch // 2)
+    return {card: int(((memory << 20) - peaks["later"]) / each) + batch for card, memory in CARDS.items()}
+
+
 def _fits(step: Step, batch: int, arm: str) -> bool:
     with _under(arm):
         return measured(step, batch) is not None
 
 
-def asked(name: str, arms: Sequence[str]) -> dict[str, Any]:
+def asked(name: str, arms: Sequence[str], guesses: dict[str, int] | None = None) -> dict[str, Any]:
     """The figures of a process of its own."""
     # Read when torch is imported: only what is launched in form allocates as on a card.
     switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
-    command = [sys.executable, __file__, "--child", "--only", name, "--arms", *arms]
+    command = [sys.executable, __file__, "--child", json.dumps(guesses or {}), "--only", name, "--arms", *arms]
     ended = subprocess.run(command, env={**os.environ, **switches}, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{name}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
+
+
+def figures_of(name: str, arms: Sequence[str]) -> dict[str, Any]:
+    """The figures of plain torch and of the arms. `benchmark` has a process of its own: in another one torch would take
+    the kernels that it has chosen without."""
+    found = asked(name, list(dict.fromkeys((STOCK, *(arm for arm in arms if arm != BENCHMARK)))))
+    return found | (asked(name, [BENCHMARK], found[STOCK]["largest"]) if BENCHMARK in arms else {})
 
 
 def _gib(found: dict[str, float] | None, *names: str) -> str:
@@ -244,16 +255,16 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
     parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside torch (default: all)")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.only[0], options.arms)
+    if options.child is not None:
+        child(options.only[0], options.arms, options.child)
         return
     kept = RESULTS / f"{RESULT}.json"
     about = ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
     figures = dict[str, Any]()
     for name in options.only:
-        figures[name] = asked(name, options.arms)
+        figures[name] = figures_of(name, options.arms)
         if options.save:  # after every network, as the next one takes minutes
             known = json.loads(kept.read_text()) if kept.exists() else {}
             known[name] = known.get(name, {}) | figures[name]
