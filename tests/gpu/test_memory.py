@@ -25,11 +25,11 @@ SAMPLES = 16 if "NULL_CARD_CUDNN" in os.environ else 64
 Call = Callable[[], torch.Tensor]
 
 
-def call_of(direction: Direction, device: torch.device) -> Call:
+def call_of(direction: Direction, device: torch.device, samples: int) -> Call:
     """AlexNet's second convolution, whose engines need workspaces of very different sizes."""
     torch.manual_seed(0)
-    x, w = torch.randn(SAMPLES, 64, 27, 27, device=device), torch.randn(192, 64, 5, 5, device=device)
-    y = torch.randn(SAMPLES, 192, 27, 27, device=device)
+    x, w = torch.randn(samples, 64, 27, 27, device=device), torch.randn(192, 64, 5, 5, device=device)
+    y = torch.randn(samples, 192, 27, 27, device=device)
     geometry = ((1, 1), (2, 2), (1, 1), False, (0, 0), 1)
     mask = [direction is Direction.BACKWARD_DATA, direction is Direction.BACKWARD_FILTER, False]
 
@@ -50,7 +50,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 @pytest.mark.parametrize("limit", [1 * MIB, 16 * MIB, 64 * MIB, 512 * MIB])
 @pytest.mark.parametrize("direction", Direction)
 def test_peak_stays_within_the_limit(direction: Direction, limit: int, cuda: torch.device) -> None:
-    call = call_of(direction, cuda)
+    call = call_of(direction, cuda, SAMPLES)
     expected = call()
     with mucudnn.patched(workspace_limit=limit, database=":memory:", progress="off"):
         call()
@@ -71,7 +71,7 @@ def test_peak_stays_within_the_limit(direction: Direction, limit: int, cuda: tor
 @pytest.mark.usefixtures("slow_stock")
 @pytest.mark.parametrize("direction", Direction)
 def test_where_memory_runs_out_the_next_plan_serves(direction: Direction, cuda: torch.device, greedy: None) -> None:
-    call = call_of(direction, cuda)
+    call = call_of(direction, cuda, 64)
     expected = call()
     total = torch.cuda.get_device_properties(cuda).total_memory
     with mucudnn.patched(workspace_limit="4GiB", database=":memory:", progress="off"):
