@@ -37,6 +37,11 @@ class PartSizes:
             self._needs[size] = math.inf if need is None else need
         return self._needs[size]
 
+    @property
+    def fitting(self) -> dict[int, int]:
+        """{size: bytes} of all that was asked for and fits."""
+        return {size: int(need) for size, need in self._needs.items() if need <= self._limit}
+
     def expected(self, size: int) -> float:
         """The bytes that parts of a size are expected to need: 0 before anything was asked, infinite where no part as
         small is served."""

@@ -19,6 +19,8 @@ DEEPBENCH = Path(__file__).with_name("deepbench_n256.csv")
 set), all at a mini-batch of 256."""
 
 ITERATIONS = ("alexnet", "resnet18", "resnet50", "vgg16", "densenet40", "unet3d", "cosmoflow")
+SMALL_ITERATIONS = tuple(NETWORKS[name].small().name for name in ITERATIONS)
+"""Narrow, on small samples, to try the script with; asked for by name only."""
 
 REQUIRED = (
     *("batch", "in_channels", "height", "width", "out_channels", "kernel_h", "kernel_w"),

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/everything.py                     # `make gpu`: 8 minutes of it; run it again for the rest
     python benchmarks/gpu/everything.py --device cpu        # tries the scripts
+    python benchmarks/gpu/everything.py --small --results tried    # tries them in minutes: small sizes, a file of tests
 
 Each of the three keeps what it has in the folder of results and begins where it ended; this one hands out the time.
 """
@@ -23,6 +24,16 @@ STAGES = {
 }
 """The script of each, and the most seconds that it gets of one run."""
 
+SMALL = {
+    "first contact": [],
+    "tests": ["test_any.py"],
+    "figures": [
+        *("--layers", str(ROOT / "benchmarks/gpu/small.csv"), "--precision", "float32", "--policy", "powerOfTwo"),
+        *("--limits", "0,8", "--iteration-limits", "8", "--network", "alexnet-small", "--network", "unet3d-small"),
+    ],
+}
+"""What each is asked for to be tried; their results are no figures of a card, and belong into a folder of their own."""
+
 LEAST_SECONDS = 60.0
 """With less than this left no further stage is begun."""
 
@@ -35,6 +46,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="of this run (default %(default)g)")
     parser.add_argument("--device", default="cuda:0", help="(default %(default)s)")
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"), help="(default %(default)s)")
+    parser.add_argument("--small", action="store_true", help="only try the scripts, with small sizes")
     options = parser.parse_args()
     began = time.perf_counter()
     left, failed = [], []
@@ -44,6 +56,7 @@ def main() -> int:
             left.append(name)
             continue
         shared = ["--seconds", f"{seconds:.0f}", "--device", options.device, "--results", str(options.results)]
+        shared += SMALL[name] if options.small else []
         print(f"everything.py: {name}, {seconds:.0f} s at most", file=sys.stderr, flush=True)
         code = subprocess.run([sys.executable, str(ROOT / script), *shared], check=False).returncode
         if code == NO_DEVICE:

@@ -34,6 +34,7 @@ from benchmarks.gpu.cases import (
     LIMITS,
     MIB,
     PRECISIONS,
+    SMALL_ITERATIONS,
     CostUnit,
     IterationUnit,
     LayersError,
@@ -76,9 +77,9 @@ def device_of(text: str) -> torch.device:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def some(flag: str, choices: tuple[str, ...], meaning: str) -> None:
+    def some(flag: str, choices: tuple[str, ...], meaning: str, default: str = "every one") -> None:
         parser.add_argument(
-            flag, action="append", choices=choices, help=f"{meaning}; may be given again (default: every one)"
+            flag, action="append", choices=choices, help=f"{meaning}; may be given again (default: {default})"
         )
 
     some("--part", PARTS, "what is measured")
@@ -88,7 +89,7 @@ def arguments() -> argparse.Namespace:
     some("--direction", tuple(Direction), "layers: which pass")
     some("--policy", POLICIES, "layers: micro-batch sizes beside the undivided mini-batch")
     parser.add_argument("--limits", type=mebibytes, default=list(LIMITS), help="layers: in MiB (0,8,64,128,256,512)")
-    some("--network", ITERATIONS, "iterations: of which")
+    some("--network", (*ITERATIONS, *SMALL_ITERATIONS), "iterations: of which", "those of usual size")
     parser.add_argument("--iteration-limits", type=mebibytes, default=[64 * MIB], help="iterations: in MiB (64)")
     parser.add_argument("--device", type=device_of, default="cuda:0", help="(default %(default)s)")
     parser.add_argument("--seconds", type=float, default=420.0, help="of this run (default %(default)g)")

@@ -35,13 +35,17 @@ class Training:
     """A network and a batch on the device."""
 
     def __init__(self, name: str, precision: Precision, device: torch.device) -> None:
-        network = NETWORKS[name] if device.type == "cuda" else NETWORKS[name].small()
+        network = NETWORKS[name.removesuffix("-small")]
+        if device.type != "cuda" or name != network.name:
+            network = network.small()
         torch.manual_seed(0)
-        self._model = network.build().to(device)
-        inputs, targets = network.sample(network.batch)
-        self._inputs, self._targets, self._loss = inputs.to(device), targets.to(device), network.loss
+        self._model, self._loss = network.build().float().to(device), network.loss
+        self._inputs, self._targets = (
+            (tensor.float() if tensor.is_floating_point() else tensor).to(device)
+            for tensor in network.sample(network.batch)
+        )
         if precision.memory_format == "channels_last":
-            memory_format = torch.channels_last if inputs.dim() == 4 else torch.channels_last_3d
+            memory_format = torch.channels_last if self._inputs.dim() == 4 else torch.channels_last_3d
             self._model = self._model.to(memory_format=memory_format)
             self._inputs = self._inputs.contiguous(memory_format=memory_format)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4, momentum=0.9)

@@ -4,8 +4,7 @@
 
 PYTHON has torch's build for CUDA, torchvision and diffusers. Nothing is computed and nothing is timed: kernels are
 launched in form, and allocate what they need. A step is a forward and a backward pass, of a decoder a forward pass.
-Every network runs in a process of its own; with `--benchmark`, under torch.backends.cudnn.benchmark alone. With
-`--save` the figures join those that are kept.
+Every network runs in a process of its own. With `--save` the figures of each arm join those that are kept.
 """
 
 from __future__ import annotations
@@ -13,11 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +54,12 @@ nothing is computed. **Times are not known**, so neither is which of these arms 
   Workspaces are those of the plans that it favours. A real card will favour others, within the same limits.
 * A limit binds what mucudnn chooses. Convolutions that it leaves to torch's own kernel take what that takes, as all of
   them do within the limit 0.
-* The **first step** includes the search for algorithms. `benchmark` tries all that cuDNN proposes, whatever their
-  workspaces, where memory allows; where the column is empty it was not run.
-* **No batch larger than**: a later step of that batch takes all memory of the card, as its peak grows from half of the
-  batch in the first table to all of it. That is an upper bound: what the allocator cannot use of its blocks, the
-  context of CUDA and whatever else is on the card come on top. The engines are those of an H100 for both cards.
+* The **first step** includes the search for algorithms. `benchmark` tries ten that cuDNN proposes, whatever their
+  workspaces, where memory allows.
+* **The largest batch that fits** is found by attempts on a card of that memory: the allocator begins empty, and two
+  steps must pass. A batch that is 2 % larger (by one sample, of less than 50) did not fit. The context of CUDA and
+  whatever else is on a card come on top. The engines are those of an H100 for both cards.
+* Where a cell is empty it was not run.
 * cuDNN's workspaces of batch norms, where torch uses them, are taken for 0.
 * Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of
   this project, float32, too: the U-Net (128³) and CosmoFlow (4 x 128³). Of diffusers: the decoders of Stable Diffusion
@@ -72,8 +73,8 @@ def _training(build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Step:
     model = build().cuda()
 
     def step(batch: int) -> None:
+        model.zero_grad()  # those of a step that failed, too
         model(torch.empty(batch, *shape, device="cuda")).sum().backward()
-        model.zero_grad()
 
     return step
 
@@ -136,6 +137,10 @@ def _under(arm: str) -> Iterator[None]:
         yield
 
 
+_NO_ENGINE = "unable to find an engine"
+"""What torch's search says where memory suffices for none of those that it has tried."""
+
+
 def measured(step: Step, batch: int) -> dict[str, float] | None:
     """Peaks, in bytes, of the first step with a batch and of the next one; `None` where memory does not suffice."""
     gc.collect()
@@ -146,35 +151,81 @@ def measured(step: Step, batch: int) -> dict[str, float] | None:
         first = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step(batch)
-    except torch.OutOfMemoryError:
-        return None
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or _NO_ENGINE in str(error):
+            return None
+        raise
     return {"first": first, "later": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-def child(name: str, with_benchmark: bool) -> None:
-    """Measures a network, and prints the figures."""
+def largest(fits: Callable[[int], bool], guess: int) -> int:
+    """The largest batch that fits: one that is 2 % larger, or larger by one, does not.
+
+    Args:
+        guess: that is tried first.
+    """
+    low, high, stride, batch = 0, math.inf, max(1, guess // 50), max(1, guess)
+    while high - low > max(1, low // 50):
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+        if high == math.inf or not low:
+            batch, stride = max(1, batch + (stride if low else -stride)), 2 * stride
+        else:
+            batch = int(low + high) // 2
+    return low
+
+
+def child(name: str, arms: Sequence[str], guesses: dict[str, int]) -> None:
+    """Measures a network, and prints the figures of the arms, each of whose batches the next one begins from."""
     warnings.simplefilter("ignore")
     subject, found = SUBJECTS[name], dict[str, Any]()
     step = subject.build()
-    for arm in (BENCHMARK,) if with_benchmark else (STOCK, *LIMITS):
+    for arm in arms:
         with _under(arm):
-            batches = (subject.batch,) if with_benchmark else (subject.batch // 2, subject.batch)
-            found[arm] = {batch: measured(step, batch) for batch in batches}
+            peaks = measured(step, subject.batch)
+            guesses = guesses or _guesses(step, subject.batch, peaks)
+        for card, memory in CARDS.items():
+            os.environ["NULL_CARD_MIB"] = str(memory)  # the card reads it whenever it is asked for memory
+            guesses[card] = largest(lambda batch, arm=arm: _fits(step, batch, arm), guesses[card])
+        del os.environ["NULL_CARD_MIB"]
+        found[arm] = {"batch": subject.batch, "peaks": peaks, "largest": dict(guesses)}
     # Threads that cuDNN compiles engines with would end the process with an error after its work is done.
     print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-def asked(name: str, *options: str) -> dict[str, Any]:
+def _guesses(step: Step, batch: int, peaks: dict[str, float] | None) -> dict[str, int]:
+    """By card, the batch at which tensors take all its memory, as they grow from half of a batch to all of it."""
+    half = measured(step, batch // 2)
+    assert half and peaks, "it fits an H100"
+    each = (peaks["later"] - half["later"]) / (batch - batch // 2)
+    return {card: int(((memory << 20) - peaks["later"]) / each) + batch for card, memory in CARDS.items()}
+
+
+def _fits(step: Step, batch: int, arm: str) -> bool:
+    with _under(arm):
+        return measured(step, batch) is not None
+
+
+def asked(name: str, arms: Sequence[str], guesses: dict[str, int] | None = None) -> dict[str, Any]:
     """The figures of a process of its own."""
     # Read when torch is imported: only what is launched in form allocates as on a card.
     switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
-    command = [sys.executable, __file__, "--child", name, *options]
+    command = [sys.executable, __file__, "--child", json.dumps(guesses or {}), "--only", name, "--arms", *arms]
     ended = subprocess.run(command, env={**os.environ, **switches}, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{name}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
+
+
+def figures_of(name: str, arms: Sequence[str]) -> dict[str, Any]:
+    """The figures of plain torch and of the arms. `benchmark` has a process of its own: in another one torch would take
+    the kernels that it has chosen without."""
+    found = asked(name, list(dict.fromkeys((STOCK, *(arm for arm in arms if arm != BENCHMARK)))))
+    return found | (asked(name, [BENCHMARK], found[STOCK]["largest"]) if BENCHMARK in arms else {})
 
 
 def _gib(found: dict[str, float] | None, *names: str) -> str:
@@ -183,28 +234,20 @@ def _gib(found: dict[str, float] | None, *names: str) -> str:
     return " / ".join(f"{found[name] / 2**30:.2f}" for name in names)
 
 
-def most(peaks: dict[str, dict[str, float]], memory: int) -> int:
-    """The batch at which a later step's tensors come to so many bytes, as the peak grows from one batch to another."""
-    (small, low), (large, high) = ((int(batch), one["later"]) for batch, one in peaks.items())
-    each = (high - low) / (large - small)
-    return int((memory - low) / each) + small
-
-
 def tables(figures: dict[str, Any]) -> list[Table]:
     """Of peaks, of what is reserved, and of batches."""
     peaks, reserved, batches = [], [], []
     for name, found in figures.items():
-        batch = str(SUBJECTS[name].batch)
-        cells = [found[arm][batch] if arm in found else "" for arm in ARMS]
+        title = f"{name}, {SUBJECTS[name].batch}"
         for rows, names in ((peaks, ("first", "later")), (reserved, ("reserved",))):
-            rows.append((f"{name}, {batch}", *(cell if cell == "" else _gib(cell, *names) for cell in cells)))
-        for card, memory in CARDS.items():
-            bounds = (str(most(found[arm], memory << 20)) if arm in found else "" for arm in ARMS if arm != BENCHMARK)
-            batches.append((f"{name}, {card}", *bounds))
+            rows.append((title, *(_gib(found[arm]["peaks"], *names) if arm in found else "" for arm in ARMS)))
+        for card in CARDS:
+            fitting = (str(found[arm]["largest"][card]) if arm in found else "" for arm in ARMS)
+            batches.append((f"{name}, {card}", *fitting))
     return [
         Table("Peak of the first step / of a later one, GiB", ("network, batch", *ARMS), peaks),
         Table("Reserved by torch's allocator at most, GiB", ("network, batch", *ARMS), reserved),
-        Table("No batch larger than", ("network, card", *(arm for arm in ARMS if arm != BENCHMARK)), batches),
+        Table("The largest batch that fits", ("network, card", *ARMS), batches),
     ]
 
 
@@ -212,25 +255,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
     parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
-    parser.add_argument("--child", choices=SUBJECTS, help=argparse.SUPPRESS)
-    parser.add_argument("--benchmark", action="store_true", help="under benchmark=True only, which takes longest")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside torch (default: all)")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.child, options.benchmark)
+    if options.child is not None:
+        child(options.only[0], options.arms, options.child)
         return
-    kept, about = (
-        RESULTS / f"{RESULT}.json",
-        ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version()),
-    )
-    figures: dict[str, Any] = {}
+    kept = RESULTS / f"{RESULT}.json"
+    about = ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
+    figures = dict[str, Any]()
     for name in options.only:
-        known = json.loads(kept.read_text()) if options.save and kept.exists() else {}
-        figures[name] = known.get(name, {}) | asked(name, *(("--benchmark",) if options.benchmark else ()))
+        figures[name] = figures_of(name, options.arms)
         if options.save:  # after every network, as the next one takes minutes
-            known = (json.loads(kept.read_text()) if kept.exists() else {}) | {name: figures[name]}
+            known = json.loads(kept.read_text()) if kept.exists() else {}
+            known[name] = known.get(name, {}) | figures[name]
             ordered = {name: known[name] for name in SUBJECTS if name in known}
             save(RESULT, "Peak memory on the null card", about, ordered, tables(ordered))
-    show(tables({name: figures[name] for name in options.only}))
+    show(tables(figures))
 
 
 if __name__ == "__main__":

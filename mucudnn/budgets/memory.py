@@ -66,12 +66,12 @@ class HostRecorder:
 
     def step(self) -> None:
         self._steps.append([])
-        allocations.leave_mark()
+        allocations.leave_mark(self._device.place)
 
     def mark(self, size: int) -> None:
         if self._steps:
             self._steps[-1].append(size)
-            allocations.leave_mark()
+            allocations.leave_mark(self._device.place)
 
     def stop(self) -> list[Timeline]:
         try:
@@ -82,7 +82,7 @@ class HostRecorder:
     def _timelines(self) -> list[Timeline]:
         profile, self._profile = self._profile, None
         assert profile is not None, "it was started"
-        totals = allocations.ended(profile)
+        totals = allocations.ended(profile, self._device.place)
         if not self._steps:
             return []
         # Between two marks of steps: the marks of convolutions, and the most that was alive.

@@ -1,7 +1,8 @@
-"""Allocations: what torch's memory profiler sees of the memory of a host's tensors.
+"""Allocations: what torch's memory profiler sees of the memory of a device's tensors.
 
 It reports the bytes that are alive at every allocation and release of the thread that starts it. That is exact,
-whatever operator or kernel allocates; nothing above the allocator could tell it.
+whatever operator or kernel allocates; nothing above a host's allocator could tell it, and a GPU's counters of peaks are
+the program's.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ def started() -> torch.profiler.profile:
     return profile
 
 
-def leave_mark() -> None:
+def leave_mark(place: torch.device) -> None:
     """Leaves an event that carries the total of the moment."""
     with torch.profiler.record_function(_MARK):
-        torch.empty(1, dtype=torch.uint8)
+        torch.empty(1, dtype=torch.uint8, device=place)
 
 
-def ended(profile: torch.profiler.profile) -> list[tuple[int, bool]]:
-    """Ends a profile: the bytes alive after every allocation and release, in order, and whether it is a mark."""
+def ended(profile: torch.profiler.profile, place: torch.device) -> list[tuple[int, bool]]:
+    """Ends a profile: the bytes alive after every allocation and release there, in order, and whether it is a mark."""
     profile.__exit__(None, None, None)
-    return list(_totals(profile.profiler.kineto_results.experimental_event_tree()))  # type: ignore[union-attr]
+    return list(_totals(profile.profiler.kineto_results.experimental_event_tree(), place))  # type: ignore[union-attr]
 
 
-def most_held(work: Work) -> int:
-    """Bytes that are alive at once, at most, while work is done, beyond those before.
+def most_held(work: Work, place: torch.device) -> int:
+    """Bytes that are alive at a place at once, at most, while work is done, beyond those before.
 
     Raises:
         RuntimeError: where the program has a profile of its own.
@@ -64,22 +65,29 @@ def most_held(work: Work) -> int:
         raise RuntimeError("memory cannot be counted while a profiler is on")
     profile = started()
     try:
-        leave_mark()
-        work()
+        leave_mark(place)
+        # A profile keeps no allocation of a GPU's that is made outside of operators.
+        with torch.profiler.record_function("mucudnn counted"):
+            work()
     finally:
-        totals = ended(profile)
+        totals = ended(profile, place)
         gc.collect()  # the profiler's events refer to each other, megabytes of them
     before = next(total for total, is_mark in totals if is_mark)
     return max(total for total, _ in totals) - before
 
 
-def _totals(events: Iterable[Any], within_mark: bool = False) -> Iterator[tuple[int, bool]]:
+def _totals(events: Iterable[Any], place: torch.device, within_mark: bool = False) -> Iterator[tuple[int, bool]]:
     """Marks do not count themselves."""
     for event in events:
-        if event.tag.name == "Allocation":
+        if event.tag.name == "Allocation" and _is_at(place, event.extra_fields.device):
             fields = event.extra_fields
             if not within_mark:
                 yield fields.total_allocated, False
             elif fields.alloc_size > 0:
                 yield fields.total_allocated - fields.alloc_size, True
-        yield from _totals(event.children, within_mark or event.name == _MARK)
+        yield from _totals(event.children, place, within_mark or event.name == _MARK)
+
+
+def _is_at(place: torch.device, found: torch.device) -> bool:
+    """Whether both are one device; that of a host has no number."""
+    return found.type == place.type and (place.type == "cpu" or found.index == place.index)

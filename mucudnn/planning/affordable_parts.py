@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
+from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import PartSizes
 from mucudnn.planning.offers import Offers, Task, sizes_of
 from mucudnn.providers import STOCK, Provider
@@ -62,6 +63,9 @@ class AffordableParts:
             left = [name for _, name in wanted if name not in served and self._is_too_large(wanted[Dim.BATCH, name])]
             self._ask(offers.named(problem, further(measurement, allowed, left)))
         self._ask_further()
+        for task, fitting in self.fitting.items():
+            if fitting and _left_by(fitting, extent(problem, task[0])):
+                fitting |= self._tried[task].fitting  # small ones that were asked for on the way compute the rest
         stock = [one for (_, name), one in batches.items() if name == STOCK]
         self.offered |= {(dim, STOCK): one for dim in {dim for dim, _ in self.offered} | {Dim.BATCH} for one in stock}
 
@@ -89,12 +93,13 @@ class AffordableParts:
         return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
 
     def _sizes(self, dim: Dim, candidate: Candidate) -> PartSizes:
-        sizes = sizes_of(self._measurement.problem, candidate, dim, self._policy)
+        # Not `self`: a cycle would hold the operands, memory of the card, until Python collects its garbage.
+        measurement, budget = self._measurement, self._budget
 
         def ask(size: int) -> int | None:
-            return self._measurement.workspace(candidate, dim, size) if self._budget.allows(dim) else None
+            return measurement.workspace(candidate, dim, size) if budget.allows(dim) else None
 
-        return PartSizes(sorted(sizes), self._allowed, ask)
+        return PartSizes(sorted(sizes_of(measurement.problem, candidate, dim, self._policy)), self._allowed, ask)
 
     def _is_too_large(self, candidate: Candidate) -> bool:
         """Whether one sample is served, but needs more than the limit, or is too large for cuDNN's numbers."""
@@ -104,6 +109,13 @@ class AffordableParts:
             return True
         need = self._measurement.workspace(candidate, Dim.BATCH, 1)
         return need is not None and need > self._allowed
+
+
+def _left_by(sizes: Iterable[int], whole: int) -> int:
+    """What is left of the whole beside as many parts of each size as it has room for, large ones first."""
+    for size in sorted(sizes, reverse=True):
+        whole %= size
+    return whole
 
 
 class PlanBudget:

@@ -1,7 +1,7 @@
 """Counted: providers whose workspace includes what torch's own kernels hold for themselves.
 
-These are the columns of its plain kernels, oneDNN's scratchpads and the tensors that it reorders: all that torch's
-allocator sees on the calling thread. Code and tables of a library are not among it.
+These are the columns of its plain kernels, oneDNN's scratchpads and the tensors that it reorders, and on a GPU cuDNN's
+workspaces: all that torch's allocator sees on the calling thread. Code and tables of a library are not among it.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.convolution.tile import Part
-from mucudnn.devices import Host
+from mucudnn.devices import device_of
 from mucudnn.devices.allocations import most_held
 from mucudnn.providers import Provider, stock_result
 from mucudnn.providers.layout import Layout
@@ -25,12 +25,14 @@ from mucudnn.providers.stock import Stock
 from mucudnn.timing.environment import Environment
 from mucudnn.timing.measurement import synthetic_operands
 
+HOST = torch.device("cpu")
+
 
 class Counted:
     """Torch's own kernel on parts, of which each call's scratch memory counts as workspace, too."""
 
-    def __init__(self, provider: Stock) -> None:
-        self._provider = provider
+    def __init__(self, provider: Stock, place: torch.device) -> None:
+        self._provider, self._place = provider, place
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         return self._provider.algorithms(problem)
@@ -39,17 +41,17 @@ class Counted:
         return self._provider.serves(problem, algorithm)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        return self._provider.workspace(problem, algorithm) + scratch(evened(problem).problem)
+        return self._provider.workspace(problem, algorithm) + scratch(evened(problem).problem, self._place)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         self._provider.launch(algorithm, parts, accumulate)
 
 
-def counted(provider: Provider) -> Provider:
-    """The provider, what it computes by torch's own kernels being counted."""
+def counted(provider: Provider, place: torch.device = HOST) -> Provider:
+    """The provider, what it computes by torch's own kernels at a place being counted."""
     if isinstance(provider, Stock):
-        return Counted(provider)
-    return provider.over(counted) if isinstance(provider, Layout) else provider
+        return Counted(provider, place)
+    return provider.over(partial(counted, place=place)) if isinstance(provider, Layout) else provider
 
 
 def counting(environment: Environment) -> Environment:
@@ -57,15 +59,18 @@ def counting(environment: Environment) -> Environment:
     return replace(environment, libraries=f"{environment.libraries}, scratch of torch's own kernels counted")
 
 
-def scratch(problem: ConvProblem) -> int:
+def scratch(problem: ConvProblem, place: torch.device = HOST) -> int:
     """Bytes that torch's own kernel holds beyond operands and result, on contiguous or channels-last zeros."""
-    return _scratch(problem, Host.switches())
+    return _scratch(problem, place, device_of(place).switches())
 
 
 @lru_cache(maxsize=4096)
-def _scratch(problem: ConvProblem, switches: tuple[object, ...]) -> int:
+def _scratch(problem: ConvProblem, place: torch.device, switches: tuple[object, ...]) -> int:
     """By the switches that a program may change, too."""
-    return scratch_of(problem, synthetic_operands(problem, make=torch.zeros))
+    given = synthetic_operands(problem, place, torch.zeros)
+    if device_of(place).uses_cudnn:
+        stock_result(problem, given)  # a first call may try kernels that hold more
+    return scratch_of(problem, given)
 
 
 def scratch_of(problem: ConvProblem, given: Operands) -> int:
@@ -74,5 +79,5 @@ def scratch_of(problem: ConvProblem, given: Operands) -> int:
     Raises:
         RuntimeError: where it cannot be counted, or where the kernel fails.
     """
-    held = most_held(lambda: stock_result(problem, given))
+    held = most_held(lambda: stock_result(problem, given), given.w.device)
     return max(0, held - problem.element_bytes * math.prod(problem.target_shape))

@@ -13,7 +13,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.devices import device_of
 from mucudnn.planning.ahead import plan_ahead
-from mucudnn.planning.counted import counted, counting, scratch_of
+from mucudnn.planning.counted import HOST, counted, counting, scratch_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import Plan
@@ -27,8 +27,6 @@ from mucudnn.timing.environment import Environment
 from mucudnn.timing.logbook import Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
-
-HOST = torch.device("cpu")
 
 _log = logging.getLogger("mucudnn")
 
@@ -66,10 +64,9 @@ class Planner:
         for provider in providers:
             if isinstance(provider, Compiling):
                 provider.archive = CompiledPlans(store, device_of(device)) if store.persistent else None
-        # What a GPU's kernels hold is not known: there nothing is counted.
-        self._counts = settings.count_stock and device == HOST
+        self._counts = settings.count_stock
         if self._counts:
-            providers = [counted(provider) for provider in providers]
+            providers = [counted(provider, device) for provider in providers]
         self.offers = Offers(providers, device_of(device).uses_cudnn)
         wanted = settings.benchmark_devices
         alone = replace(settings, benchmark_devices=None)

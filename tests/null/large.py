@@ -2,7 +2,8 @@
 
     python tests/null/large.py forward '[1, 64, 362, 370, 251]' '[32, 64, 3, 3, 3]' --padding 1 --limit 1GiB
 
-With a limit mucudnn plans it, and torch's own kernel counts as slow, so that whatever fits the limit serves.
+With a limit mucudnn plans it, and torch's own kernel counts as slow, so that whatever fits the limit serves; with
+`--count-stock` what that kernel holds counts within the limit instead.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> None:
     parser.add_argument("--padding", type=int, default=0)
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--limit")
+    parser.add_argument("--count-stock", action="store_true")
     options = parser.parse_args()
     dtype, dims = getattr(torch, options.dtype), len(options.x) - 2
     x, w = (torch.empty(shape, dtype=dtype, device="cuda") for shape in (options.x, options.w))
@@ -58,8 +60,10 @@ def main() -> None:
 
     told = {"backend": torch._C._select_conv_backend(x, w, None, *geometry).name, "plans": []}
     if options.limit:
-        slow_stock()
-        mucudnn.patch(workspace_limit=options.limit, database=":memory:", progress="off", check="off")
+        if not options.count_stock:
+            slow_stock()
+        counts = {"count_stock": options.count_stock}
+        mucudnn.patch(workspace_limit=options.limit, database=":memory:", progress="off", check="off", **counts)
     try:
         call()
         torch.cuda.empty_cache()

@@ -73,6 +73,14 @@ def test_tiles_keep_the_limit_and_cudnns_numbers(direction: str, limit: str) -> 
     assert rows * X[1] * math.prod(X[3:]) < 2**31
 
 
+@pytest.mark.usefixtures("card")
+def test_a_kernel_of_torchs_that_counts_makes_room_for_tiles() -> None:
+    told = large("forward", X, "--limit", "1GiB", "--count-stock")
+    ((dim, parts, workspace),) = told["plans"]
+    assert dim == "depth" and len(parts) > 1
+    assert told["beside"] <= workspace + 64 * 1024 and workspace <= GIB
+
+
 @pytest.fixture
 def all_is_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ConvProblem]]:
     """Makes cuDNN take tensors of `MOST` elements at most, and torch's own kernel look slow; what cuDNN was given."""
@@ -110,9 +118,10 @@ LAYERS: dict[str, tuple[Layer, tuple[int, ...]]] = {
     "strided": (lambda: torch.nn.Conv3d(4, 6, 3, stride=2, padding=1), (1, 4, 24, 11, 10)),
     "transposed": (lambda: torch.nn.ConvTranspose3d(6, 4, 2, stride=2), (1, 6, 8, 6, 7)),
     "picture": (lambda: torch.nn.Conv2d(4, 6, 5, padding=2), (1, 4, 32, 41)),
+    "odd": (lambda: torch.nn.Conv3d(4, 6, 3, padding=1), (1, 4, 27, 9, 10)),
 }
-"""Layers, and the shapes of inputs of which a sample is too large. Their extents are powers of two, so that tiles of
-one size compute the whole: torch's own kernel, which would compute a rest, is left out here."""
+"""Layers, and the shapes of inputs of which a sample is too large. Torch's own kernel, which would compute a rest where
+tiles of one size do not compute the whole, is left out here."""
 
 
 @pytest.mark.usefixtures("card")

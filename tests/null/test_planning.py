@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.graph import Engine, Graph
 from mucudnn.settings import Settings
 from mucudnn.timing.compiled_plans import CompiledPlans
+from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule
 from mucudnn.timing.store import Store
 
@@ -144,3 +146,18 @@ def test_no_launch_needs_more_than_was_promised(direction: Direction, limit: flo
             asked = planner(tmp_path / "other.sqlite").measurement(plan.problem)
             need = asked.workspace(candidate, dim, option.extent)
             assert need is not None and need <= option.workspace <= limit
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_what_was_measured_with_is_freed_with_the_plan(direction: Direction, tmp_path: Path) -> None:
+    """Not only when Python collects its garbage: by then the next layers have asked for memory, too."""
+    found = planner(tmp_path / "times.sqlite")
+    asked = problem(direction)
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        found.plan(found.measurement(asked, synthetic_operands(asked, GPU)), LIMITS[1])
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()

@@ -64,8 +64,9 @@ static void range(int64_t tap, int64_t padding, int64_t stride, int64_t dilation
     if (*last > outputs) *last = outputs;
 }
 
-/* One channel and one filter of one sample: x is read and y summed, x summed, or w summed. */
-static void plane(int kind, double *x, const int64_t *X, double *w, const int64_t *W, double *y, const int64_t *Y, const int64_t *padding, const int64_t *stride, const int64_t *dilation)
+/* One channel and one filter of one sample: x is read and y summed, x summed, or w summed. Where the last stride is known to
+   be 1 the compiler computes several outputs at once. */
+static inline __attribute__((always_inline)) void plane(int kind, int64_t step, double *restrict x, const int64_t *X, double *restrict w, const int64_t *W, double *restrict y, const int64_t *Y, const int64_t *padding, const int64_t *stride, const int64_t *dilation)
 {
     for (int64_t p = 0; p < W[0]; p++) for (int64_t q = 0; q < W[1]; q++) for (int64_t r = 0; r < W[2]; r++) {
         int64_t a0, a1, b0, b1, c0, c1;
@@ -76,7 +77,6 @@ static void plane(int kind, double *x, const int64_t *X, double *w, const int64_
         for (int64_t a = a0; a < a1; a++) for (int64_t b = b0; b < b1; b++) {
             int64_t i = a * stride[0] - padding[0] + p * dilation[0], j = b * stride[1] - padding[1] + q * dilation[1];
             double *from = &x[(i * X[1] + j) * X[2] - padding[2] + r * dilation[2]], *to = &y[(a * Y[1] + b) * Y[2]];
-            int64_t step = stride[2];
             if (kind == FORWARD) for (int64_t c = c0; c < c1; c++) to[c] += weight * from[c * step];
             else if (kind == BACKWARD_DATA) for (int64_t c = c0; c < c1; c++) from[c * step] += weight * to[c];
             else for (int64_t c = c0; c < c1; c++) sum += from[c * step] * to[c];
@@ -97,9 +97,15 @@ void compute(const struct convolution *given)
     }
     int64_t per_x = x.dims[0] * x.dims[1] * x.dims[2], per_w = w.dims[0] * w.dims[1] * w.dims[2], per_y = y.dims[0] * y.dims[1] * y.dims[2];
     int64_t filters_per_group = w.n / (x.c / w.c);
-    for (int64_t n = 0; n < x.n; n++) for (int64_t k = 0; k < w.n; k++) for (int64_t c = 0; c < w.c; c++)
-        plane(kind, x.at + (n * x.c + k / filters_per_group * w.c + c) * per_x, x.dims, w.at + (k * w.c + c) * per_w, w.dims,
-              y.at + (n * y.c + k) * per_y, y.dims, padding, stride, dilation);
+#define PLANES(kind, step) \
+    for (int64_t n = 0; n < x.n; n++) for (int64_t k = 0; k < w.n; k++) for (int64_t c = 0; c < w.c; c++) \
+        plane(kind, step, x.at + (n * x.c + k / filters_per_group * w.c + c) * per_x, x.dims, w.at + (k * w.c + c) * per_w, w.dims, \
+              y.at + (n * y.c + k) * per_y, y.dims, padding, stride, dilation)
+    if (stride[2] != 1) PLANES(kind, stride[2]);
+    else if (kind == FORWARD) PLANES(FORWARD, 1);
+    else if (kind == BACKWARD_DATA) PLANES(BACKWARD_DATA, 1);
+    else PLANES(BACKWARD_FILTER, 1);
+#undef PLANES
     const struct dense *target = kind == FORWARD ? &y : kind == BACKWARD_DATA ? &x : &w;
     const struct tensor *to = &given->t[kind == FORWARD ? 2 : kind == BACKWARD_DATA ? 0 : 1];
     for (int64_t i = 0; i < elements(target); i++) {

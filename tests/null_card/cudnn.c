@@ -214,7 +214,9 @@ API int cudnnBackendExecute(struct handle *h, descriptor plan, descriptor pack)
     UNLOCK;
     SAY(2, "execute engine %d, workspace %ld, operations %g", c.engine, (long)need, operations);
     c.is_computed = c.kind && !is_only_timed && setting("NULL_CARD_CONVOLUTIONS", 1) && (c.t[0].type <= FLOAT16 || c.t[0].type == BFLOAT16);
-    /* Engines differ by a made-up factor, so that planning has something to choose from. */
+    /* Engines differ by a made-up factor, so that planning has something to choose from. On a slow card what is quickly
+       computed on the host takes long enough to be planned. */
+    operations *= setting("NULL_CARD_SLOWNESS", 1);
     submit(h->stream, 6e-6 + operations / 3e13 * (need ? 1 : 1.6) * (1 + c.engine % 7 / 6.0), execute_now, &c, sizeof c);
     return 0;
 }

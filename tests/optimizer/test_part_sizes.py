@@ -25,6 +25,7 @@ def test_needs_are_interpolated_between_two_sizes() -> None:
     sizes = PartSizes(SIZES, 30, lambda size: asked.append(size) or 10 + size)
     assert sizes.largest() == 16 and asked == [64, 1, 16]
     assert sizes.expected(32) == 42
+    assert sizes.fitting == {1: 11, 16: 26}
 
 
 def test_where_the_smallest_does_not_fit_nothing_else_is_asked_for() -> None:
