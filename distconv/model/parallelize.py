@@ -24,6 +24,7 @@ from distconv.model import automatic
 from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
+from distconv.model.comparisons import open_comparisons
 from distconv.model.compiled import original
 from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.parameters import shard_parameters
@@ -123,6 +124,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     open_functions()
     read_distributed_numbers()
     open_checkpoints(within_this_run)
+    open_comparisons()
     open_replacement()
     mix_plain_tensors()
     if mesh.device_type == "cuda":

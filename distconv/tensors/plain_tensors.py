@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from distconv.tensors.deferred import Deferred
+
 watchers: list[Callable[[Any, int, Tensor, DeviceMesh], None]] = []
 """Each is called with (operator, number of the argument, tensor, mesh) for a plain tensor beside a DTensor."""
 
@@ -51,9 +53,10 @@ def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
             return x
         x = plain(x)
         dense = x.layout == torch.strided
-        if shown and dense and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter):
-            for watch in watchers:
-                watch(func, index, x, mesh)
+        if shown and dense and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter, Deferred):
+            for each in x.operands() if isinstance(x, Deferred) else (x,):
+                for watch in watchers:
+                    watch(func, index, each, mesh)
         return x
 
     return [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from distconv.settings.partition import Partition
+from distconv.tensors.deferred import Deferred
 from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
@@ -129,10 +130,10 @@ class _Shapes(Pager):
         """Whether this thread runs an operator only to learn the shapes of its results."""
         return getattr(self.of_thread, "propagates", False)
 
-    def begin(self, tensors: Iterable[Tensor], changes: bool) -> dict[int, Any]:
-        return {} if self.propagates else super().begin(tensors, changes)
+    def begin(self, keys: Iterable[int], changes: bool) -> dict[int, Any]:
+        return {} if self.propagates else super().begin(keys, changes)
 
-    def end(self, results: Iterable[Tensor], given: set[int], used: dict[int, Any]) -> None:
+    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Any]) -> None:
         if not self.propagates:
             super().end(results, given, used)
 
@@ -155,7 +156,7 @@ class _Watch(TorchDispatchMode):
         self._pager = pager
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if any(issubclass(kind, DTensor | Deferred) for kind in types):
             return NotImplemented  # what is beneath comes by itself
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

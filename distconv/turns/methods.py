@@ -13,7 +13,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -23,8 +23,18 @@ from distconv.turns.random_numbers import RandomNumbers
 NAMES = ("decode",)
 """An encode is not among them: it may give an object of its own, in which parts would remain."""
 
-Call = Callable[[nn.Module, Any, Any], Any]
-"""What a call of a module gives in turn; NotImplemented, where it does not run so."""
+
+class Turning(NamedTuple):
+    """How modules are called in turn.
+
+    Attributes:
+        is_asked: whether calls of a module are to run in turn, where their inputs can be cut.
+        call: what a call gives; NotImplemented, where it does not run so.
+    """
+
+    is_asked: Callable[[nn.Module], bool]
+    call: Callable[[nn.Module, Any, Any], Any]
+
 
 _MARK = "_distconv_in_turn"
 
@@ -32,25 +42,25 @@ _refused: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 """The methods of modules that hold what parts cannot compute: their modules run in turn one by one."""
 
 
-def turn_methods(kind: type[nn.Module], call: Call) -> None:
-    """From now on the methods of a class are computed by ``call``, where that does it."""
+def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
+    """From now on the methods of a class are computed in turn, where that is asked of a module."""
     for base in kind.__mro__:
         if not issubclass(base, nn.Module):
             continue
         for name in NAMES:
             function = vars(base).get(name)
             if inspect.isfunction(function) and not hasattr(function, _MARK):
-                setattr(base, name, _turned(function, name, call))
+                setattr(base, name, _turned(function, name, turning))
 
 
 @contextlib.contextmanager
-def methods_of_new_modules(call: Call) -> Iterator[None]:
+def methods_of_new_modules(turning: Turning) -> Iterator[None]:
     """Within it, those of the class of every module that is made."""
     init = nn.Module.__init__
 
     @functools.wraps(init)
     def making(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        turn_methods(type(module), call)
+        turn_methods(type(module), turning)
         init(module, *args, **kwargs)
 
     nn.Module.__init__ = making  # type: ignore[assignment, method-assign]
@@ -60,15 +70,15 @@ def methods_of_new_modules(call: Call) -> Iterator[None]:
         nn.Module.__init__ = init  # type: ignore[method-assign]
 
 
-def _turned(function: Callable[..., Any], name: str, call: Call) -> Callable[..., Any]:
+def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callable[..., Any]:
     @functools.wraps(function)
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if name not in _refused.get(module, ()):
+        if turning.is_asked(module) and name not in _refused.get(module, ()):
             numbers = RandomNumbers(1, next((p.device.type for p in module.parameters()), "cpu"))
             before = _versions(module)
             try:
                 with _as_forward(module, function):
-                    result = call(module, args, kwargs)
+                    result = turning.call(module, args, kwargs)
                 if result is not NotImplemented:
                     return result
             except UnsupportedOperation as error:

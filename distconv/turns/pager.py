@@ -13,7 +13,7 @@ import os
 import tempfile
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from distconv.tensors.deferred import Deferred
 
 LEAST = 1 << 16
 """Smaller storages stay, and are not counted."""
@@ -132,11 +134,10 @@ class Pager:
         """A call begins, at the end of which `release_all` may let its storages go."""
         self._of_call.clear()
 
-    def begin(self, tensors: Iterable[Tensor], changes: bool) -> dict[int, _Page]:
-        """An operator is to read some tensors, and may change them: they are there when this returns."""
+    def begin(self, keys: Iterable[int], changes: bool) -> dict[int, _Page]:
+        """An operator is to read some storages, and may change them: they are there when this returns."""
         used = {}
-        for x in tensors:
-            key = x.untyped_storage()._cdata
+        for key in keys:
             page = self._pages.get(key)
             if page is not None:
                 used[key] = page
@@ -149,7 +150,7 @@ class Pager:
                 page.key = None
         return used
 
-    def end(self, results: Iterable[Tensor], given: set[int], used: dict[int, _Page]) -> None:
+    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, _Page]) -> None:
         """It has made some: those in storages of their own are the parts'. ``given``: the storages of its inputs."""
         for x in results:
             storage = x.untyped_storage()
@@ -248,24 +249,35 @@ class Paging(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what is beneath comes by itself
-        if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
+        if types:
+            if any(issubclass(kind, _TAKEN_APART) for kind in types):
+                return NotImplemented  # what is beneath comes by itself
+            if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
+                return func(*args, **kwargs)
+        if func in _ALIASES:
             return func(*args, **kwargs)
-        given = list(_tensors((*args, *kwargs.values())))
-        used = self.pager.begin(given, func._schema.is_mutable)
+        keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
+        used = self.pager.begin(keys, func._schema.is_mutable)
         result = func(*args, **kwargs)
-        self.pager.end(_tensors((result,)), {x.untyped_storage()._cdata for x in given}, used)
+        self.pager.end(_tensors((result,)), keys, used)
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+_TAKEN_APART = DTensor, Deferred
+
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+"""Operators that read no element, and make a tensor also of a storage that has left."""
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             if value.layout == torch.strided:  # others have no storage of their own
-                yield value
+                found.append(value)
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
 _pagers: dict[str, Pager] = {}

@@ -22,7 +22,7 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings.partition import Partition
 from distconv.turns.automatic import AUTO, chosen
 from distconv.turns.call import call_in_turn, is_cut
-from distconv.turns.methods import methods_of_new_modules, turn_methods
+from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of, read
 from distconv.turns.world import is_part
 from mucudnn.sizes import parse_bytes
@@ -74,7 +74,7 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
         raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
     for module in original(model).modules():
         _turning[module] = way
-        turn_methods(type(module), _called)
+        turn_methods(type(module), _OF_METHODS)
     _take(way[0])
     return model
 
@@ -111,7 +111,7 @@ def script_in_turn(way: Way, before: Before | None = None) -> Iterator[None]:
     _take(way[0])
     _script.append((way, before))
     try:
-        with methods_of_new_modules(_called):
+        with methods_of_new_modules(_OF_METHODS):
             yield
     finally:
         _script.pop()
@@ -126,13 +126,15 @@ def _take(partition: Partition | None) -> None:
         elsewhere.append(_called)
 
 
+def _way(module: nn.Module) -> Way | None:
+    """How calls of a module run in turn; None, where they do not."""
+    way = None if is_part() else _turning.get(module) or (_script[-1][0] if _script else None)
+    return None if way is None or (way[0] is not None and way[0].ranks == 1) else way
+
+
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    if is_part():
-        return NotImplemented
-    own = _turning.get(module)
-    of_script, before = _script[-1] if _script else (None, None)
-    way = own or of_script
-    if way is None or (way[0] is not None and way[0].ranks == 1):
+    way = _way(module)
+    if way is None:
         return NotImplemented
     first = next(module.parameters(), None)
     if first is None:
@@ -156,15 +158,18 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not is_cut(parts, leaves):
             return NotImplemented
     except ValueError as error:
-        if own is not None:
+        if module in _turning:
             raise
         _tell_whole(module, str(error))
         return NotImplemented
+    before = _script[-1][1] if _script else None
     if before is not None:
         with script_in_turn(_NOT_IN_TURN):
             before(module, args, kwargs, partition)
     return call_in_turn(parts, memory, module, args, kwargs)
 
+
+_OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
 
 _told: set[str] = set()
 

@@ -22,6 +22,7 @@ from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention
 from distconv.rules.attention.rotation import rotation
 from distconv.rules.operands.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd, rule
+from distconv.tensors.deferred import computed
 from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, replicated
 from distconv.transfer.redistribution import relaid
 
@@ -62,7 +63,7 @@ def attention(
         result = BlockwiseAttention.apply(q, k, v, mask, work)
     else:
         result = functional.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            q, k, v, computed(mask), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     whole = wrapped(result, mesh, of_query, (*query.shape[:-1], value.shape[-1]))
     return relaid(whole, mesh, plan.result)
