@@ -7,7 +7,9 @@ matter, and the same parts get the same letters in every run.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from distconv.tensors.mesh import whole_group
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import all_gathered
+
+ALIGNED = 16
+"""Tensors begin at multiples of so many bytes."""
 
 
 class State(IntEnum):
@@ -82,16 +87,18 @@ class Mail:
         with torch.inference_mode(), _disable_current_modes():
             told = None if failure is None else _told(failure)
             texts = [_text(letters, told) for letters in self._letters]
-            bodies = [_flat(text, letters, self._device) for text, letters in zip(texts, self._letters, strict=True)]
+            pieces = [_pieces(text, letters, self._device) for text, letters in zip(texts, self._letters, strict=True)]
             self.clear()
-            sizes = [body.numel() for body in bodies]
+            sizes = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
             row = torch.tensor([state, *map(len, texts), *sizes], device=self._device)
             rows = all_gathered(row, self.ranks, self._group).view(self.ranks, -1).tolist()
             is_silent = not any(any(row[1:]) for row in rows)
             received = [row[1 + self.ranks + self.rank] for row in rows]
             output = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
             if not is_silent:
-                output = AllToAll(output, torch.cat(bodies), received, sizes, self._group).wait()
+                flat = torch.cat(list(itertools.chain.from_iterable(pieces)))
+                del pieces
+                output = AllToAll(output, flat, received, sizes, self._group).wait()
             letters, failures = [], {}
             for rank, body in enumerate(output.split(received)):
                 found, told = _read(body, rows[rank][1 + self.rank])
@@ -126,14 +133,17 @@ def _text(letters: Sequence[Letter], failure: list[Any] | None) -> bytes:
     if not letters and failure is None:
         return b""
     kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in letter.tensors] for letter in letters]
-    return json.dumps([[[letter.about for letter in letters], kinds], failure]).encode()
+    text = json.dumps([[[letter.about for letter in letters], kinds], failure]).encode()
+    return text + b" " * (-len(text) % ALIGNED)
 
 
-def _flat(text: bytes, letters: Sequence[Letter], device: torch.device) -> Tensor:
-    """The bytes of a text and of the tensors behind it."""
+def _pieces(text: bytes, letters: Sequence[Letter], device: torch.device) -> list[Tensor]:
+    """The bytes of a text and of the tensors behind it, each from a place on that suits all types."""
     said = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-    bodies = [x.reshape(-1).view(torch.uint8).to(device) for letter in letters for x in letter.tensors if x.numel()]
-    return torch.cat([said.to(device), *bodies])
+    pieces = [said.to(device)]
+    for x in (x for letter in letters for x in letter.tensors if x.numel()):
+        pieces += [x.reshape(-1).view(torch.uint8).to(device), said.new_zeros(-x.nbytes % ALIGNED, device=device)]
+    return pieces
 
 
 def _read(body: Tensor, said: int) -> tuple[list[Letter], list[Any] | None]:
@@ -145,10 +155,9 @@ def _read(body: Tensor, said: int) -> tuple[list[Letter], list[Any] | None]:
     for about, of_letter in zip(abouts, kinds, strict=True):
         tensors = []
         for name, shape in of_letter:
-            made = torch.empty(shape, dtype=getattr(torch, name), device=body.device)
-            size = made.nbytes
-            made.view(-1).view(torch.uint8).copy_(body[said : said + size])
-            said += size
-            tensors.append(made)
+            dtype = getattr(torch, name)
+            size = math.prod(shape) * dtype.itemsize
+            tensors.append(body[said : said + size].view(dtype).view(shape))
+            said += size + -size % ALIGNED
         letters.append(Letter(about, tensors))
     return letters, failure
