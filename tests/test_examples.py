@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from distconv.turns.parts import read
+from distconv.settings.parts import read
 from distconv.turns.turning import script_in_turn
 from tests.forked_python import run_python
 

@@ -39,6 +39,7 @@ examples:
   python -m distconv check --partition height=4 train.py --lr 0.1
   python -m distconv check nets.py:Decoder --input 1,4,256,256 --parts height=8 --memory 4GiB --inference
   python -m distconv check --parts height=8 --memory 4GiB decode.py
+  python -m distconv check unet3d --input 2,1,64,64,64 --partition depth=2 --parts depth=4
 
 what it shows:
   refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
@@ -68,8 +69,8 @@ def add(commands: Any) -> None:
     check.add_argument(
         "--parts",
         metavar="AXIS=PARTS,... | auto",
-        help="instead of a partition: follow a model whose parts are computed in turn in one process, or a script's "
-        "calls of models, each before it is computed so; auto chooses the parts within --memory",
+        help="follow a model whose parts are computed in turn in one process, or with --partition in the first rank; "
+        "or a script's calls of models, each before it is computed so; auto chooses the parts within --memory",
     )
     check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")

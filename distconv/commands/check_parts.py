@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from distconv import private_names
+from distconv import private_names, settings
+from distconv.commands.parts import NAMED
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
+from distconv.settings.parts import read
 from mucudnn import program
 from mucudnn.commands.output import print_json
 from mucudnn.sizes import format_bytes
@@ -32,7 +34,7 @@ def in_turn(
     Raises:
         BadInput: one line, for options that do not go together, and a model that fails in one process.
     """
-    _check(options)
+    ranks = _ranks(options)
     import torch
 
     from distconv.tensors.refusal import UnsupportedOperation
@@ -55,7 +57,7 @@ def in_turn(
                 raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
 
             def followed(parts: Partition) -> Followed:
-                return follow(model, given, {}, parts, memory, backward=not options.inference)
+                return follow(model, given, {}, parts, memory, not options.inference, ranks)
 
             beyond = ""
             if partition is not None:
@@ -72,9 +74,11 @@ def in_turn(
         torch.set_default_dtype(before)
     if options.json:
         named = None if partition is None else str(partition)
-        print_json({"parts": named, "memory": memory, **asdict(parts), "alone": asdict(alone)})
+        print_json(
+            {"ranks": ranks and str(ranks), "parts": named, "memory": memory, **asdict(parts), "alone": asdict(alone)}
+        )
     else:
-        print(told("One process" if partition is None else f"{partition}, in turn", alone, parts) + beyond)
+        print(told("One process" if partition is None else _how(ranks, partition), alone, parts) + beyond)
     return 0
 
 
@@ -87,7 +91,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
     Raises:
         BadInput, NotFound: one line, for options that do not go together, and where there is no such script.
     """
-    _check(options)
+    ranks = _ranks(options)
     from distconv.check.first_step import up_to_first_step
     from distconv.tensors.user_lines import line_of
     from distconv.turns import turning
@@ -101,9 +105,9 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
 
     def tell(call: Call) -> None:
         if not options.json:
-            print(told(f"{call.module}, {call.parts}, in turn", call.alone, call.followed), flush=True)
+            print(told(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
 
-    survey = Survey(way[1], tell)
+    survey = Survey(way[1], tell, ranks)
     failed = False
     try:
         with turning.script_in_turn(way, survey.follow), up_to_first_step():
@@ -120,10 +124,23 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
     return int(failed)
 
 
-def _check(options: argparse.Namespace) -> None:
-    if options.partition or options.channel_algorithm or options.strategy:
-        raise BadInput("--parts with --partition, --channel-algorithm or --strategy; accepted: --parts without them")
+def _ranks(options: argparse.Namespace) -> Partition | None:
+    """Those that have the parts; None: there is one process."""
+    if options.channel_algorithm or options.strategy:
+        raise BadInput("--parts with --channel-algorithm or --strategy; accepted: --parts without them")
     private_names.check()
+    if options.partition is None:
+        return None
+    if settings.AUTO in (options.partition, options.parts):
+        raise BadInput(NAMED)
+    try:
+        return read(options.partition, "partition")
+    except ValueError as error:
+        raise BadInput(f"--parts with --partition: {error}") from None
+
+
+def _how(ranks: Partition | None, parts: Partition | str) -> str:
+    return f"{parts}, in turn" if ranks is None else f"first rank of {ranks}, {parts} in turn"
 
 
 def told(how: str, alone: Followed, parts: Followed) -> str:
@@ -135,6 +152,10 @@ def told(how: str, alone: Followed, parts: Followed) -> str:
         f"{format_bytes(parts.spilled)} leave the device, {format_bytes(parts.fetched)} come back, and the parts get"
         f" {format_bytes(parts.exchanged)} from each other.",
     ]
+    if parts.sent:
+        lines.append(
+            f"They send {format_bytes(parts.sent)} to other ranks, besides gradients of parameters and results."
+        )
     if alone.operations:
         times = parts.operations / alone.operations
         lines.append(f"They do {times:.3f} times the multiplications of one process.")

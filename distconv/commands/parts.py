@@ -1,4 +1,5 @@
-"""`python -m distconv run --parts`: runs an unmodified script in one process, whose models compute part after part."""
+"""`python -m distconv run --parts`: runs an unmodified script whose models compute part after part, in one process or
+in each rank of a job."""
 
 from __future__ import annotations
 
@@ -8,14 +9,46 @@ import contextlib
 from distconv import private_names, settings
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
+from distconv.settings.partition import Partition
+from distconv.settings.parts import read, read_memory
 
 _OF_RANKS = (
-    *settings.SETTINGS,
+    *(name for name in settings.SETTINGS if name != "partition"),
     *("strategy", "nproc", "shard_data", "print_all_ranks", "trace", "show_ranks", "report", "summary"),
 )
 """The options that are about several ranks."""
 
 _ACCEPTED = ("random",)
+
+_NOT_IN_A_JOB = ("strategy", "channel_algorithm", "shard_data", "store", "trace", "summary")
+"""The options of a job that are about tensors which lie on several ranks."""
+
+
+def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[Partition | None, int | None]:
+    """The parts that each of some ranks computes in turn, and the limit of their memory; None for ranks alone.
+
+    Raises:
+        BadInput: one line, where parts are not accepted, or go with something else that is not.
+    """
+    if options.parts is None:
+        return None, None
+    if ranks is None or options.parts == settings.AUTO:
+        raise BadInput(NAMED)
+    for name in _NOT_IN_A_JOB:
+        if getattr(options, name):
+            raise BadInput(f"--parts and --partition with {settings.flag(name)}; accepted: without it")
+    if options.batch_norm != "global":
+        raise BadInput(BATCH_NORM)
+    try:
+        read(ranks, "partition")
+        return read(options.parts), read_memory(options.memory)
+    except ValueError as error:
+        raise BadInput(f"--parts with --partition: {error}") from None
+
+
+NAMED = "--parts with --partition where one of them is auto; accepted: both named"
+
+BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over the whole batch"
 
 
 def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
@@ -25,13 +58,16 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
         BadInput, NotFound: one line, where parts are not accepted, or go with something else that is not.
     """
     if place is not None:
-        raise BadInput(f"--parts is for one process, and {place.size} ranks were started; accepted: without a launcher")
+        raise BadInput(
+            f"--parts without --partition is for one process, and {place.size} ranks were started; accepted: without a"
+            " launcher, or with --partition"
+        )
     for name in _OF_RANKS:
         if name not in _ACCEPTED and getattr(options, name):
             flag = settings.flag(name)
             raise BadInput(f"--parts with {flag}, which is about several ranks; accepted: one of the two")
     if options.batch_norm != "global":
-        raise BadInput("--parts with --batch-norm local; accepted: global, statistics over the whole batch")
+        raise BadInput(BATCH_NORM)
     private_names.check()
     from distconv.turns.turning import read_way, script_in_turn
     from mucudnn import program

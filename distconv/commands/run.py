@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distconv import settings
-from distconv.commands.parts import run_in_turn
+from distconv.commands.parts import parts_of_job, run_in_turn
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, part, start
 from distconv.job.supervisor import supervise_rank
 from distconv.model.strategy import Strategy, as_toml, read
@@ -41,6 +41,7 @@ examples:
   python -m distconv run --partition sample=2,channel=2 train.py              wide layers, without more samples
   python -m distconv run --partition auto --nproc 4 train.py                  what is predicted to be the fastest
   python -m distconv run --parts height=8 decode.py                           eight parts in turn, on one device
+  python -m distconv run --partition sample=2 --parts height=4 train.py       two ranks with four parts each
 
 strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
 model.named_modules() gives; a pattern is as of the shell, stands for all within the layers it matches, and the first
@@ -98,8 +99,9 @@ def add(commands: Any) -> None:
     run.add_argument(
         "--parts",
         metavar="AXIS=PARTS,... | auto",
-        help="one process computes so many parts of its models' inputs one after another, on one device, and needs the "
-        "memory of one part at a time: for samples that are too large; auto chooses the parts within --memory",
+        help="one process, or with --partition each rank, computes so many parts of its models' inputs one after "
+        "another, on one device, and needs the memory of one part at a time: for samples that are too large; auto "
+        "chooses the parts within --memory, in one process",
     )
     run.add_argument(
         "--memory",
@@ -211,6 +213,7 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
                 f"partition {str(partition)!r} needs {partition.ranks} ranks, but --nproc is {options.nproc}"
             )
         raise BadInput(f"--nproc {options.nproc}, but {started} ranks were started already")
+    parts, memory = parts_of_job(options, partition)
     return Job(
         partition=partition,
         script=options.script,
@@ -225,6 +228,8 @@ def _job(options: argparse.Namespace, place: Place | None) -> Job:
         show_ranks=options.show_ranks,
         trace=options.trace,
         summary=options.summary,
+        parts=parts,
+        memory=memory,
     )
 
 
@@ -232,15 +237,17 @@ def command(options: argparse.Namespace) -> int:
     """Start the ranks, be what they are forked from, or be one that a launcher started; the exit code of the job or of
     the script."""
     place = find_place(os.environ)
-    if options.parts is not None:
+    is_partitioned = options.partition is not None or (place is not None and settings.value("partition") is not None)
+    if options.parts is not None and not is_partitioned:
         return run_in_turn(options, place)
-    if options.memory is not None:
+    if options.memory is not None and options.parts is None:
         raise BadInput("--memory is about parts in turn; accepted: with --parts")
     with contextlib.ExitStack() as around:
         around.enter_context(settings.options({name: getattr(options, name) for name in settings.SETTINGS}))
         if place is not None or is_launcher():
             return _be_rank(_job(options, place), place)
         if settings.value("partition") == settings.AUTO:
+            parts_of_job(options, None)
             around.enter_context(_chosen(options))
         return start(_job(options, None), [sys.executable, "-m", "distconv", *sys.argv[1:]])
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distconv.turns.world import is_part
 from mucudnn.substitution import substituted
 
 MOST_REMEMBERED = 256
@@ -106,7 +107,8 @@ def _noting(function: Callable[..., Any], collectives: Collectives) -> Callable[
     def collective(*args: Any, **kwargs: Any) -> Any:
         group = args[position] if len(args) > position else kwargs.get("group")
         group = dist.group.WORLD if group is None else group
-        if not isinstance(group, dist.ProcessGroup):  # this rank is no member of it
+        # This rank is no member of it, or its parts wait for each other: who waits for other ranks is their caller.
+        if not isinstance(group, dist.ProcessGroup) or is_part():
             return function(*args, **kwargs)
         begun = collectives.begin(name, group)
         work = None

@@ -49,6 +49,8 @@ class Job:
     show_ranks: bool = False
     trace: str | None = None  # a file for a timeline of all ranks
     summary: bool | None = None  # None: where the first rank's stderr is a terminal
+    parts: Partition | None = None  # that each rank computes in turn
+    memory: int | None = None  # the most bytes of a rank's parts on its device
 
 
 def check(job: Job, size: int | None, backend: str | None) -> None:

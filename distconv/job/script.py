@@ -82,6 +82,7 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
 
 def _run_distributed(job: Job, store: Store) -> None:
     from distconv.interface import distributed_script
+    from distconv.turns.turning import script_in_turn
 
     size = dist.get_world_size()
     if job.partition is None:
@@ -107,12 +108,17 @@ def _run_distributed(job: Job, store: Store) -> None:
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
         around.callback(_tell_gathered)
-        around.enter_context(summed_up(store, job.partition, job.summary))
+        # What parts of one rank send each other would count as sent by it.
+        summary = False if job.parts is not None else job.summary
+        around.enter_context(summed_up(store, job.partition, summary))
         around.enter_context(traced(job.trace))
         around.enter_context(common_handlers(store, dist.get_rank(), size))
         around.enter_context(surroundings(store, show_ranks=job.show_ranks))
         around.enter_context(loading(mesh, shard=job.shard_data, store=settings.value("store")))
-        around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
+        if job.parts is not None:
+            around.enter_context(script_in_turn((job.parts, job.memory), ranks=mesh))
+        else:
+            around.enter_context(distributed_script(mesh, job.strategy, batch_norm=job.batch_norm))
         _execute(job)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -178,7 +178,6 @@ _beyond_graphs = _disable_dynamo(_called)
 def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> tuple[Any, Any]:
     """The inputs of an outermost call. Where they are whole on every rank, all must hold the same: each is cut."""
     is_call = torch._C._current_graph_task_id() == -1  # in backward: something computed again
-    noted = ledger(mesh) if is_call else None
     if is_call:
         ACCOUNT.called()
     if whole:
@@ -186,21 +185,47 @@ def _entering(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole
         tell_idle(
             type(module).__name__, mesh, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         )
-        for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):
-            what = f"input {name} of {type(module).__name__}.forward"
+        for what, value in _inputs(module, args, kwargs):
             refuse_images(value, what, mesh)
-            for leaf in tree_leaves(value):
-                if noted is not None and isinstance(leaf, Tensor):
-                    noted.note(what, leaf)
-    if noted is not None:
-        if loaded and not loaded.isdisjoint(module.modules()):
-            loaded.difference_update(module.modules())
-            note_state(module, mesh)
-        noted.called(module)
+    if is_call:
+        _note(module, mesh, args, kwargs, whole)
     if not whole:
         return args, kwargs
     dims = max((leaf.dim() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), default=0)
     return tree_map_only(Tensor, lambda x: to_shards(x, mesh, dims), (args, kwargs))
+
+
+def _inputs(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in (*((str(place), each) for place, each in enumerate(args, 1)), *kwargs.items()):
+        yield f"input {name} of {type(module).__name__}.forward", value
+
+
+def _note(module: nn.Module, mesh: DeviceMesh, args: Any, kwargs: Any, whole: bool) -> None:
+    """Notes an outermost call, its inputs where they are whole, and what the module has loaded since the last one."""
+    noted = ledger(mesh)
+    if noted is None:
+        return
+    for what, value in _inputs(module, args, kwargs) if whole else ():
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor):
+                noted.note(what, leaf)
+    if loaded and not loaded.isdisjoint(module.modules()):
+        loaded.difference_update(module.modules())
+        note_state(module, mesh)
+    noted.called(module)
+
+
+_called_in_turn: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def note_call(module: nn.Module, ranks: DeviceMesh, args: Any, kwargs: Any) -> None:
+    """Notes a call whose inputs are whole on every rank, and that each rank computes in turn for its parts."""
+    if torch._C._current_graph_task_id() != -1:  # something computed again
+        return
+    if module not in _called_in_turn:
+        _called_in_turn.add(module)
+        note_state(module, ranks)
+    _note(module, ranks, args, kwargs, whole=True)
 
 
 def _beside(func: Any, index: int, x: Tensor, mesh: DeviceMesh) -> None:

@@ -18,13 +18,28 @@ class Disagreement(RuntimeError):
     """The parts wait for each other in unlike collectives, or for one that has ended."""
 
 
-class Baton:
-    """Passed among so many parts. ``arrive(part)`` and ``leave(part)`` are called when it comes to a part, and goes."""
+Outside = Callable[[bool, BaseException | None], tuple[bool, BaseException | None]]
+"""What is done when no part here can go on, or all have ended: it is told whether some wait, and why they are to end.
+It gives whether nothing more comes from outside, and why all parts are to end, if they are.
+"""
 
-    def __init__(self, parts: int, arrive: Callable[[int], None], leave: Callable[[int], None]) -> None:
+
+class Baton:
+    """Passed among so many parts. ``arrive(part)`` and ``leave(part)`` are called when it comes to a part, and goes.
+
+    ``outside``: what parts may wait for besides each other; None: nothing.
+    """
+
+    def __init__(
+        self,
+        parts: int,
+        arrive: Callable[[int], None],
+        leave: Callable[[int], None],
+        outside: Outside | None = None,
+    ) -> None:
         self._gates = [threading.Semaphore(0) for _ in range(parts)]
         self._home = threading.Semaphore(0)
-        self._arrive, self._leave = arrive, leave
+        self._arrive, self._leave, self._outside = arrive, leave, outside
         self.failure: BaseException | None = None
         """Why all parts are to end."""
         self._begin()
@@ -38,16 +53,35 @@ class Baton:
     def run(self) -> None:
         """Lets all parts run to their ends. Raises what the first part that failed has raised."""
         self._begin()
-        self._pass(0)
-        while True:
-            try:
-                self._home.acquire()
-                break
-            except BaseException as error:  # such as Ctrl-C: the parts end where they next wait
-                self.failure = self.failure or error
+        following: int | None = 0
+        is_over = self._outside is None
+        while following is not None or not is_over:
+            if following is not None:
+                self._pass(following)
+                self._await_return()
+            if not is_over:
+                is_over = self._ask_outside()
+            following = self._next()
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+
+    def _await_return(self) -> None:
+        while True:
+            try:
+                self._home.acquire()
+                return
+            except BaseException as error:  # such as Ctrl-C: the parts end where they next wait
+                self.failure = self.failure or error
+
+    def _ask_outside(self) -> bool:
+        """Whether nothing more comes from there."""
+        assert self._outside is not None
+        try:
+            is_over, self.failure = self._outside(bool(self._open), self.failure)
+        except BaseException as error:  # such as that another rank has gone
+            self.failure, is_over = error, True
+        return is_over
 
     def start(self, part: int) -> None:
         """What a part's thread calls first: returns when the baton comes for the first time."""
@@ -63,10 +97,10 @@ class Baton:
             self._open.pop(part)
             self._open = {part: is_ready, **self._open}
             following = self._next()
-            if following is None:
+            if following is None and self._outside is None:
                 raise Disagreement(f"part {part} waits in {what} for parts that wait elsewhere, or have ended")
             self._leave(part)
-            self._pass(following)
+            self._go_on(following)
             self._gates[part].acquire()
 
     def end(self, part: int, error: BaseException | None) -> None:
@@ -76,9 +110,13 @@ class Baton:
         self._open.pop(part)
         self._leave(part)
         following = self._next()
-        if following is None and self._open:
+        if following is None and self._open and self._outside is None:
             self.failure = self.failure or Disagreement(f"part {part} has ended, and others wait for it")
             following = self._next()
+        self._go_on(following)
+
+    def _go_on(self, following: int | None) -> None:
+        """Passes the baton to a part; if none can go on, to who lets the parts run."""
         if following is None:
             self._home.release()
         else:

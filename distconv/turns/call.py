@@ -88,7 +88,7 @@ class _Call:
         versions = [(p, p._version) for p in self.module.parameters() if not p.is_inference()]
         if self._pager is not None:
             self._pager.new_call()
-        self.results = self._run(self._forward, self.surroundings)
+        self.results = self._run(self._forward, self.surroundings, self.wholes)
         if self._pager is not None and not self.tensors:
             self._pager.release_all()
         elif self._pager is not None:
@@ -102,11 +102,15 @@ class _Call:
                 " again; accepted: models that change buffers"
             )
 
-    def _run(self, work: Callable[[int], Any], surroundings: Surroundings) -> list[Any]:
-        """What every part gives. Each draws the caller's random numbers, which then go on behind the first part's."""
+    def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
+        """What every part gives; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
+        behind the first part's.
+        """
         numbers = RandomNumbers(self.parts.count, self.parts.device_type)
         results = self.parts.run(self._paged(work), (self._module_state, numbers), surroundings)
         numbers.hand_over()
+        if self.parts.mail is not None:
+            wholes.share(self.parts.mail)
         return results
 
     def _release(self, x: Tensor) -> None:
@@ -186,11 +190,9 @@ class _Call:
             for number in sorted(self._gradients[part]):
                 wholes.of(part, self._gradients[part].pop(number), number)
 
-        self._run(back, dataclasses.replace(self.surroundings, grad=False))
+        self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
         found = [wholes.made.get(number) for number in range(len(self._inputs))]
-        for parameter in self._parameters:
-            found.append(self._totals.take(parameter, self._release))
-        return found
+        return found + self._totals.take(self._parameters, self._release, self.parts.ranks)
 
 
 def _leaving(x: Any, whole: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What collectives make of the tensors of all members, which are all in this process."""
+"""What collectives make of the tensors of all members. ``here``: the members that are parts of this process."""
 
 from __future__ import annotations
 
@@ -45,79 +45,84 @@ def reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
     return total.to(dtype)
 
 
-def all_reduce(members: Sequence[Given]) -> None:
+def all_reduce(members: Sequence[Given], here: Sequence[int]) -> None:
     """Every member's tensors become the reduction; ``numbers``: the operation."""
     for tensors in zip(*(member.inputs for member in members), strict=True):
         total = reduced(tensors, members[0].numbers)
-        for tensor in tensors:
-            tensor.copy_(total)
+        for at in here:
+            tensors[at].copy_(total)
 
 
-def reduce(members: Sequence[Given]) -> None:
+def reduce(members: Sequence[Given], here: Sequence[int]) -> None:
     """The root's tensors become the reduction; ``numbers``: the operation and the root."""
     op, root = members[0].numbers
-    for tensors in zip(*(member.inputs for member in members), strict=True):
-        tensors[root].copy_(reduced(tensors, op))
+    if root in here:
+        for tensors in zip(*(member.inputs for member in members), strict=True):
+            tensors[root].copy_(reduced(tensors, op))
 
 
-def broadcast(members: Sequence[Given]) -> None:
-    """Every member's tensors become the root's; ``numbers``: the root."""
+def broadcast(members: Sequence[Given], here: Sequence[int]) -> None:
+    """Every member's outputs become the inputs of the root, which has no others; ``numbers``: the root."""
     root = members[0].numbers
-    for at, member in enumerate(members):
-        for tensor, source in zip(member.outputs, members[root].outputs, strict=True) if at != root else ():
+    for at in here:
+        for tensor, source in zip(members[at].outputs, members[root].inputs, strict=True) if at != root else ():
             tensor.copy_(source)
 
 
-def all_gather(members: Sequence[Given]) -> None:
+def all_gather(members: Sequence[Given], here: Sequence[int]) -> None:
     """Every member gets the input of each, in as many outputs."""
-    for member in members:
-        for output, source in zip(member.outputs, members, strict=True):
+    for at in here:
+        for output, source in zip(members[at].outputs, members, strict=True):
             output.copy_(source.inputs[0].view(output.shape))
 
 
-def all_gather_single(members: Sequence[Given]) -> None:
+def all_gather_single(members: Sequence[Given], here: Sequence[int]) -> None:
     """Every member gets the inputs of all, one after another."""
-    first, *others = members
-    for at, made in enumerate(first.outputs):
-        torch.cat([source.inputs[at].view(-1) for source in members], out=made.view(-1))
+    first, *others = here
+    for index, made in enumerate(members[first].outputs):
+        torch.cat([source.inputs[index].view(-1) for source in members], out=made.view(-1))
         for other in others:
-            other.outputs[at].view(-1).copy_(made.view(-1))
+            members[other].outputs[index].view(-1).copy_(made.view(-1))
 
 
-def reduce_scatter_single(members: Sequence[Given]) -> None:
+def reduce_scatter_single(members: Sequence[Given], here: Sequence[int]) -> None:
     """Every member gets its part of the reduction; ``numbers``: the operation."""
-    for at in range(len(members[0].outputs)):
-        total = reduced([member.inputs[at].reshape(-1) for member in members], members[0].numbers)
-        for member, share in zip(members, total.chunk(len(members)), strict=True):
-            member.outputs[at].copy_(share.view(member.outputs[at].shape))
+    for index in range(len(members[here[0]].outputs)):
+        total = reduced([member.inputs[index].reshape(-1) for member in members], members[0].numbers)
+        shares = total.chunk(len(members))
+        for at in here:
+            output = members[at].outputs[index]
+            output.copy_(shares[at].view(output.shape))
 
 
-def reduce_scatter(members: Sequence[Given]) -> None:
+def reduce_scatter(members: Sequence[Given], here: Sequence[int]) -> None:
     """Member i gets the reduction of everyone's input i; ``numbers``: the operation."""
-    for at, member in enumerate(members):
-        member.outputs[0].copy_(reduced([each.inputs[at] for each in members], member.numbers))
+    for at in here:
+        members[at].outputs[0].copy_(reduced([each.inputs[at] for each in members], members[at].numbers))
 
 
-def all_to_all(members: Sequence[Given]) -> None:
+def all_to_all(members: Sequence[Given], here: Sequence[int]) -> None:
     """Member i gets everyone's input i."""
-    for at, member in enumerate(members):
-        for output, source in zip(member.outputs, members, strict=True):
+    for at in here:
+        for output, source in zip(members[at].outputs, members, strict=True):
             output.copy_(source.inputs[at].view(output.shape))
 
 
-def gather(members: Sequence[Given]) -> None:
+def gather(members: Sequence[Given], here: Sequence[int]) -> None:
     """The root gets the input of each; ``numbers``: the root."""
-    for output, source in zip(members[members[0].numbers].outputs, members, strict=True):
+    root = members[0].numbers
+    for output, source in zip(members[root].outputs, members, strict=True) if root in here else ():
         output.copy_(source.inputs[0].view(output.shape))
 
 
-def scatter(members: Sequence[Given]) -> None:
+def scatter(members: Sequence[Given], here: Sequence[int]) -> None:
     """Member i gets the root's input i; ``numbers``: the root."""
-    for member, source in zip(members, members[members[0].numbers].inputs, strict=True):
-        member.outputs[0].copy_(source.view(member.outputs[0].shape))
+    sources = members[members[0].numbers].inputs
+    for at in here:
+        members[at].outputs[0].copy_(sources[at].view(members[at].outputs[0].shape))
 
 
-def barrier(members: Sequence[Given]) -> None:
+def barrier(members: Sequence[Given], here: Sequence[int]) -> None:
     """Nothing moves."""
 
 

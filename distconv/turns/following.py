@@ -40,6 +40,7 @@ class Followed:
         results: of what the call gives, which it does not count either.
         spilled, fetched: what leaves the device, and comes back.
         exchanged: what parts get from each other.
+        sent: what parts send to those of other ranks, besides gradients of parameters and results.
         operations: of convolutions and products of matrices, a multiplication and an addition being two.
     """
 
@@ -49,6 +50,7 @@ class Followed:
     spilled: int = 0
     fetched: int = 0
     exchanged: int = 0
+    sent: int = 0
     operations: int = 0
 
 
@@ -59,12 +61,14 @@ def follow(
     partition: Partition | None,
     memory: int | None = None,
     backward: bool = False,
+    ranks: Partition | None = None,
 ) -> Followed:
     """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
 
     Tensors on another device, or on none (meta), are followed as such on a processor.
 
-    ``memory``: the limit of the parts' tensors. Raises what the call raises.
+    ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
+    Raises what the call raises.
     """
     pager = _Shapes()
     watch = _Watch(pager)
@@ -77,18 +81,19 @@ def follow(
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
     watch.count(list(known.values()))
     whole = watch.memory.now
-    parts = None if partition is None or partition.ranks == 1 else parts_of(partition, "cpu")
-    before = parts.moved if parts else 0
+    is_whole = partition is None or (partition.ranks == 1 and ranks is None)
+    parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
+    before = (parts.moved, parts.sent) if parts else (0, 0)
     with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes, watch:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
             if losses:
                 sum(losses).backward()  # type: ignore[union-attr]
-    moved = parts.moved - before if parts else 0
+    moved, sent = (parts.moved - before[0], parts.sent - before[1]) if parts else (0, 0)
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-    return Followed(watch.peak, whole, results, pager.written, pager.read, moved, watch.operations)
+    return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)
 
 
 def _alike(x: Tensor, shapes: FakeTensorMode) -> Tensor:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.gradients import Bucket
+from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.transfer.all_reduce import MAX, all_reduced
+
+BUCKET_BYTES = 25 << 20
+"""Gradients in a row are summed over the ranks by one message of about so many bytes."""
 
 
 class Source(torch.autograd.Function):
@@ -50,13 +57,58 @@ class Totals:
         else:
             self._sums[id(parameter)] = share.clone(memory_format=torch.preserve_format)
 
-    def take(self, parameter: Tensor, release: Callable[[Tensor], None]) -> Tensor | None:
-        """The gradient of a parameter, which is then forgotten; None where it has none. ``release`` is told of it."""
-        total = self._sums.pop(id(parameter), None)
-        if total is None:
-            return None
-        release(total)
-        return total.to(parameter.dtype)
+    def take(
+        self, parameters: Sequence[Tensor], release: Callable[[Tensor], None], ranks: DeviceMesh | None
+    ) -> list[Tensor | None]:
+        """The gradients of some parameters, which are then forgotten; None for one that has none.
+
+        ``release`` is told of each before it is read. Collective over ``ranks``, whose gradients are added up.
+        """
+        found = [self._sums.pop(id(parameter), None) for parameter in parameters]
+        for total in found:
+            if total is not None:
+                release(total)
+        if ranks is not None:
+            found = _of_all_ranks(found, parameters, whole_group(ranks))
+        return [None if x is None else x.to(p.dtype) for x, p in zip(found, parameters, strict=True)]
+
+
+def _of_all_ranks(
+    found: Sequence[Tensor | None], parameters: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> list[Tensor | None]:
+    """The sums over the ranks; a parameter has a gradient where it has one on any of them."""
+    if not found:
+        return []
+    has = torch.tensor([x is not None for x in found], dtype=torch.uint8, device=parameters[0].device)
+    given = all_reduced(has, group, MAX).tolist()
+    result: list[Tensor | None] = []
+    for own, parameter, is_given in zip(found, parameters, given, strict=True):
+        if own is None and is_given:
+            kind = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+            own = torch.zeros_like(parameter, dtype=kind)
+        result.append(own)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for x in result:
+        if x is not None:
+            by_kind.setdefault((x.dtype, x.device), []).append(x)
+    for alike in by_kind.values():
+        for bucket in _buckets(alike):
+            flat = all_reduced(torch.cat([x.reshape(-1) for x in bucket]), group)
+            for x, total in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+                x.copy_(total.view(x.shape))
+    return result
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors in a row that are summed by one message."""
+    bucket: list[Tensor] = []
+    for x in tensors:
+        bucket.append(x)
+        if sum(each.nbytes for each in bucket) >= BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 class _Thread(threading.local):

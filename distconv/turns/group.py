@@ -1,8 +1,8 @@
-"""A process group whose members are the parts: torch.distributed's collectives within this process."""
+"""A process group whose members are the parts, of this process and of other ranks: torch.distributed's collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,36 +12,104 @@ from torch import Tensor
 from distconv.turns import collectives
 from distconv.turns.baton import Baton, Disagreement
 from distconv.turns.collectives import Given
-from distconv.turns.rounds import Collective, CommonRound, Round, RowsRound
+from distconv.turns.mail import Letter, Mail, State
+from distconv.turns.rounds import Collective, CommonRound, Elsewhere, Round, RowsRound
 
 BACKEND = "in_turn"
 
 
+Key = tuple[tuple[int, ...], int]
+"""What the members of a group know it by: all of them, and how many groups of the same were made before."""
+
+
 class Meetings:
-    """Where the parts meet: the baton, and the collectives of every group that not all members have come to."""
+    """Where the parts meet: the baton, and the collectives of every group that not all members have come to.
 
-    def __init__(self) -> None:
+    ``mail``: to the parts of other ranks. None: there are none, or they are imagined.
+    """
+
+    def __init__(self, mail: Mail | None = None) -> None:
         self.baton: Baton | None = None
+        self.mail = mail
         self.moved = 0
-        """Bytes that members got in collectives, beside what was their own."""
-        self._rounds: dict[tuple[object, int], Round] = {}
+        """Bytes that members here got in collectives, beside what was their own."""
+        self.sent = 0
+        """Bytes that they sent to other ranks."""
+        self._rounds: dict[tuple[Key, int], Round] = {}
+        self._early: dict[tuple[Key, int], list[Letter]] = {}
+        """Letters to members that have not come."""
 
-    def bring(self, group: object, number: int, round: Round, at: int, given: Given) -> Round:
+    def bring(self, group: Key, number: int, round: Round, at: int, given: Given) -> Round:
         """A member has come to the collective of a number in its group; ``round`` is begun if it is the first one."""
-        found = self._rounds.setdefault((group, number), round)
+        key = group, number
+        found = self._rounds.setdefault(key, round)
         if found.name != round.name:
             raise Disagreement(
                 f"the parts are in unlike collectives: {found.name}, and part {at} of the group {round.name}"
             )
         with torch.inference_mode():
+            for letter in self._early.pop(key, ()):
+                _receive(found, letter)
             self.moved += found.bring(at, given)
-        if not found.missing:
-            del self._rounds[group, number]
+        if found.is_complete():
+            del self._rounds[key]
         return found
+
+    def send(
+        self, group: Key, number: int, name: str, to: int, members: tuple[int, int], given: Sequence[Tensor]
+    ) -> None:
+        """What a member has brought goes to a rank, for one member there or for all (-1)."""
+        self.sent += sum(x.nbytes for x in given)
+        if self.mail is not None:
+            self.mail.send(to, [group[0], group[1], number, name, *members], given)
+
+    def exchange(self, waits: bool, failure: BaseException | None) -> tuple[bool, BaseException | None]:
+        """No part here can go on: mail comes from other ranks. Collective over the ranks.
+
+        Args:
+            waits: whether some parts here have not ended.
+            failure: what one of them has raised.
+
+        Returns:
+            Whether this was the last exchange, and what all parts are to end with.
+        """
+        assert self.mail is not None
+        state = State.FAILED if failure is not None else State.WAITING if waits else State.ENDED
+        delivery = self.mail.exchange(state, failure)
+        if delivery.failure is not None or delivery.have_ended:
+            return True, delivery.failure
+        if delivery.is_silent:
+            return True, Disagreement("the parts of all ranks wait for each other in unlike collectives")
+        try:
+            for letter in delivery.letters:
+                self._deliver(letter)
+        except (Disagreement, ValueError) as error:
+            return False, error
+        return False, None
+
+    def _deliver(self, letter: Letter) -> None:
+        ranks, made, number, *_ = letter.about
+        key = (tuple(ranks), made), number
+        if key not in self._rounds:
+            self._early.setdefault(key, []).append(letter)
+            return
+        _receive(self._rounds[key], letter)
+        if self._rounds[key].is_complete():
+            del self._rounds[key]
 
     def forget(self) -> None:
         """After a failure: nobody comes to what had begun."""
         self._rounds.clear()
+        self._early.clear()
+        if self.mail is not None:
+            self.mail.clear()
+
+
+def _receive(round: Round, letter: Letter) -> None:
+    *_, name, at, to = letter.about
+    if name != round.name:
+        raise Disagreement(f"the parts are in unlike collectives: {round.name}, and on another rank {name}")
+    round.receive(at, to, letter.tensors)
 
 
 class TurnWork(dist.Work):
@@ -82,12 +150,16 @@ _ProcessGroup: Any = dist.ProcessGroup  # its overloads are for callers
 
 
 class TurnGroup(_ProcessGroup):  # type: ignore[misc]
-    """Collectives of some parts. ``key`` is the same for all members; ``part``: this one among all parts."""
+    """Collectives of some parts. ``key`` is the same for all members; ``part``: this one among those of its rank;
+    ``far``: by member elsewhere, its rank.
+    """
 
-    def __init__(self, rank: int, size: int, name: str, meetings: Meetings, key: object, part: int) -> None:
+    def __init__(
+        self, rank: int, size: int, name: str, meetings: Meetings, key: Key, part: int, far: Mapping[int, int]
+    ) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, name
-        self._meetings, self._key, self._part = meetings, key, part
+        self._meetings, self._key, self._part, self._far = meetings, key, part, far
         self._number = 0
 
     def size(self) -> int:
@@ -120,10 +192,19 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
             assert self._meetings.baton is not None
             self._meetings.baton.wait(self._part, lambda: self.is_served(round), round.name)
         with torch.inference_mode():
-            round.leave(self._rank)
+            self._meetings.moved += round.leave(self._rank)
 
     def _bring(self, collective: Collective, given: Given) -> TurnWork:
-        return self._come(CommonRound(collective, self._size), given)
+        name = collective.__name__
+        return self._come(CommonRound(collective, self._size, self._elsewhere(name)), given)
+
+    def _elsewhere(self, name: str) -> Elsewhere:
+        number = self._number
+
+        def send(rank: int, at: int, to: int, tensors: Sequence[Tensor]) -> None:
+            self._meetings.send(self._key, number, name, rank, (at, to), tensors)
+
+        return Elsewhere(self._far, send, self._meetings.mail is None)
 
     def _come(self, round: Round, given: Given) -> TurnWork:
         number, self._number = self._number, self._number + 1
@@ -140,7 +221,8 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         return self._bring(collectives.reduce, Given(tensors, (), (opts.reduceOp, opts.rootRank)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._bring(collectives.broadcast, Given((), tensors, (opts or dist.BroadcastOptions()).rootRank))
+        root = (opts or dist.BroadcastOptions()).rootRank
+        return self._bring(collectives.broadcast, Given(tensors if root == self._rank else (), tensors, root))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         (parts,) = outputs
@@ -178,7 +260,9 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
             list(sizes) if sizes else [tensor.shape[0] // self._size] * self._size
             for tensor, sizes in ((source, input_split_sizes), (output, output_split_sizes))
         )
-        return self._come(RowsRound(self._size), Given([source], [output], (sent, received)))
+        return self._come(
+            RowsRound(self._size, self._elsewhere(RowsRound.name)), Given([source], [output], (sent, received))
+        )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         return self._bring(collectives.all_to_all, Given(inputs, outputs))

@@ -1,4 +1,7 @@
-"""The parts of a partition: a thread for each, with its own mesh, that computes when the baton comes."""
+"""The parts of a partition: a thread for each, with its own mesh, that computes when the baton comes.
+
+In a job of ranks, each rank has its own parts, and all parts of all ranks are members of one mesh.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv import settings
 from distconv.model.gradients import kinds
 from distconv.model.parallelize import enable
-from distconv.settings.partition import AXES, Kind, Partition
+from distconv.model.parameters import partition_of
+from distconv.settings.partition import Partition
+from distconv.settings.parts import numbers, together
 from distconv.tensors.mesh import adopt
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
 from distconv.turns.group import Meetings
 from distconv.turns.heap import Heap, share_one_arena
+from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.world import Part, enter, groups_of_parts
 
 T = TypeVar("T")
 
 _numbers = itertools.count(1)
-
-ACCEPTED = ", ".join(axis.name for axis in AXES.values() if axis.kind is not Kind.CHANNELS)
 
 
 class State(Protocol):
@@ -41,14 +45,32 @@ class State(Protocol):
 
 
 class Parts:
-    """Made by `parts_of`, once for each partition and kind of device."""
+    """Made by `parts_of`, once for each partition and kind of device.
 
-    def __init__(self, partition: Partition, device_type: str) -> None:
-        self.partition, self.device_type, self.count = partition, device_type, partition.ranks
+    Attributes:
+        count: of the parts of this process.
+        ranks: the mesh of the ranks of a job that have as many each; None: there is this process alone.
+        mail: what these ranks send each other by.
+        meshes: that of each part here, the same parts in all of them.
+
+    ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed.
+    """
+
+    def __init__(
+        self, partition: Partition, device_type: str, ranks: DeviceMesh | None, imagined: Partition | None
+    ) -> None:
+        self.partition, self.device_type, self.count, self.ranks = partition, device_type, partition.ranks, ranks
         self.meshes: list[DeviceMesh] = []
-        self._meetings = Meetings()
-        self._members = [Part(number, self.count, self._meetings) for number in range(self.count)]
-        self._baton = self._meetings.baton = Baton(self.count, self._arrive, self._leave)
+        self.mail = None if ranks is None else Mail(ranks)
+        self._outer = (imagined or Partition(())) if ranks is None else partition_of(ranks)
+        self._meetings = Meetings(self.mail)
+        first = 0 if self.mail is None else self.mail.rank * self.count
+        self._members = [
+            Part(first + number, self._outer.ranks * self.count, self._meetings, (first, self.count))
+            for number in range(self.count)
+        ]
+        outside = None if self.mail is None else self._meetings.exchange
+        self._baton = self._meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
         self._states: Sequence[State] = ()
         self._work: Callable[[int], Any] = self._enter
         self._results: list[Any] = []
@@ -62,8 +84,10 @@ class Parts:
     def run(
         self, work: Callable[[int], T], states: Sequence[State] = (), surroundings: Surroundings | None = None
     ) -> list[T]:
-        """What every part gives, when its number is given to ``work`` in its thread. Raises what the first one raises
-        that fails; by then all have ended. ``surroundings``: of the caller, by default now.
+        """What every part here gives, when its number is given to ``work`` in its thread. Raises what the first one
+        raises that fails; by then all have ended, also on other ranks, which raise the same. Collective over the ranks.
+
+        ``surroundings``: of the caller, by default now.
         """
         surroundings = surroundings or Surroundings.now(self.device_type)
 
@@ -89,6 +113,11 @@ class Parts:
         """The bytes that parts have got from each other so far."""
         return self._meetings.moved
 
+    @property
+    def sent(self) -> int:
+        """The bytes that they have sent to parts of other ranks in calls, besides gradients and results."""
+        return self._meetings.sent
+
     def _serve(self, number: int) -> None:
         """What a thread does: a part's work, whenever the baton comes for the first time in a run."""
         while True:
@@ -106,8 +135,9 @@ class Parts:
         if self.device_type == "cuda":
             torch.cuda.init()  # else a mesh would choose the device, another one for every part
         enter(self._members[number])
-        ranks = torch.arange(self.count, device="cpu").view(self.partition.sizes)
-        mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=self.partition.names)
+        partition = together(self._outer, self.partition)
+        members = torch.tensor(numbers(self._outer, self.partition), device="cpu").view(partition.sizes)
+        mesh = DeviceMesh(self.device_type, members, mesh_dim_names=partition.names)
         # Plans are kept by their meshes, which otherwise are equal on all ranks.
         mesh._thread_id = next(_numbers)
         vars(mesh).pop("_hash", None)  # which it keeps
@@ -125,25 +155,15 @@ class Parts:
         self._heap.tidy()
 
 
-_parts: dict[tuple[int, Partition, str], Parts] = {}
+_parts: dict[tuple[object, ...], Parts] = {}
 """By the process, too: a process that is forked off has none of the threads."""
 
 
-def read(text: str | Partition) -> Partition:
-    """The partition of parts in turn. ValueError, one line, where one process cannot compute them in turn."""
-    partition = text if isinstance(text, Partition) else Partition.parse(text)
-    unknown = [name for name in partition.names if AXES[name].kind is Kind.CHANNELS]
-    if unknown:
-        raise ValueError(
-            f"parts {str(partition)!r}: the axis {unknown[0]!r} would cut parameters, which parts in turn share;"
-            f" accepted: axis=parts,... with axes {ACCEPTED}"
-        )
-    return partition
-
-
-def parts_of(partition: Partition, device_type: str) -> Parts:
-    """Those of a partition, in this process."""
-    key = os.getpid(), partition, device_type
+def parts_of(
+    partition: Partition, device_type: str, ranks: DeviceMesh | None = None, imagined: Partition | None = None
+) -> Parts:
+    """Those of a partition, in this process, and in every rank of a mesh; collective over these."""
+    key = os.getpid(), partition, device_type, ranks, imagined
     if key not in _parts:
-        _parts[key] = Parts(partition, device_type)
+        _parts[key] = Parts(partition, device_type, ranks, imagined)
     return _parts[key]

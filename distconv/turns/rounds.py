@@ -1,56 +1,103 @@
-"""Rounds: a collective each, from the first member that comes to it to the last."""
+"""Rounds: a collective each, from the first member that comes to it to the last.
+
+Some members may be parts of other ranks. What these bring comes by mail, and what members here bring is sent to them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from distconv.turns import collectives
 from distconv.turns.collectives import Given
 
-Collective = Callable[[Sequence[Given]], None]
+Collective = Callable[[Sequence[Given], Sequence[int]], None]
+
+
+class Elsewhere(NamedTuple):
+    """The members of a group that are parts of other ranks.
+
+    Attributes:
+        ranks: theirs, by member.
+        send: takes the rank that is to get some tensors, the member that has brought them, and the one that they are
+            for, -1 standing for all of that rank.
+        are_imagined: nothing comes from these members: only the shapes of what they bring are followed.
+    """
+
+    ranks: Mapping[int, int]
+    send: Callable[[int, int, int, Sequence[Tensor]], None]
+    are_imagined: bool = False
+
+
+HERE_ALONE = Elsewhere({}, lambda rank, at, to, tensors: None)
 
 
 class Round(Protocol):
-    """One collective of a group. ``name``: of the collective; ``missing``: how many members have not come."""
+    """One collective of a group. ``name``: of the collective."""
 
     name: str
-    missing: int
 
     def bring(self, at: int, given: Given) -> int:
         """A member has come. Returns the bytes that members have got from others by that."""
 
+    def receive(self, at: int, to: int, tensors: Sequence[Tensor]) -> None:
+        """What a member elsewhere has brought for one here, or for all."""
+
     def serves(self, at: int) -> bool:
         """Whether a member that has come may go on."""
 
-    def leave(self, at: int) -> None:
-        """A member goes on, and may change what it has brought."""
+    def leave(self, at: int) -> int:
+        """A member goes on, and may change what it has brought. Returns the bytes that members have got by that."""
+
+    def is_complete(self) -> bool:
+        """Whether nobody is to come or to send any more."""
 
 
 class CommonRound:
-    """A collective that the last member that comes does for all."""
+    """A collective that is done at once for all members here, when all members have come."""
 
-    def __init__(self, collective: Collective, size: int) -> None:
-        self.name, self.missing = collective.__name__, size
-        self._collective = collective
-        self._given: list[Any] = [None] * size
+    def __init__(self, collective: Collective, size: int, elsewhere: Elsewhere = HERE_ALONE) -> None:
+        self.name = collective.__name__
+        self._collective, self._elsewhere = collective, elsewhere
+        self._here = [at for at in range(size) if at not in elsewhere.ranks]
+        self._given: dict[int, Given] = {}
+        self._far: dict[int, Sequence[Tensor]] = {}
+        self._is_done = False
 
     def bring(self, at: int, given: Given) -> int:
         self._given[at] = given
-        self.missing -= 1
-        if self.missing:
+        if len(self._given) < len(self._here):
             return 0
-        members, self._given = self._given, []
-        self._collective(members)
-        return sum(map(collectives.received, members))
+        for rank in sorted(set(self._elsewhere.ranks.values())):
+            for member in self._here:
+                self._elsewhere.send(rank, member, -1, self._given[member].inputs)
+        if self._elsewhere.are_imagined:
+            self._far = dict.fromkeys(self._elsewhere.ranks, given.inputs)
+        return self._do() if self.is_complete() else 0
+
+    def receive(self, at: int, to: int, tensors: Sequence[Tensor]) -> None:
+        self._far[at] = tensors
 
     def serves(self, at: int) -> bool:
-        return not self.missing
+        return self.is_complete()
 
-    def leave(self, at: int) -> None:
-        pass
+    def leave(self, at: int) -> int:
+        return 0 if self._is_done else self._do()
+
+    def is_complete(self) -> bool:
+        return self._is_done or (len(self._given) == len(self._here) and len(self._far) == len(self._elsewhere.ranks))
+
+    def _do(self) -> int:
+        """Done by a member here: its thread sees to what parts hold."""
+        options = self._given[self._here[0]].numbers
+        far = {at: Given(tensors, (), options) for at, tensors in self._far.items()}
+        self._collective([each for _, each in sorted({**self._given, **far}.items())], self._here)
+        moved = sum(map(collectives.received, self._given.values()))
+        self._is_done = True
+        self._given, self._far = {}, {}
+        return moved
 
 
 class RowsRound:
@@ -64,39 +111,67 @@ class RowsRound:
 
     name = "all_to_all_single"
 
-    def __init__(self, size: int) -> None:
-        self.missing = size
+    def __init__(self, size: int, elsewhere: Elsewhere = HERE_ALONE) -> None:
+        self._elsewhere = elsewhere
+        self._missing = size - len(elsewhere.ranks)
         self._sent: dict[int, dict[int, Tensor]] = {}
         """By member that has come, then by the one that gets them: rows that have not been given out."""
         self._lacking: dict[int, dict[int, Tensor]] = {}
         """By member that has come, then by the one that sends them: where rows belong that are not there."""
+        self._arrived: dict[int, dict[int, Tensor]] = {}
+        """By member here, then by the one elsewhere that has sent them: rows that are not in their place."""
         self._left: set[int] = set()
 
     def bring(self, at: int, given: Given) -> int:
         sent, received = given.numbers
-        self._sent[at], self._lacking[at] = _rows(given.inputs[0], sent), _rows(given.outputs[0], received)
-        self.missing -= 1
+        rows = _rows(given.inputs[0], sent)
+        for to in [to for to in rows if to in self._elsewhere.ranks]:
+            self._elsewhere.send(self._elsewhere.ranks[to], at, to, [rows.pop(to)])
+        self._sent[at], self._lacking[at] = rows, _rows(given.outputs[0], received)
+        self._missing -= 1
+        if self._elsewhere.are_imagined:
+            self._arrived[at] = {of: x for of, x in self._lacking[at].items() if of in self._elsewhere.ranks}
+        for source, arrived in self._arrived.get(at, {}).items():
+            _agree(at, self._lacking[at].get(source), arrived)
         self._give(at, at)
         return sum(self._give(at, other) + self._give(other, at) for other in self._sent if other != at)
 
-    def serves(self, at: int) -> bool:
-        return not self._lacking[at]
+    def receive(self, at: int, to: int, tensors: Sequence[Tensor]) -> None:
+        (rows,) = tensors
+        if to in self._lacking:
+            _agree(to, self._lacking[to].get(at), rows)
+        self._arrived.setdefault(to, {})[at] = rows
 
-    def leave(self, at: int) -> None:
+    def serves(self, at: int) -> bool:
+        return self._lacking[at].keys() <= self._arrived.get(at, {}).keys()
+
+    def leave(self, at: int) -> int:
+        lacking, arrived = self._lacking[at], self._arrived.pop(at, {})
+        for source, rows in arrived.items():
+            lacking.pop(source).copy_(rows)
         if at not in self._left:
             self._left.add(at)
             self._sent[at] = {to: rows.clone() for to, rows in self._sent[at].items()}
+        return sum(rows.nbytes for rows in arrived.values())
+
+    def is_complete(self) -> bool:
+        return not self._missing and all(map(self.serves, self._lacking))
 
     def _give(self, source: int, to: int) -> int:
         """The bytes that one member that has come gives to another."""
         rows, place = self._sent[source].pop(to, None), self._lacking[to].pop(source, None)
-        counts = [0 if x is None else x.shape[0] for x in (rows, place)]
-        if counts[0] != counts[1]:
-            raise ValueError(f"all_to_all_single: member {to} expects {counts[1]} rows, and gets {counts[0]}")
+        _agree(to, place, rows)
         if rows is None or place is None:
             return 0
         place.copy_(rows)
         return rows.nbytes
+
+
+def _agree(to: int, place: Tensor | None, rows: Tensor | None) -> None:
+    """ValueError where a member has room for another number of rows than it gets."""
+    expected, got = (0 if x is None else x.shape[0] for x in (place, rows))
+    if expected != got:
+        raise ValueError(f"all_to_all_single: member {to} expects {expected} rows, and gets {got}")
 
 
 def _rows(x: Tensor, counts: Sequence[int]) -> dict[int, Tensor]:

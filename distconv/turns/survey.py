@@ -41,14 +41,15 @@ class Survey:
         calls: those that were followed.
     """
 
-    def __init__(self, memory: int | None, tell: Callable[[Call], None]) -> None:
+    def __init__(self, memory: int | None, tell: Callable[[Call], None], ranks: Partition | None = None) -> None:
         """
         Args:
             memory: the limit of the parts' tensors, in bytes.
             tell: is given each call once it was followed, before it is computed.
+            ranks: the first of these is followed, all having such parts; None: there is one process.
         """
         self.calls: list[Call] = []
-        self._memory, self._tell = memory, tell
+        self._memory, self._tell, self._ranks = memory, tell, ranks
         self._known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
     def follow(self, module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
@@ -61,7 +62,7 @@ class Survey:
         known.add(kind)
         with followed_as(trained):
             alone = follow(module, args, kwargs, None, backward=trained)
-            parts = follow(module, args, kwargs, partition, self._memory, backward=trained)
+            parts = follow(module, args, kwargs, partition, self._memory, trained, self._ranks)
         shapes = tuple(tuple(x.shape) for x in inputs)
         self.calls.append(Call(type(module).__name__, shapes, str(partition), parts, alone))
         self._tell(self.calls[-1])

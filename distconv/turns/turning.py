@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,20 +11,22 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from distconv.agreement.ledger import finish
 from distconv.direct.paths import is_open
-from distconv.model.calls import elsewhere
+from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
 from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings.partition import Partition
+from distconv.settings.parts import read, read_memory
 from distconv.turns.automatic import AUTO, chosen
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
-from distconv.turns.parts import parts_of, read
+from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
-from mucudnn.sizes import parse_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,8 +44,8 @@ _turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary(
 Before = Callable[[nn.Module, Any, Any, Partition], None]
 """What is told of a call before it is computed: the module, its arguments, and the parts."""
 
-_script: list[tuple[Way, Before | None]] = []
-"""How the script that is run computes, if one is, and what is told of its calls first."""
+_script: list[tuple[Way, Before | None, DeviceMesh | None]] = []
+"""How the script that is run computes, if one is, what is told of its calls first, and the ranks that all run it."""
 
 
 def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
@@ -71,7 +72,10 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
     """
     way = read_way(parts, memory)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        raise RuntimeError("distconv.in_turn in a job of several ranks; accepted: one process, or distconv.parallelize")
+        raise RuntimeError(
+            "distconv.in_turn in a job of several ranks; accepted: one process, distconv.parallelize, or"
+            " distconv run --partition ... --parts ..., where each rank has its parts"
+        )
     for module in original(model).modules():
         _turning[module] = way
         turn_methods(type(module), _OF_METHODS)
@@ -91,36 +95,30 @@ def read_way(parts: str, memory: str | float | None) -> Way:
     return None, limit
 
 
-def read_memory(memory: str | float | None) -> int | None:
-    """Bytes. ValueError, one line, for anything else."""
-    if memory is None:
-        return None
-    try:
-        limit = parse_bytes(memory)
-    except ValueError:
-        raise ValueError(f"memory {memory!r}: accepted: bytes, such as 8GiB or 500MB") from None
-    return None if limit == math.inf else int(limit)
-
-
 @contextmanager
-def script_in_turn(way: Way, before: Before | None = None) -> Iterator[None]:
+def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | None = None) -> Iterator[None]:
     """Within it every model runs in turn whose inputs can be cut.
 
-    ``before``: is called before each such call.
+    ``before``: is called before each such call. ``ranks``: the mesh of all ranks of a job, which run the same script
+    and have as many parts each; every rank must call this.
     """
-    _take(way[0])
-    _script.append((way, before))
+    _take(way[0], ranks)
+    _script.append((way, before, ranks))
     try:
         with methods_of_new_modules(_OF_METHODS):
             yield
+        if ranks is not None:
+            finish(ranks)
     finally:
         _script.pop()
 
 
-def _take(partition: Partition | None) -> None:
+def _take(partition: Partition | None, ranks: DeviceMesh | None = None) -> None:
     """From now on calls of modules are looked at."""
     partition = partition or _ANY
-    if partition.ranks > 1:
+    if ranks is not None:
+        parts_of(partition, ranks.device_type, ranks)
+    elif partition.ranks > 1:
         parts_of(partition, "cpu")
     if _called not in elsewhere:
         elsewhere.append(_called)
@@ -128,8 +126,11 @@ def _take(partition: Partition | None) -> None:
 
 def _way(module: nn.Module) -> Way | None:
     """How calls of a module run in turn; None, where they do not."""
-    way = None if is_part() else _turning.get(module) or (_script[-1][0] if _script else None)
-    return None if way is None or (way[0] is not None and way[0].ranks == 1) else way
+    if is_part():
+        return None
+    of_script, _, ranks = _script[-1] if _script else (None, None, None)
+    way = _turning.get(module) or of_script
+    return None if way is None or (way[0] is not None and way[0].ranks == 1 and ranks is None) else way
 
 
 def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -145,6 +146,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if is_for_whole(module, leaves):
         return NotImplemented
     partition, memory = way
+    _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None:
         assert memory is not None
         # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
@@ -153,7 +155,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
                 partition = chosen(module, args, kwargs, leaves, memory)
         if partition is None:
             return run_whole(nn.Module.__call__, module, args, kwargs)
-    parts = parts_of(partition, first.device.type)
+    parts = parts_of(partition, first.device.type, ranks)
     try:
         if not is_cut(parts, leaves):
             return NotImplemented
@@ -162,10 +164,11 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             raise
         _tell_whole(module, str(error))
         return NotImplemented
-    before = _script[-1][1] if _script else None
     if before is not None:
         with script_in_turn(_NOT_IN_TURN):
             before(module, args, kwargs, partition)
+    if ranks is not None:
+        note_call(module, ranks, args, kwargs)
     return call_in_turn(parts, memory, module, args, kwargs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,22 @@ from distconv.direct.activation import Activation
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.tensors.memory_format import memory_format
 from distconv.transfer.redistribution import relaid
+from distconv.turns.mail import Mail, State
 
 
 class Wholes:
     """Those of one run. Every part makes the same ones in the same order; they are filled when all have ended."""
 
     def __init__(self, parts: int, zero: bool = False) -> None:
-        self.made: dict[Hashable, Tensor] = {}
-        self.parts: list[dict[Hashable, DTensor]] = [{} for _ in range(parts)]
+        self.made: dict[int, Tensor] = {}
+        self.parts: list[dict[int, DTensor]] = [{} for _ in range(parts)]
         """By part: what it has of each through which gradients flow."""
         self._next = [0] * parts
         self._zero = zero
+        self._written: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+        """The keys and boxes that parts here have written."""
 
-    def of(self, part: int, x: Any, key: Hashable = None) -> Tensor:
+    def of(self, part: int, x: Any, key: int | None = None) -> Tensor:
         """The whole of what is a DTensor to the parts. Collective where it is a sum.
 
         ``key``: which one it is, where not all parts make the same.
@@ -54,5 +57,24 @@ class Wholes:
             coordinate = mesh.get_coordinate() or ()
             if all(placement.is_shard() or not at for placement, at in zip(placements, coordinate, strict=True)):
                 box = local_box(mesh, placements, x.shape)
-                whole[tuple(slice(*interval) for interval in box)].copy_(local)
+                whole[_slices(box)].copy_(local)
+                self._written.append((key, tuple(box)))
         return whole
+
+    def share(self, mail: Mail) -> None:
+        """All ranks get what parts of other ranks have written. Collective over the ranks."""
+        with torch.no_grad():
+            for key, box in self._written:
+                whole = self.made[key]
+                for rank in range(mail.ranks):
+                    if rank != mail.rank:
+                        mail.send(rank, [key, box, whole.shape], [whole[_slices(box)]])
+            self._written.clear()
+            for (key, box, shape), (part,) in mail.exchange(State.ENDED).letters:
+                if key not in self.made:  # only parts of other ranks have something of it
+                    self.made[key] = part.new_zeros(shape)
+                self.made[key][_slices(box)].copy_(part)
+
+
+def _slices(box: Iterable[Sequence[int]]) -> tuple[slice, ...]:
+    return tuple(slice(*interval) for interval in box)

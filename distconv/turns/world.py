@@ -27,17 +27,24 @@ thread = _Thread()
 
 
 class Part:
-    """A part in its thread: its number, what it meets the others at, and its groups."""
+    """A part in its thread: its number among ``parts`` of all ranks, what it meets the others at, and its groups.
 
-    def __init__(self, number: int, parts: int, meetings: Meetings) -> None:
+    ``here``: the first part of this rank, and how many it has.
+    """
+
+    def __init__(self, number: int, parts: int, meetings: Meetings, here: tuple[int, int]) -> None:
         self.number, self.parts, self.meetings = number, parts, meetings
+        self._first, self._own = here
         self.groups: list[TurnGroup] = []
         self._made: dict[tuple[int, ...], int] = {}
 
     def group(self, rank: int, ranks: tuple[int, ...], name: str) -> TurnGroup:
         """A new group. Its members know it by who they are, and how many groups of the same they have made."""
         made = self._made[ranks] = self._made.get(ranks, 0) + 1
-        self.groups.append(TurnGroup(rank, len(ranks), name, self.meetings, (ranks, made), self.number))
+        here = range(self._first, self._first + self._own)
+        far = {at: part // self._own for at, part in enumerate(ranks) if part not in here}
+        part = self.number - self._first
+        self.groups.append(TurnGroup(rank, len(ranks), name, self.meetings, (ranks, made), part, far))
         return self.groups[-1]
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from distconv.settings.partition import Partition, nested_ownership, ownership
+from distconv.settings.parts import numbers, together
 from distconv.tensors.mesh import _placements
 
 
@@ -87,3 +88,19 @@ def test_nested_ownership_is_that_of_chunks_of_chunks(extent: int, sizes: list[i
 def _padded(piece: torch.Tensor, size: int) -> list[torch.Tensor]:
     chunks = list(piece.chunk(size)) if len(piece) else []
     return chunks + [piece[:0]] * (size - len(chunks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parts", "both", "order"),
+    [
+        ("height=2", "height=3", "height=6", [0, 1, 2, 3, 4, 5]),
+        ("sample=2", "height=3", "sample=2,height=3", [0, 1, 2, 3, 4, 5]),
+        ("height=2", "sample=2", "height=2,sample=2", [0, 1, 2, 3]),
+        ("height=2", "width=2,height=2", "height=4,width=2", [0, 2, 1, 3, 4, 6, 5, 7]),
+        ("sample=2,height=2", "height=2", "sample=2,height=4", [0, 1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_parts_of_ranks_lie_side_by_side(ranks: str, parts: str, both: str, order: list[int]) -> None:
+    outer, inner = Partition.parse(ranks), Partition.parse(parts)
+    assert str(together(outer, inner)) == both
+    assert numbers(outer, inner) == order

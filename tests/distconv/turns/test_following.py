@@ -142,10 +142,28 @@ def test_a_script_that_fails_or_has_nothing_to_cut(tmp_path: Path) -> None:
     assert checked(tmp_path / "absent.py").returncode == 2
 
 
+def test_the_first_of_several_ranks_is_followed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = ["unet3d", "--input", "1,1,32,32,32", "--json", "--inference"]
+    found = []
+    for options in (["--partition", "depth=2", "--parts", "depth=2"], ["--parts", "depth=4"]):
+        assert main_of([*network, *options], monkeypatch) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    halves, alone = found
+    assert halves["parts"] == "depth=2" and halves["ranks"] == "depth=2" and alone["ranks"] is None
+    # The first two of four parts, of which the second one has a neighbour on the other rank.
+    assert halves["operations"] == alone["operations"] / 2
+    assert 0 < halves["sent"] < halves["exchanged"] < alone["exchanged"] and not alone["sent"]
+    assert halves["peak"] - halves["whole"] < 0.7 * (alone["peak"] - alone["whole"])
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--partition", "depth=4"], "--parts with --partition"),
+        (["--partition", "filter=4"], "'filter' would cut parameters"),
+        (["--partition", "auto"], "accepted: both named"),
+        (["--strategy", "layers.toml"], "--parts with --channel-algorithm or --strategy"),
         (["--memory", "much"], "accepted: bytes"),
     ],
 )

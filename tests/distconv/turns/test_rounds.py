@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from distconv.turns.collectives import Given
-from distconv.turns.rounds import RowsRound
+from distconv.turns.collectives import Given, all_reduce
+from distconv.turns.rounds import CommonRound, Elsewhere, RowsRound
 
 MEMBERS = 4
 
@@ -46,9 +47,54 @@ def test_what_was_brought_may_be_changed_by_who_has_gone_on(order: tuple[int, ..
                 all_given[other].inputs[0].fill_(-2)
                 gone.add(other)
     assert gone == set(range(MEMBERS))
-    assert not one.missing
+    assert one.is_complete()
     for at, given in enumerate(all_given):
         assert given.outputs[0].equal(expected(at))
+
+
+def test_rows_of_members_elsewhere_come_and_go_by_mail() -> None:
+    sent: list[tuple[int, int, int, list[list[int]]]] = []
+    elsewhere = Elsewhere({0: 0, 3: 2}, lambda rank, at, to, tensors: sent.append((rank, at, to, tensors[0].tolist())))
+    all_given = [brought(at) for at in range(MEMBERS)]
+    one = RowsRound(MEMBERS, elsewhere)
+    one.receive(0, 1, [torch.tensor([[0, 1]])])
+    one.bring(1, all_given[1])
+    one.bring(2, all_given[2])
+    assert sent == [(0, 1, 0, [[1, 0]]), (2, 2, 3, [[2, 3]])]
+    assert one.serves(1) and not one.serves(2) and not one.is_complete()
+    one.receive(3, 2, [torch.tensor([[3, 2]])])
+    assert one.is_complete()
+    for at in (1, 2):
+        one.leave(at)
+        assert all_given[at].outputs[0].equal(expected(at))
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_members_elsewhere_that_disagree_on_rows_are_told(early: bool) -> None:
+    one = RowsRound(2, Elsewhere({1: 1}, lambda rank, at, to, tensors: None))
+    acts = [
+        lambda: one.receive(1, 0, [torch.zeros(2, 1)]),
+        lambda: one.bring(0, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [0, 1]))),
+    ]
+    first, second = acts if early else acts[::-1]
+    first()
+    with pytest.raises(ValueError, match="member 0 expects 1 rows, and gets 2"):
+        second()
+
+
+def test_a_sum_with_members_elsewhere_is_done_when_all_have_sent() -> None:
+    sent: list[tuple[int, int, int]] = []
+    one = CommonRound(all_reduce, 4, Elsewhere({2: 1, 3: 1}, lambda rank, at, to, tensors: sent.append((rank, at, to))))
+    own = [torch.full((2,), float(at + 1)) for at in range(2)]
+    for at, x in enumerate(own):
+        one.bring(at, Given([x], (), dist.ReduceOp.SUM))
+    assert sent == [(1, 0, -1), (1, 1, -1)]
+    one.receive(2, -1, [torch.full((2,), 10.0)])
+    assert not one.serves(0)
+    one.receive(3, -1, [torch.full((2,), 20.0)])
+    assert one.serves(0)
+    one.leave(1)
+    assert all(x.tolist() == [33.0, 33.0] for x in own)
 
 
 def test_members_that_disagree_on_rows_are_told() -> None:

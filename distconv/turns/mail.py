@@ -1,0 +1,163 @@
+"""Mail: what the parts of one rank send to those of other ranks. It is exchanged when no part of any rank can go on.
+
+Every exchange is two collectives of all ranks, so the order in which parts of different ranks come to theirs does not
+matter, and the same parts get the same letters in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
+
+from distconv.tensors.mesh import whole_group
+from distconv.transfer.all_to_all import AllToAll
+from distconv.transfer.gathering import all_gathered
+
+ALIGNED = 16
+"""Tensors begin at multiples of so many bytes."""
+
+
+class State(IntEnum):
+    """What the parts of a rank do at an exchange: all have ended, some wait for others, or one has failed."""
+
+    ENDED, WAITING, FAILED = range(3)
+
+
+class Letter(NamedTuple):
+    """Tensors, and what they are: numbers, words, and lists of these."""
+
+    about: list[Any]
+    tensors: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a rank gets in an exchange.
+
+    Attributes:
+        letters: those to this rank, in the order of the ranks that send them.
+        have_ended: whether the parts of all ranks have.
+        is_silent: whether no rank has sent anything.
+        failure: what the first rank that failed has raised.
+    """
+
+    letters: list[Letter]
+    have_ended: bool
+    is_silent: bool
+    failure: BaseException | None
+
+
+class Mail:
+    """That of this rank. ``mesh``: of all ranks of the job."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.ranks, self.rank = mesh.size(), dist.get_rank()
+        self._group = whole_group(mesh)
+        self._device = torch.device("cpu" if mesh.device_type == "cpu" else torch.cuda.current_device())
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing that was to be sent is."""
+        self._letters: list[list[Letter]] = [[] for _ in range(self.ranks)]
+
+    def send(self, to: int, about: list[Any], tensors: Sequence[Tensor]) -> None:
+        """Another rank gets copies of some tensors in the next exchange."""
+        copies = []
+        for x in tensors:
+            with _disable_current_modes():  # else the copy could leave the device before it is sent
+                copy = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+            copies.append(copy.copy_(x))
+        self._letters[to].append(Letter(about, copies))
+
+    def exchange(self, state: State, failure: BaseException | None = None) -> Delivery:
+        """Collective over the ranks: all send what they have for each other."""
+        with torch.inference_mode(), _disable_current_modes():
+            told = None if failure is None else _told(failure)
+            texts = [_text(letters, told) for letters in self._letters]
+            pieces = [_pieces(text, letters, self._device) for text, letters in zip(texts, self._letters, strict=True)]
+            self.clear()
+            sizes = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
+            row = torch.tensor([state, *map(len, texts), *sizes], device=self._device)
+            rows = all_gathered(row, self.ranks, self._group).view(self.ranks, -1).tolist()
+            is_silent = not any(any(row[1:]) for row in rows)
+            received = [row[1 + self.ranks + self.rank] for row in rows]
+            output = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
+            if not is_silent:
+                flat = torch.cat(list(itertools.chain.from_iterable(pieces)))
+                del pieces
+                output = AllToAll(output, flat, received, sizes, self._group).wait()
+            letters, failures = [], {}
+            for rank, body in enumerate(output.split(received)):
+                found, told = _read(body, rows[rank][1 + self.rank])
+                letters += found
+                if told is not None:
+                    failures[rank] = told
+        return Delivery(letters, all(row[0] == State.ENDED for row in rows), is_silent, self._first(failures, failure))
+
+    def _first(self, failures: dict[int, list[Any]], own: BaseException | None) -> BaseException | None:
+        """What the first rank that failed has raised: here as it was, or else one alike."""
+        if not failures:
+            return None
+        first = min(failures)
+        module, name, args, text = failures[first]
+        if own is not None and (first == self.rank or failures.get(self.rank) == failures[first]):
+            return own
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            with contextlib.suppress(TypeError):  # it may take other arguments
+                return kind(*args)
+        return RuntimeError(f"rank {first} failed with {name}: {text}")
+
+
+def _told(error: BaseException) -> list[Any]:
+    """What other ranks are told of an error: its class, its arguments, and its text."""
+    args = [arg if isinstance(arg, str | int | float) else str(arg) for arg in error.args]
+    return [type(error).__module__, type(error).__qualname__, args, str(error)]
+
+
+def _text(letters: Sequence[Letter], failure: list[Any] | None) -> bytes:
+    """What a rank says of its letters to another one; empty where there is nothing to say."""
+    if not letters and failure is None:
+        return b""
+    kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in letter.tensors] for letter in letters]
+    text = json.dumps([[[letter.about for letter in letters], kinds], failure]).encode()
+    return text + b" " * (-len(text) % ALIGNED)
+
+
+def _pieces(text: bytes, letters: Sequence[Letter], device: torch.device) -> list[Tensor]:
+    """The bytes of a text and of the tensors behind it, each from a place on that suits all types."""
+    said = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+    pieces = [said.to(device)]
+    for x in (x for letter in letters for x in letter.tensors if x.numel()):
+        pieces += [x.reshape(-1).view(torch.uint8).to(device), said.new_zeros(-x.nbytes % ALIGNED, device=device)]
+    return pieces
+
+
+def _read(body: Tensor, said: int) -> tuple[list[Letter], list[Any] | None]:
+    """The letters of which a rank sends the bytes, the first of them being what it says; and why it failed."""
+    if not said:
+        return [], None
+    (abouts, kinds), failure = json.loads(body[:said].cpu().numpy().tobytes())
+    letters = []
+    for about, of_letter in zip(abouts, kinds, strict=True):
+        tensors = []
+        for name, shape in of_letter:
+            dtype = getattr(torch, name)
+            size = math.prod(shape) * dtype.itemsize
+            tensors.append(body[said : said + size].view(dtype).view(shape))
+            said += size + -size % ALIGNED
+        letters.append(Letter(about, tensors))
+    return letters, failure
