@@ -15,7 +15,7 @@ _OF_RANKS = (
 )
 """The options that are about several ranks."""
 
-_ACCEPTED = ("random",)
+_ACCEPTED = ("random", "halo")
 
 
 def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:

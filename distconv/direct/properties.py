@@ -13,6 +13,7 @@ from distconv.direct.activation import Activation, activation
 from distconv.direct.border import fitting
 from distconv.direct.paths import path
 from distconv.tensors.dtensors import wrap
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 def _property(name: str) -> Any:
@@ -60,7 +61,7 @@ def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> A
     """Itself where it is contiguous."""
     if not x.is_fresh or not x.place.is_plain:
         return NotImplemented
-    root = x.local()
+    root = x.widest()
     return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
 
 
@@ -127,6 +128,13 @@ def _dtensor(x: Any) -> Any:
 def _watched(x: Activation) -> Tensor | None:
     """The root, where all uses of the activation are made of it."""
     found = x.dtensor
+    if x.cut_out and x.wide is not None:
+        if x.read_wide:
+            raise UnsupportedOperation(
+                "the gradient of a tensor that was read in a chain, with what ranks hold beyond their own; accepted: a"
+                " hook that is set before the tensor is read, or a job without --halo chain"
+            )
+        x.forget_wide()
     if x.share is not None or x.root is None or not x.place.is_plain:
         return None
     return x.root if found is None or (x.born_as_root and x.version == found._version) else None

@@ -1,0 +1,260 @@
+"""The chains of one outermost call of a model: its steps are noted, and halos are as wide as the last such call needs.
+
+The first call with inputs that lie so notes its steps, and every layer fetches its own halo. Later ones fetch as was
+chosen from these steps. A call that takes other steps fetches from there on what each layer needs, and the choice is
+made anew at its end; after a few of these, nothing is chosen any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.direct.activation import Activation, activation
+from distconv.direct.border import apply
+from distconv.direct.chains.choice import Prices, Step, choose
+from distconv.direct.chains.held import Held, Span, common, covers, of_own
+from distconv.direct.paths import running
+from distconv.direct.where import Where
+from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
+from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.needs import Piece
+from mucudnn.convolution.geometry import Window, length
+from mucudnn.recent import Recent
+
+MOST_CHOICES = 4
+"""How often the steps of calls that look alike may differ before nothing is chosen for them."""
+
+
+class Choice(NamedTuple):
+    """What was chosen for the calls of one kind.
+
+    Attributes:
+        steps: of the last call.
+        wants: as of `distconv.direct.chains.choice.choose`.
+        times: how often it was chosen.
+    """
+
+    steps: list[Step]
+    wants: list[tuple[Held, ...] | None]
+    times: int
+
+
+class Entered(NamedTuple):
+    """A step that begins.
+
+    Attributes:
+        tensors: what this rank holds of each operand: the same positions of all.
+        held: of the operands, by all ranks.
+        number: of the step.
+    """
+
+    tensors: list[Tensor]
+    held: Held
+    number: int
+
+
+class Chain:
+    """One call. ``most``: rows that a rank may hold beyond its own, on a side."""
+
+    def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
+        self.steps: list[Step] = []
+        self._choice = self._known = choice
+        self._prices, self._most = prices, most
+
+    def enter(
+        self,
+        operands: Sequence[Activation],
+        result: Where,
+        windows: tuple[Window, ...] | None = None,
+        fetches: bool = False,
+        operations: float = 0.0,
+    ) -> Entered | None:
+        """A step that makes what lies at ``result``; None where its dims of space are not spread as a chain needs.
+
+        ``windows``, ``fetches``, ``operations``: see `Step`. Collective where a halo is fetched.
+        """
+        spans = spans_of(result)
+        if not spans or any(len(spans_of(x.place)) != len(spans) for x in operands):
+            return None
+        numbers = tuple(map(self._number, operands))
+        at = len(self.steps)
+        self._note(Step(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
+        wants = None if self._choice is None else self._choice.wants[at]
+        for x, want in zip(operands, wants or (None,) * len(operands), strict=True):
+            if want is not None:
+                _widen(x, want)
+            x.read_wide = x.read_wide or x.cut_out
+        held = functools.reduce(common, (held_of(x) for x in operands))
+        return Entered([_narrowed(x.widest(), x.place, held_of(x), held) for x in operands], held, at)
+
+    def leave(self, y: Tensor, place: Where, held: Held, number: int) -> Activation:
+        """What a step has made, of which the ranks hold so much."""
+        spans = spans_of(place)
+        own = of_own(spans)
+        made = activation(y if held == own else _narrowed(y, place, held, own), place)
+        if held != own:
+            made.wide, made.held, made.cut_out = y, held, True
+        made.step = self, number
+        return made
+
+    def changed(self, x: Activation, wide: Tensor, held: Held, number: int) -> Activation:
+        """An activation that has been changed in place, in what its ranks hold of it: nothing else counts."""
+        own = of_own(spans_of(x.place))
+        x.root, x.cut_out = wide, held != own
+        x.forget_wide()
+        if x.cut_out:
+            x.root, x.wide, x.held = _narrowed(wide, x.place, held, own), wide, held
+        x.step = self, number
+        return x
+
+    def settle(self) -> Choice | None:
+        """What is chosen for the next call that looks like this one."""
+        if self._choice is not None and len(self.steps) == len(self._choice.steps):
+            return self._choice
+        times = 0 if self._known is None else self._known.times
+        if times >= MOST_CHOICES:
+            return self._known
+        return Choice(self.steps, choose(self.steps, self._prices, self._most), times + 1)
+
+    def _number(self, x: Activation) -> int:
+        """That of the step which has made an activation; what comes from elsewhere is a step of its own."""
+        if x.step is None or x.step[0] is not self:
+            x.step = self, len(self.steps)
+            self._note(Step((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))
+        number: int = x.step[1]
+        return number
+
+    def _note(self, step: Step) -> None:
+        at, choice = len(self.steps), self._choice
+        self.steps.append(step)
+        if choice is not None and not (at < len(choice.steps) and choice.steps[at] == step):
+            self._choice = None
+
+
+_choices: Recent[Hashable, Choice] = Recent(256)
+"""By what calls of one kind have in common."""
+
+
+@contextlib.contextmanager
+def chained(kind: Hashable, prices: Prices, most: float) -> Iterator[None]:
+    """A context in which the outermost call of a model computes in chains.
+
+    ``kind``: the same for calls that look alike. ``most``: positions that a rank may hold beyond its own, on a side.
+    """
+    chain = running.chain = Chain(_choices.get(kind), prices, most)
+    try:
+        yield
+    finally:
+        running.chain = None
+    choice = chain.settle()
+    if choice is not None:
+        _choices[kind] = choice
+
+
+@contextlib.contextmanager
+def unchained() -> Iterator[None]:
+    """A context in which every layer fetches its own halo."""
+    before, running.chain = running.chain, None
+    try:
+        yield
+    finally:
+        running.chain = before
+
+
+@functools.lru_cache(maxsize=8192)
+def spans_of(place: Where) -> tuple[Span, ...]:
+    """The sharded dims of space; none where a rank owns nothing of one, or holds partial sums."""
+    if not place.is_plain:
+        return ()
+    found = []
+    for dim in range(2, len(place.shape)):
+        axes = dim_axes(place.mesh, place.placements, dim)
+        if axes:
+            owned = owners(place.mesh, axes, place.shape[dim])
+            if not all(map(length, owned)):
+                return ()
+            found.append(Span(dim, axes, place.shape[dim], owned, coordinate(place.mesh, axes)))
+    return tuple(found)
+
+
+def held_of(x: Activation) -> Held:
+    """What the ranks hold of an activation, as `Activation.widest` gives it."""
+    x.widest()
+    return of_own(spans_of(x.place)) if x.held is None else x.held
+
+
+@functools.lru_cache(maxsize=8192)
+def elements(place: Where) -> int:
+    """Of the rank that has most, for each position of the spans."""
+    dims = {span.dim for span in spans_of(place)}
+    box = box_at(place.mesh, place.placements, place.shape, [0] * place.mesh.ndim)
+    return math.prod(length(interval) for dim, interval in enumerate(box) if dim not in dims)
+
+
+def _size(x: Activation, place: Where) -> float:
+    root = x.root if x.dtensor is None else x.dtensor
+    assert root is not None
+    return elements(place) * root.element_size()
+
+
+def _narrowed(x: Tensor, place: Where, held: Held, wanted: Held) -> Tensor:
+    """This rank's part of what is wanted, from what it holds."""
+    if held != wanted:
+        for span, has, wants in zip(spans_of(place), held, wanted, strict=True):
+            start, stop = wants[span.here]
+            x = x.narrow(span.dim, start - has[span.here][0], stop - start)
+    return x
+
+
+def _widen(x: Activation, wanted: Held) -> None:
+    """Fetches what is wanted, along the spans of which too little is held."""
+    held, place = held_of(x), x.place
+    if all(map(covers, held, wanted)):
+        return
+    wide = x.widest()
+    for at, span in enumerate(spans_of(place)):
+        if covers(held[at], wanted[at]):
+            continue
+        owned = (*held[:at], span.owned, *held[at + 1 :])
+        wide = _narrowed(wide, place, held, owned)
+        needs = tuple((Piece(stop - start, start),) for start, stop in wanted[at])
+        which = exchange(place.mesh, span.axes, span.dim, span.owned, needs)
+        wide = apply(_Fetch, wide, which) if wide.requires_grad and torch.is_grad_enabled() else which.fetch(wide)
+        held = (*owned[:at], wanted[at], *owned[at + 1 :])
+    x.wide, x.held = wide, held
+
+
+class _Fetch(torch.autograd.Function):
+    """An exchange; gradients go back to the owners."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, which: Exchange) -> Tensor:
+        ctx.which = which
+        return which.fetch(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return apply(_Return, grad, ctx.which), None
+        return ctx.which.adjoint(grad), None
+
+
+class _Return(torch.autograd.Function):
+    """The transpose of an exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, which: Exchange) -> Tensor:
+        ctx.which = which
+        y = which.adjoint(grad)
+        return y.clone() if y is grad or y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return apply(_Fetch, grad, ctx.which), None
