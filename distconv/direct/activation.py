@@ -43,6 +43,8 @@ class Activation(DTensor):
     wide: Tensor | None = None
     """Within a chain: more than the root, as ``held`` says of every rank; see `distconv.direct.chains`."""
     held: Held | None = None
+    wide_version: int = 0
+    """Of the DTensor, if there is one, when ``wide`` was last the same."""
     cut_out: bool = False
     """Whether the root is a part of what is held; else, what is held was made from the root."""
     read_wide: bool = False
@@ -114,6 +116,7 @@ class Activation(DTensor):
             else:
                 found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
             self.dtensor, self.version, self._spec = found, _version(found), found._spec
+            self.wide_version = self.version
             if found.is_inference():  # which has no version to tell whether it has changed
                 self.forget_wide()
         return found
@@ -121,7 +124,7 @@ class Activation(DTensor):
     def widest(self) -> Tensor:
         """What this rank holds within a chain: the root, or more."""
         if self.wide is not None and running.chain is not None:
-            if self.dtensor is None or self.version == _version(self.dtensor):
+            if self.dtensor is None or self.wide_version == _version(self.dtensor):
                 return self.wide
             self.forget_wide()
         return self.local()
@@ -141,6 +144,12 @@ class Activation(DTensor):
             root: Tensor = apply(ToRoot, found)
         self.root, self.version, self.born_as_root = root, version, False
         return root
+
+    def keep_wide(self, wide: Tensor, held: Held) -> None:
+        """What this rank holds from now on; not of a DTensor that could change without a sign."""
+        found = self.dtensor
+        if found is None or not found.is_inference():
+            self.wide, self.held, self.wide_version = wide, held, 0 if found is None else found._version
 
     def forget_wide(self) -> None:
         """From now on this rank holds the root alone."""

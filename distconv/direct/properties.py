@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.direct.activation import Activation, activation
 from distconv.direct.border import fitting
-from distconv.direct.paths import path
+from distconv.direct.paths import path, running
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.refusal import UnsupportedOperation
 
@@ -128,11 +128,13 @@ def _dtensor(x: Any) -> Any:
 def _watched(x: Activation) -> Tensor | None:
     """The root, where all uses of the activation are made of it."""
     found = x.dtensor
+    if running.chain is not None:
+        running.chain.watch(x)
     if x.cut_out and x.wide is not None:
         if x.read_wide:
             raise UnsupportedOperation(
-                "the gradient of a tensor that was read in a chain, with what ranks hold beyond their own; accepted: a"
-                " hook that is set before the tensor is read, or a job without --halo chain"
+                "the gradient of a tensor of which a chain has read more than a rank owns; accepted: in a model's first"
+                " call, before the tensor is read, or without halo=chain"
             )
         x.forget_wide()
     if x.share is not None or x.root is None or not x.place.is_plain:

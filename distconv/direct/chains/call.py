@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Piece
 from mucudnn.convolution.geometry import Window, length
-from mucudnn.recent import Recent
 
 MOST_CHOICES = 4
 """How often the steps of calls that look alike may differ before nothing is chosen for them."""
@@ -65,6 +64,7 @@ class Chain:
 
     def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
         self.steps: list[Step] = []
+        self._alone: set[int] = set()
         self._choice = self._known = choice
         self._prices, self._most = prices, most
 
@@ -87,12 +87,10 @@ class Chain:
         at = len(self.steps)
         self._note(Step(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
         wants = None if self._choice is None else self._choice.wants[at]
-        for x, want in zip(operands, wants or (None,) * len(operands), strict=True):
-            if want is not None:
-                _widen(x, want)
-            x.read_wide = x.read_wide or x.cut_out
-        held = functools.reduce(common, (held_of(x) for x in operands))
-        return Entered([_narrowed(x.widest(), x.place, held_of(x), held) for x in operands], held, at)
+        parts = [_widened(x, want) for x, want in zip(operands, wants or (None,) * len(operands), strict=True)]
+        held = functools.reduce(common, (holds for _, holds in parts))
+        tensors = [_narrowed(part, x.place, holds, held) for x, (part, holds) in zip(operands, parts, strict=True)]
+        return Entered(tensors, held, at)
 
     def leave(self, y: Tensor, place: Where, held: Held, number: int) -> Activation:
         """What a step has made, of which the ranks hold so much."""
@@ -100,7 +98,8 @@ class Chain:
         own = of_own(spans)
         made = activation(y if held == own else _narrowed(y, place, held, own), place)
         if held != own:
-            made.wide, made.held, made.cut_out = y, held, True
+            made.keep_wide(y, held)
+            made.cut_out = True
         made.step = self, number
         return made
 
@@ -110,7 +109,8 @@ class Chain:
         x.root, x.cut_out = wide, held != own
         x.forget_wide()
         if x.cut_out:
-            x.root, x.wide, x.held = _narrowed(wide, x.place, held, own), wide, held
+            x.root = _narrowed(wide, x.place, held, own)
+            x.keep_wide(wide, held)
         x.step = self, number
         return x
 
@@ -121,7 +121,12 @@ class Chain:
         times = 0 if self._known is None else self._known.times
         if times >= MOST_CHOICES:
             return self._known
-        return Choice(self.steps, choose(self.steps, self._prices, self._most), times + 1)
+        return Choice(self.steps, choose(self.steps, self._prices, self._most, self._alone), times + 1)
+
+    def watch(self, x: Activation) -> None:
+        """Somebody asks for the gradient of an activation: calls to come hold no more of it than their ranks' own."""
+        if x.step is not None and x.step[0] is self:
+            self._alone.add(x.step[1])
 
     def _number(self, x: Activation) -> int:
         """That of the step which has made an activation; what comes from elsewhere is a step of its own."""
@@ -138,24 +143,23 @@ class Chain:
             self._choice = None
 
 
-_choices: Recent[Hashable, Choice] = Recent(256)
-"""By what calls of one kind have in common."""
-
-
 @contextlib.contextmanager
-def chained(kind: Hashable, prices: Prices, most: float) -> Iterator[None]:
+def chained(choices: MutableMapping[Hashable, Choice], kind: Hashable, prices: Prices, most: float) -> Iterator[None]:
     """A context in which the outermost call of a model computes in chains.
 
-    ``kind``: the same for calls that look alike. ``most``: positions that a rank may hold beyond its own, on a side.
+    Args:
+        choices: those for calls of the model, by their kind.
+        kind: the same for calls that look alike.
+        most: positions that a rank may hold beyond its own, on a side.
     """
-    chain = running.chain = Chain(_choices.get(kind), prices, most)
+    chain = running.chain = Chain(choices.get(kind), prices, most)
     try:
         yield
     finally:
         running.chain = None
     choice = chain.settle()
     if choice is not None:
-        _choices[kind] = choice
+        choices[kind] = choice
 
 
 @contextlib.contextmanager
@@ -184,12 +188,6 @@ def spans_of(place: Where) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def held_of(x: Activation) -> Held:
-    """What the ranks hold of an activation, as `Activation.widest` gives it."""
-    x.widest()
-    return of_own(spans_of(x.place)) if x.held is None else x.held
-
-
 @functools.lru_cache(maxsize=8192)
 def elements(place: Where) -> int:
     """Of the rank that has most, for each position of the spans."""
@@ -213,12 +211,13 @@ def _narrowed(x: Tensor, place: Where, held: Held, wanted: Held) -> Tensor:
     return x
 
 
-def _widen(x: Activation, wanted: Held) -> None:
-    """Fetches what is wanted, along the spans of which too little is held."""
-    held, place = held_of(x), x.place
-    if all(map(covers, held, wanted)):
-        return
-    wide = x.widest()
+def _widened(x: Activation, wanted: Held | None) -> tuple[Tensor, Held]:
+    """What this rank holds of an activation, and the others; what is wanted is fetched along spans that lack it."""
+    wide, place = x.widest(), x.place
+    held = of_own(spans_of(place)) if x.held is None else x.held
+    x.read_wide = x.read_wide or x.cut_out
+    if wanted is None or all(map(covers, held, wanted)):
+        return wide, held
     for at, span in enumerate(spans_of(place)):
         if covers(held[at], wanted[at]):
             continue
@@ -228,7 +227,8 @@ def _widen(x: Activation, wanted: Held) -> None:
         which = exchange(place.mesh, span.axes, span.dim, span.owned, needs)
         wide = apply(_Fetch, wide, which) if wide.requires_grad and torch.is_grad_enabled() else which.fetch(wide)
         held = (*owned[:at], wanted[at], *owned[at + 1 :])
-    x.wide, x.held = wide, held
+    x.keep_wide(wide, held)
+    return wide, held
 
 
 class _Fetch(torch.autograd.Function):

@@ -8,7 +8,7 @@ count. A segment costs its exchanges, and what ranks compute beyond their own po
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,19 +78,25 @@ class Segment:
         )
 
 
-def choose(steps: Sequence[Step], prices: Prices, most: float = math.inf) -> list[tuple[Held, ...] | None]:
+def choose(
+    steps: Sequence[Step], prices: Prices, most: float = math.inf, alone: Collection[int] = ()
+) -> list[tuple[Held, ...] | None]:
     """By step: what it fetches of each operand that is not held so; None for a step that fetches nothing.
 
-    ``most``: positions that a rank may hold on a side beyond its own; it never holds more than a neighbour owns.
+    Args:
+        most: positions that a rank may hold on a side beyond its own; it never holds more than a neighbour owns.
+        alone: the numbers of steps of whose results ranks must hold no more than their own.
     """
+    if not steps:
+        return []
     begins = [0, *(at for at, step in enumerate(steps) if step.exchanges)]
     begins = [*dict.fromkeys(begins), len(steps)]
 
     def cost(i: int, j: int) -> float:
-        segment = follow(steps, begins[i], begins[j], most if j > i + 1 else None)
+        segment = follow(steps, begins[i], begins[j], most if j > i + 1 else None, alone)
         return math.inf if segment is None else segment.seconds(prices)
 
-    chosen = [begins[i] for i in cheapest(len(begins) - 1, cost)] if steps else []
+    chosen = [begins[i] for i in cheapest(len(begins) - 1, cost)]
     wants: list[tuple[Held, ...] | None] = [None] * len(steps)
     for first, last in zip(chosen, [*chosen[1:], len(steps)], strict=True):
         segment = follow(steps, first, last, None)
@@ -110,16 +116,20 @@ def _is_alone(steps: Sequence[Step], at: int, segment: Segment) -> bool:
     return segment.wanted[operand] == read(step.windows, own, steps[operand].spans)
 
 
-def follow(steps: Sequence[Step], first: int, last: int, most: float | None) -> Segment | None:
+def follow(
+    steps: Sequence[Step], first: int, last: int, most: float | None, alone: Collection[int] = ()
+) -> Segment | None:
     """What the steps from ``first`` to ``last`` - 1 take as one segment; None where it would hold too much.
 
-    ``most``: as of `choose`; None for no limit at all.
+    ``most`` and ``alone``: as of `choose`; None for no limit at all.
     """
     segment = Segment()
     wanted = segment.wanted
     for at in range(last - 1, first - 1, -1):
         step = steps[at]
         result = wanted.get(at) or of_own(step.spans)
+        if step.operands and at in alone and result != of_own(step.spans):
+            return None
         for operand in step.operands:
             x = steps[operand]
             need = result if step.windows is None else read(step.windows, result, x.spans)
