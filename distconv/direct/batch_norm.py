@@ -125,7 +125,7 @@ def batch_norm(
     if not training:
         if call.axes or kept is None or not place.is_filled:
             return NotImplemented
-        if 1 in operands[0].shape and operands[0].requires_grad and operands[0].dim() > 2:
+        if place.is_thin and operands[0].requires_grad and operands[0].dim() > 2:
             return NotImplemented  # torch's backward may mix elements up, see `alike`
         rest = *kept, *operands[1:], False, momentum, eps
         return computed(lambda own: F.batch_norm(own, *rest), (input,), place)

@@ -62,7 +62,13 @@ def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> A
     if not x.is_fresh or not x.place.is_plain:
         return NotImplemented
     root = x.widest()
-    return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
+    if running.chain is None:
+        return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
+    # In a chain all ranks decide alike, and some hold parts with gaps, of which a DTensor is made without.
+    if x.place.is_thin or root.dim() < 3:
+        return NotImplemented
+    is_last = root.shape[1] > 1 and root.stride(1) == 1
+    return x if is_last == (memory_format is not torch.contiguous_format) else NotImplemented
 
 
 @path(Tensor.register_hook)

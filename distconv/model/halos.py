@@ -37,5 +37,14 @@ def halos(module: nn.Module, args: Any, kwargs: Any) -> contextlib.AbstractConte
     places = tuple(x.place for x in tree_leaves((args, kwargs)) if type(x) is Activation)
     if not places:
         return contextlib.nullcontext()
-    choices, kind = _choices.setdefault(module, Recent(MOST_KINDS)), (places, module.training, torch.is_grad_enabled())
-    return chained(choices, kind, PRICES.get(places[0].mesh.device_type, ELSEWHERE), most)
+    kind = places, module.training, torch.is_grad_enabled()
+    return chained(_choices_of(module), kind, PRICES.get(places[0].mesh.device_type, ELSEWHERE), most)
+
+
+def share_choices(module: nn.Module, copied: nn.Module) -> None:
+    """What is chosen for calls of one of the two holds for those of the other."""
+    _choices[copied] = _choices_of(module)
+
+
+def _choices_of(module: nn.Module) -> Recent[Hashable, Choice]:
+    return _choices.setdefault(module, Recent(MOST_KINDS))

@@ -20,8 +20,9 @@ from distconv.model.calls import elsewhere
 from distconv.model.compiled import original
 from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings.partition import Partition
-from distconv.turns.automatic import AUTO, chosen
+from distconv.turns.automatic import AUTO, chosen, followed_as
 from distconv.turns.call import call_in_turn, is_cut
+from distconv.turns.following import choose_chains
 from distconv.turns.methods import methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of, read
 from distconv.turns.world import is_part
@@ -163,6 +164,9 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if before is not None:
         with script_in_turn(_NOT_IN_TURN):
             before(module, args, kwargs, partition)
+    if torch._C._current_graph_task_id() == -1:  # in backward: something computed again
+        with followed_as(torch.is_grad_enabled()):
+            choose_chains(module, args, kwargs, partition)
     return call_in_turn(parts, memory, module, args, kwargs)
 
 

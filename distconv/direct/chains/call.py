@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Hashable, Iterator, MutableMapping, Sequence
+import zlib
+from collections.abc import Hashable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from distconv import settings
 from distconv.direct.activation import Activation, activation
 from distconv.direct.border import apply
 from distconv.direct.chains.choice import Prices, Step, choose
@@ -23,6 +26,7 @@ from distconv.direct.chains.held import Held, Span, common, covers, of_own
 from distconv.direct.paths import running
 from distconv.direct.where import Where
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
+from distconv.transfer.all_reduce import MAX, all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Piece
 from mucudnn.convolution.geometry import Window, length
@@ -65,6 +69,8 @@ class Chain:
     def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
         self.steps: list[Step] = []
         self._alone: set[int] = set()
+        self._meshes: dict[tuple[DeviceMesh, tuple[int, ...]], None] = {}
+        """With the axes along which halos may be fetched."""
         self._choice = self._known = choice
         self._prices, self._most = prices, most
 
@@ -83,6 +89,7 @@ class Chain:
         spans = spans_of(result)
         if not spans or any(len(spans_of(x.place)) != len(spans) for x in operands):
             return None
+        self._meshes.setdefault((result.mesh, tuple(axis for span in spans for axis in span.axes)))
         numbers = tuple(map(self._number, operands))
         at = len(self.steps)
         self._note(Step(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
@@ -119,9 +126,12 @@ class Chain:
         if self._choice is not None and len(self.steps) == len(self._choice.steps):
             return self._choice
         times = 0 if self._known is None else self._known.times
-        if times >= MOST_CHOICES:
+        if times >= MOST_CHOICES or not self.steps:
             return self._known
-        return Choice(self.steps, choose(self.steps, self._prices, self._most, self._alone), times + 1)
+        wants = choose(self.steps, self._prices, self._most, self._alone)
+        if settings.value("check") == "on" and not _is_alike(self._meshes, self.steps):
+            wants = [None] * len(wants)
+        return Choice(self.steps, wants, times + 1)
 
     def watch(self, x: Activation) -> None:
         """Somebody asks for the gradient of an activation: calls to come hold no more of it than their ranks' own."""
@@ -170,6 +180,19 @@ def unchained() -> Iterator[None]:
         yield
     finally:
         running.chain = before
+
+
+def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], steps: Sequence[Step]) -> bool:
+    """Whether the ranks that fetch halos from each other have taken the same steps. Collective."""
+    everywhere = [step._replace(spans=tuple(span._replace(here=0) for span in step.spans)) for step in steps]
+    number = zlib.crc32(repr(everywhere).encode())
+    found = []
+    for mesh, axes in meshes:
+        ends = torch.tensor([number, -number], device=mesh.device_type)
+        for axis in axes:
+            ends = all_reduced(ends, mesh.get_group(axis), MAX)
+        found.append(ends[0] == -ends[1])
+    return all(found)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -110,6 +110,7 @@ layer = st.tuples(
     st.integers(7, 40),
     st.sampled_from(["height=2", "height=3", "height=2,width=2", "sample=2,height=2", "width=4"]),
 )
+@example([(1, 2, 1, 1, ""), (3, 3, 0, 2, "norm"), (2, 1, 0, 1, "")], 19, "height=2")  # one part has a single row
 def test_random_layers_in_turn(kinds: list[Any], rows: int, parts: str) -> None:
     x = torch.randn(2, 3, rows, 23, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model = Layers(*kinds).double()
