@@ -49,8 +49,8 @@ class Activation(DTensor):
     """Whether the root is a part of what is held; else, what is held was made from the root."""
     read_wide: bool = False
     """Whether something was made from more than the root."""
-    step: tuple[Any, int] | None = None
-    """The chain, and the number of its step, that have made it."""
+    link: tuple[Any, int] | None = None
+    """The chain, and the number of its link, that have made it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -74,11 +74,11 @@ def follow(
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-"""By module, the kinds of calls of which the steps are known."""
+"""By module, the kinds of calls of which the links are known."""
 
 
 def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
-    """Where parts compute in chains, chooses them before the first call of a kind, which is followed for its steps.
+    """Where parts compute in chains, chooses them before the first call of a kind, which is followed for its links.
 
     Raises what the call raises.
     """

@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -165,7 +165,8 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         with script_in_turn(_NOT_IN_TURN):
             before(module, args, kwargs, partition)
     if torch._C._current_graph_task_id() == -1:  # in backward: something computed again
-        with followed_as(torch.is_grad_enabled()):
+        # What cannot be followed notes its links while it is computed.
+        with followed_as(torch.is_grad_enabled()), suppress(Exception):
             choose_chains(module, args, kwargs, partition)
     return call_in_turn(parts, memory, module, args, kwargs)
 

@@ -1,8 +1,9 @@
-"""The chains of one outermost call of a model: its steps are noted, and halos are as wide as the last such call needs.
+"""The chains of one outermost call of a model: its links are noted, and halos are as wide as an earlier call needed.
 
-The first call with inputs that lie so notes its steps, and every layer fetches its own halo. Later ones fetch as was
-chosen from these steps. A call that takes other steps fetches from there on what each layer needs, and the choice is
-made anew at its end; after a few of these, nothing is chosen any more.
+The first call with inputs that lie so notes its links, and every layer fetches its own halo. Later ones fetch as was
+chosen from these links. A call of other links fetches from there on what each layer needs, and the choice is made anew
+at its end; after a few of these, nothing is chosen any more. The ranks that fetch from each other compare their links
+before a choice counts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv import settings
 from distconv.direct.activation import Activation, activation
 from distconv.direct.border import apply
-from distconv.direct.chains.choice import Prices, Step, choose
+from distconv.direct.chains.choice import Link, Prices, choose
 from distconv.direct.chains.held import Held, Span, common, covers, of_own
 from distconv.direct.paths import running
 from distconv.direct.where import Where
@@ -32,30 +33,30 @@ from distconv.transfer.needs import Piece
 from mucudnn.convolution.geometry import Window, length
 
 MOST_CHOICES = 4
-"""How often the steps of calls that look alike may differ before nothing is chosen for them."""
+"""How often the links of calls that look alike may differ before nothing is chosen for them."""
 
 
 class Choice(NamedTuple):
     """What was chosen for the calls of one kind.
 
     Attributes:
-        steps: of the last call.
+        links: of the last call.
         wants: as of `distconv.direct.chains.choice.choose`.
         times: how often it was chosen.
     """
 
-    steps: list[Step]
+    links: list[Link]
     wants: list[tuple[Held, ...] | None]
     times: int
 
 
 class Entered(NamedTuple):
-    """A step that begins.
+    """A link that begins.
 
     Attributes:
         tensors: what this rank holds of each operand: the same positions of all.
         held: of the operands, by all ranks.
-        number: of the step.
+        number: of the link.
     """
 
     tensors: list[Tensor]
@@ -67,7 +68,7 @@ class Chain:
     """One call. ``most``: rows that a rank may hold beyond its own, on a side."""
 
     def __init__(self, choice: Choice | None, prices: Prices, most: float) -> None:
-        self.steps: list[Step] = []
+        self.links: list[Link] = []
         self._alone: set[int] = set()
         self._meshes: dict[tuple[DeviceMesh, tuple[int, ...]], None] = {}
         """With the axes along which halos may be fetched."""
@@ -82,17 +83,17 @@ class Chain:
         fetches: bool = False,
         operations: float = 0.0,
     ) -> Entered | None:
-        """A step that makes what lies at ``result``; None where its dims of space are not spread as a chain needs.
+        """A link that makes what lies at ``result``; None where its dims of space are not spread as a chain needs.
 
-        ``windows``, ``fetches``, ``operations``: see `Step`. Collective where a halo is fetched.
+        ``windows``, ``fetches``, ``operations``: see `Link`. Collective where a halo is fetched.
         """
         spans = spans_of(result)
         if not spans or any(len(spans_of(x.place)) != len(spans) for x in operands):
             return None
         self._meshes.setdefault((result.mesh, tuple(axis for span in spans for axis in span.axes)))
         numbers = tuple(map(self._number, operands))
-        at = len(self.steps)
-        self._note(Step(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
+        at = len(self.links)
+        self._note(Link(numbers, spans, windows, fetches, operations, _size(operands[0], result)))
         wants = None if self._choice is None else self._choice.wants[at]
         parts = [_widened(x, want) for x, want in zip(operands, wants or (None,) * len(operands), strict=True)]
         held = functools.reduce(common, (holds for _, holds in parts))
@@ -100,14 +101,14 @@ class Chain:
         return Entered(tensors, held, at)
 
     def leave(self, y: Tensor, place: Where, held: Held, number: int) -> Activation:
-        """What a step has made, of which the ranks hold so much."""
+        """What a link has made, of which the ranks hold so much."""
         spans = spans_of(place)
         own = of_own(spans)
         made = activation(y if held == own else _narrowed(y, place, held, own), place)
         if held != own:
             made.keep_wide(y, held)
             made.cut_out = True
-        made.step = self, number
+        made.link = self, number
         return made
 
     def changed(self, x: Activation, wide: Tensor, held: Held, number: int) -> Activation:
@@ -118,38 +119,38 @@ class Chain:
         if x.cut_out:
             x.root = _narrowed(wide, x.place, held, own)
             x.keep_wide(wide, held)
-        x.step = self, number
+        x.link = self, number
         return x
 
     def settle(self) -> Choice | None:
         """What is chosen for the next call that looks like this one."""
-        if self._choice is not None and len(self.steps) == len(self._choice.steps):
+        if self._choice is not None and len(self.links) == len(self._choice.links):
             return self._choice
         times = 0 if self._known is None else self._known.times
-        if times >= MOST_CHOICES or not self.steps:
+        if times >= MOST_CHOICES or not self.links:
             return self._known
-        wants = choose(self.steps, self._prices, self._most, self._alone)
-        if settings.value("check") == "on" and not _is_alike(self._meshes, self.steps):
+        wants = choose(self.links, self._prices, self._most, self._alone)
+        if settings.value("check") == "on" and not _is_alike(self._meshes, self.links):
             wants = [None] * len(wants)
-        return Choice(self.steps, wants, times + 1)
+        return Choice(self.links, wants, times + 1)
 
     def watch(self, x: Activation) -> None:
         """Somebody asks for the gradient of an activation: calls to come hold no more of it than their ranks' own."""
-        if x.step is not None and x.step[0] is self:
-            self._alone.add(x.step[1])
+        if x.link is not None and x.link[0] is self:
+            self._alone.add(x.link[1])
 
     def _number(self, x: Activation) -> int:
-        """That of the step which has made an activation; what comes from elsewhere is a step of its own."""
-        if x.step is None or x.step[0] is not self:
-            x.step = self, len(self.steps)
-            self._note(Step((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))
-        number: int = x.step[1]
+        """That of the link which has made an activation; what comes from elsewhere is a link of its own."""
+        if x.link is None or x.link[0] is not self:
+            x.link = self, len(self.links)
+            self._note(Link((), spans_of(x.place), None, False, 0.0, _size(x, x.place)))
+        number: int = x.link[1]
         return number
 
-    def _note(self, step: Step) -> None:
-        at, choice = len(self.steps), self._choice
-        self.steps.append(step)
-        if choice is not None and not (at < len(choice.steps) and choice.steps[at] == step):
+    def _note(self, link: Link) -> None:
+        at, choice = len(self.links), self._choice
+        self.links.append(link)
+        if choice is not None and not (at < len(choice.links) and choice.links[at] == link):
             self._choice = None
 
 
@@ -182,9 +183,9 @@ def unchained() -> Iterator[None]:
         running.chain = before
 
 
-def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], steps: Sequence[Step]) -> bool:
-    """Whether the ranks that fetch halos from each other have taken the same steps. Collective."""
-    everywhere = [step._replace(spans=tuple(span._replace(here=0) for span in step.spans)) for step in steps]
+def _is_alike(meshes: Iterable[tuple[DeviceMesh, tuple[int, ...]]], links: Sequence[Link]) -> bool:
+    """Whether the ranks that fetch halos from each other have taken the same links. Collective."""
+    everywhere = [link._replace(spans=tuple(span._replace(here=0) for span in link.spans)) for link in links]
     number = zlib.crc32(repr(everywhere).encode())
     found = []
     for mesh, axes in meshes:

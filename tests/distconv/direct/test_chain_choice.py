@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distconv.direct.chains.choice import Prices, Step, choose, follow
+from distconv.direct.chains.choice import Link, Prices, choose, follow
 from distconv.direct.chains.held import Held, Span, covers, of_own, reached, read
 from distconv.settings.partition import ownership
 from mucudnn.convolution.geometry import Interval, Window
@@ -57,28 +57,28 @@ def test_what_is_read_suffices(window: Window, extent: int, ranks: int, before: 
     assert covers(made, wanted)
 
 
-def network(kernels: list[tuple[int, bool]], extent: int, ranks: int) -> list[Step]:
+def network(kernels: list[tuple[int, bool]], extent: int, ranks: int) -> list[Link]:
     """A convolution of each kernel and an activation function; True adds what the layer before has made."""
     spans = (span(extent, ranks),)
-    steps = [Step((), spans, None, False, 0.0, 8.0)]
+    links = [Link((), spans, None, False, 0.0, 8.0)]
     made = 0
     for kernel, adds in kernels:
         window = Window(kernel, 1, kernel // 2)
-        steps.append(Step((made,), spans, (window,), True, 100.0 * kernel, 8.0))
-        steps.append(Step((len(steps) - 1,), spans, None, False, 0.0, 8.0))
+        links.append(Link((made,), spans, (window,), True, 100.0 * kernel, 8.0))
+        links.append(Link((len(links) - 1,), spans, None, False, 0.0, 8.0))
         if adds:
-            steps.append(Step((len(steps) - 1, made), spans, None, True, 0.0, 8.0))
-        made = len(steps) - 1
-    return steps
+            links.append(Link((len(links) - 1, made), spans, None, True, 0.0, 8.0))
+        made = len(links) - 1
+    return links
 
 
-def seconds(steps: list[Step], cuts: tuple[int, ...], prices: Prices, most: float) -> float:
+def seconds(links: list[Link], cuts: tuple[int, ...], prices: Prices, most: float) -> float:
     """What it costs to begin segments with these layers."""
-    layers = [at for at, step in enumerate(steps) if step.exchanges]
+    layers = [at for at, link in enumerate(links) if link.exchanges]
     total = 0.0
-    for first, last in itertools.pairwise([0, *cuts, len(steps)]):
+    for first, last in itertools.pairwise([0, *cuts, len(links)]):
         alone = not any(first < layer < last for layer in layers)
-        segment = follow(steps, first, last, None if alone else most)
+        segment = follow(links, first, last, None if alone else most)
         total += math.inf if segment is None else segment.seconds(prices)
     return total
 
@@ -94,40 +94,40 @@ def seconds(steps: list[Step], cuts: tuple[int, ...], prices: Prices, most: floa
 def test_the_choice_is_the_cheapest(
     kernels: list[tuple[int, bool]], extent: int, ranks: int, exchange: float, most: float
 ) -> None:
-    steps, prices = network(kernels, extent, ranks), Prices(exchange, 0.1, 0.01, 0.001)
-    layers = [at for at, step in enumerate(steps) if step.exchanges]
+    links, prices = network(kernels, extent, ranks), Prices(exchange, 0.1, 0.01, 0.001)
+    layers = [at for at, link in enumerate(links) if link.exchanges]
     every = [cuts for k in range(len(layers) + 1) for cuts in itertools.combinations(layers, k)]
-    best = min(seconds(steps, cuts, prices, most) for cuts in every)
-    assert math.isclose(_of_choice(steps, prices, most), best, rel_tol=1e-9, abs_tol=1e-9)
+    best = min(seconds(links, cuts, prices, most) for cuts in every)
+    assert math.isclose(_of_choice(links, prices, most), best, rel_tol=1e-9, abs_tol=1e-9)
 
 
-def _of_choice(steps: list[Step], prices: Prices, most: float) -> float:
+def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
     """What a call takes that fetches as was chosen."""
-    wants = choose(steps, prices, most)
+    wants = choose(links, prices, most)
     held: dict[int, Held] = {}
     total = 0.0
-    for at, step in enumerate(steps):
-        has = [held.get(operand, of_own(steps[operand].spans)) for operand in step.operands]
-        for number, operand in enumerate(step.operands):
-            x = steps[operand]
+    for at, link in enumerate(links):
+        has = [held.get(operand, of_own(links[operand].spans)) for operand in link.operands]
+        for number, operand in enumerate(link.operands):
+            x = links[operand]
             want = wants[at]
             needed = want[number] if want is not None else None
-            if needed is None and step.windows is not None:
-                needed = read(step.windows, of_own(step.spans), x.spans)
+            if needed is None and link.windows is not None:
+                needed = read(link.windows, of_own(link.spans), x.spans)
             if needed is not None and not covers(has[number][0], needed[0]):
                 total += prices.exchange + prices.brought * x.size * (longest(needed) - longest(of_own(x.spans)))
                 has[number] = held[operand] = needed
         made = [
-            each if step.windows is None else reached(step.windows, each, steps[operand].spans, step.spans)
-            for each, operand in zip(has, step.operands, strict=True)
+            each if link.windows is None else reached(link.windows, each, links[operand].spans, link.spans)
+            for each, operand in zip(has, link.operands, strict=True)
         ]
         if made:
             first, *others = made
             for other in others:
                 first = (tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first[0], other[0], strict=True)),)
             held[at] = first
-            beyond = longest(first) - longest(of_own(step.spans))
-            total += beyond * (step.operations * prices.operation + step.size * prices.written)
+            beyond = longest(first) - longest(of_own(link.spans))
+            total += beyond * (link.operations * prices.operation + link.size * prices.written)
     return total
 
 
@@ -136,13 +136,13 @@ def longest(held: Held) -> int:
 
 
 def test_of_what_is_watched_ranks_hold_their_own() -> None:
-    steps, prices = network([(3, False)] * 4, 64, 2), Prices(1e6, 1.0, 1.0, 1.0)
-    layers = [at for at, step in enumerate(steps) if step.exchanges]
+    links, prices = network([(3, False)] * 4, 64, 2), Prices(1e6, 1.0, 1.0, 1.0)
+    layers = [at for at, link in enumerate(links) if link.exchanges]
 
     def halos(wants: list[tuple[Held, ...] | None]) -> list[Held | None]:
         return [None if wants[at] is None else wants[at][0] for at in layers]  # type: ignore[index]
 
     wide = [(((0, 32 + rows), (32 - rows, 64)),) for rows in (4, 3, 2)]
-    assert halos(choose(steps, prices))[:3] == wide
-    assert halos(choose(steps, prices, alone={layers[1]})) == [wide[2], None, wide[2], None]
-    assert halos(choose(steps, prices, most=1)) == [None] * 4
+    assert halos(choose(links, prices))[:3] == wide
+    assert halos(choose(links, prices, alone={layers[1]})) == [wide[2], None, wide[2], None]
+    assert halos(choose(links, prices, most=1)) == [None] * 4

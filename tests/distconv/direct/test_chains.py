@@ -137,7 +137,7 @@ def test_six_layers_exchange_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert worst(results(model, x), expected) < TOLERANCE
 
 
-def test_a_call_with_other_steps_is_right() -> None:
+def test_a_call_with_other_links_is_right() -> None:
     class Depends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
