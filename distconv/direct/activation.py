@@ -115,6 +115,7 @@ class Activation(DTensor):
                     found = apply(FromRoot, root, self.place)
             else:
                 found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
+                self.root = found._local_tensor  # a copy, where the root had gaps
             self.dtensor, self.version, self._spec = found, _version(found), found._spec
             self.wide_version = self.version
             if found.is_inference():  # which has no version to tell whether it has changed
