@@ -135,6 +135,7 @@ NAMES = (
     Name("torch.utils.checkpoint._CheckpointFrame", "what a checkpoint computes again"),
     Name("torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations that a checkpoint keeps", since="2.13"),
     Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),
+    Name("torch.utils.checkpoint._checkpoint_hook", "within a checkpoint every layer fetches its own halo"),
     Name("torch.utils.data.DataLoader._auto_collation", "whether a loader makes batches"),
     Name("torch.utils.data.DataLoader._index_sampler", _BATCHES),
     Name("torch.utils.data._utils.collate.collate", _READING),

@@ -73,6 +73,7 @@ def add(commands: Any) -> None:
         "or a script's calls of models, each before it is computed so; auto chooses the parts within --memory",
     )
     check.add_argument("--memory", metavar="BYTES", help="with --parts: as of distconv run")
+    check.add_argument("--halo", metavar=settings.SETTINGS["halo"].metavar, help="with --parts: as of distconv run")
     check.add_argument("--strategy", metavar="FILE", help="a TOML file, as of distconv run")
     check.add_argument(
         "--input",
@@ -110,9 +111,12 @@ def command(options: argparse.Namespace) -> int:
     if options.arguments and not _is_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target])
     if options.parts is not None:
-        return script_in_turn(options, _script) if options.input is None else in_turn(options, _found, _inputs)
+        with settings.options({"halo": options.halo}):
+            return script_in_turn(options, _script) if options.input is None else in_turn(options, _found, _inputs)
     if options.memory is not None:
         raise BadInput("--memory is about parts in turn; accepted: with --parts")
+    if options.halo is not None:
+        raise BadInput("--halo, without --parts: chains begin with a model's second call; accepted: with --parts")
     given = {name: getattr(options, name) for name in ("partition", "channel_algorithm")}
     with settings.options(given):
         partition, strategy = _partitions(options)

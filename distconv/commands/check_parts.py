@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from distconv import private_names, settings
-from distconv.commands.parts import NAMED
+from distconv.commands.parts import CHAINS, NAMED
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read
@@ -133,6 +133,8 @@ def _ranks(options: argparse.Namespace) -> Partition | None:
         return None
     if settings.AUTO in (options.partition, options.parts):
         raise BadInput(NAMED)
+    if settings.value("halo"):
+        raise BadInput(CHAINS)
     try:
         return read(options.partition, "partition")
     except ValueError as error:

@@ -18,7 +18,7 @@ _OF_RANKS = (
 )
 """The options that are about several ranks."""
 
-_ACCEPTED = ("random",)
+_ACCEPTED = ("random", "halo")
 
 _NOT_IN_A_JOB = ("strategy", "channel_algorithm", "shard_data", "store", "trace", "summary")
 """The options of a job that are about tensors which lie on several ranks."""
@@ -39,6 +39,8 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
             raise BadInput(f"--parts and --partition with {settings.flag(name)}; accepted: without it")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
+    if settings.value("halo"):
+        raise BadInput(CHAINS)
     try:
         read(ranks, "partition")
         return read(options.parts), read_memory(options.memory)
@@ -47,6 +49,8 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
 
 
 NAMED = "--parts with --partition where one of them is auto; accepted: both named"
+
+CHAINS = "--parts and --partition with --halo chain; accepted: --halo layer"
 
 BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over the whole batch"
 

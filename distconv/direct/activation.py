@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.direct.border import FromRoot, ToRoot, apply
+from distconv.direct.chains.held import Held
 from distconv.direct.paths import paths, running
 from distconv.direct.where import Where, where
 from distconv.tensors.dtensors import wrap
@@ -39,6 +40,17 @@ class Activation(DTensor):
     """Whether autograd derives the DTensor from the root, and not the root from the DTensor."""
     share: Callable[[Tensor], DTensor] | None
     """Of a parameter: makes its DTensor from the root."""
+    wide: Tensor | None = None
+    """Within a chain: more than the root, as ``held`` says of every rank; see `distconv.direct.chains`."""
+    held: Held | None = None
+    wide_version: int = 0
+    """Of the DTensor, if there is one, when ``wide`` was last the same."""
+    cut_out: bool = False
+    """Whether the root is a part of what is held; else, what is held was made from the root."""
+    read_wide: bool = False
+    """Whether something was made from more than the root."""
+    link: tuple[Any, int] | None = None
+    """The chain, and the number of its link, that have made it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,8 +115,20 @@ class Activation(DTensor):
                     found = apply(FromRoot, root, self.place)
             else:
                 found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
+                self.root = found._local_tensor  # a copy, where the root had gaps
             self.dtensor, self.version, self._spec = found, _version(found), found._spec
+            self.wide_version = self.version
+            if found.is_inference():  # which has no version to tell whether it has changed
+                self.forget_wide()
         return found
+
+    def widest(self) -> Tensor:
+        """What this rank holds within a chain: the root, or more."""
+        if self.wide is not None and running.chain is not None:
+            if self.dtensor is None or self.wide_version == _version(self.dtensor):
+                return self.wide
+            self.forget_wide()
+        return self.local()
 
     def local(self) -> Tensor:
         """The root, derived anew where the DTensor has changed."""
@@ -121,6 +145,16 @@ class Activation(DTensor):
             root: Tensor = apply(ToRoot, found)
         self.root, self.version, self.born_as_root = root, version, False
         return root
+
+    def keep_wide(self, wide: Tensor, held: Held) -> None:
+        """What this rank holds from now on; not of a DTensor that could change without a sign."""
+        found = self.dtensor
+        if found is None or not found.is_inference():
+            self.wide, self.held, self.wide_version = wide, held, 0 if found is None else found._version
+
+    def forget_wide(self) -> None:
+        """From now on this rank holds the root alone."""
+        self.wide = self.held = None
 
     @property
     def changed(self) -> bool:

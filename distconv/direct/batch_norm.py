@@ -12,6 +12,7 @@ from torch.distributed.tensor import Placement
 from distconv.direct.activation import Activation, activation, is_parameter
 from distconv.direct.border import apply
 from distconv.direct.paths import path
+from distconv.direct.positionwise import computed
 from distconv.direct.where import Where
 from distconv.rules.normalization.batch import batch_share
 from distconv.rules.normalization.combining import (
@@ -124,9 +125,10 @@ def batch_norm(
     if not training:
         if call.axes or kept is None or not place.is_filled:
             return NotImplemented
-        if 1 in operands[0].shape and operands[0].requires_grad and operands[0].dim() > 2:
+        if place.is_thin and operands[0].requires_grad and operands[0].dim() > 2:
             return NotImplemented  # torch's backward may mix elements up, see `alike`
-        return activation(F.batch_norm(operands[0], *kept, *operands[1:], False, momentum, eps), place)
+        rest = *kept, *operands[1:], False, momentum, eps
+        return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
     if call.total <= 1:
         return NotImplemented  # one element a channel is refused there
     return activation(apply(_BatchNorm, *operands, kept, momentum, eps, call), place)

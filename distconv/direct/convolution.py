@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from distconv.direct.activation import Activation, activation
 from distconv.direct.border import apply
-from distconv.direct.paths import path
+from distconv.direct.chains.call import elements, spans_of
+from distconv.direct.chains.convolution import chained
+from distconv.direct.paths import path, running
 from distconv.direct.shares import again
 from distconv.direct.where import Where, where
 from distconv.rules.convolution import convolution_gradients, convolved
@@ -20,6 +23,7 @@ from distconv.rules.operands.channel_split import channel_layout, parameter_layo
 from distconv.tensors.layouts import local_shape
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.needs import OWN
+from mucudnn.convolution.geometry import Window
 from mucudnn.runtime.shim import marks_local_work
 
 
@@ -36,6 +40,10 @@ class _Call(NamedTuple):
     output: Where
     arguments: tuple[Any, ...]
     """Of `aten::convolution`, after the tensors."""
+    windows: tuple[Window, ...]
+    """By span of the input, where the layer may be one of a chain."""
+    operations: float
+    """For each position of the output, multiplications and additions of the rank with most elements."""
 
 
 def _call(
@@ -64,8 +72,15 @@ def _call(
     alone = alone and not differs(plan.onednn, own, block, arguments)
     # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
     alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
-    vector = where(mesh, parts.vector, torch.Size((plan.out_shape[1],)))
-    return _Call(plan, alone, x, weight, vector, x.of_shape(plan.out_shape), arguments)
+    vector, output = where(mesh, parts.vector, torch.Size((plan.out_shape[1],))), x.of_shape(plan.out_shape)
+    may_chain = plan.sides and not transposed and parts.is_whole and len(parts.block.runs) == 1
+    spans = spans_of(x) if may_chain and spans_of(output) else ()
+    windows = tuple(
+        Window(weight.shape[span.dim], *(values[span.dim - 2] for values in (stride, padding, dilation)))
+        for span in spans
+    )
+    operations = 2.0 * elements(output) * math.prod(weight.shape[1:])
+    return _Call(plan, alone, x, weight, vector, output, arguments, windows, operations)
 
 
 def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
@@ -145,16 +160,19 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             call = plans[key] = _call(x._place, *places, dtypes, arguments)
         if call is None:
             return NotImplemented
-        if call.alone:
-            if transposed:
-                y = function(own, own_weight, own_bias, stride, padding, out, groups, dilation)
-            else:
-                y = function(own, own_weight, own_bias, stride, padding, dilation, groups)
-        elif torch._C._is_any_autocast_enabled():
+        converts = torch._C._is_any_autocast_enabled()
+        if not call.alone and converts:
             return NotImplemented
-        else:
-            y = apply(_Convolution, own, own_weight, own_bias, call)
-        return activation(y, call.output)
+
+        def result() -> Tensor:
+            if not call.alone:
+                return apply(_Convolution, own, own_weight, own_bias, call)
+            last = (out, groups, dilation) if transposed else (dilation, groups)
+            return function(own, own_weight, own_bias, stride, padding, *last)
+
+        if running.chain is None or not call.windows or converts:
+            return activation(result(), call.output)
+        return chained(running.chain, call, x, own_weight, own_bias, result)
 
     if transposed:
 

@@ -27,6 +27,8 @@ def path(*functions: Any) -> Callable[[H], H]:
 class _Thread(threading.local):
     closed = 0
     """The number of the script's own autograd functions that are running: these see DTensors only."""
+    chain: Any = None
+    """The `distconv.direct.chains.call.Chain` of the outermost call that is running, if it computes in chains."""
 
 
 running = _Thread()

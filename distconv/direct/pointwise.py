@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distconv.direct.activation import Activation, activation
+from distconv.direct.activation import Activation
 from distconv.direct.paths import path
+from distconv.direct.positionwise import changed, computed
 
 UNARY = (
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign"),
@@ -31,15 +32,18 @@ def _unary(function: Callable[..., Any]) -> None:
     def local(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is not Activation or x.share is not None or not x.place.is_plain:
             return NotImplemented
-        changes = kwargs.get("inplace", False)
+        changes = kwargs.get("inplace", False) or any(value is True for value in args)
         if (changes and not x.is_fresh) or "out" in kwargs:
             return NotImplemented
         if args or len(kwargs) > 1:
             for value in (*args, *kwargs.values()):
                 if isinstance(value, Tensor):
                     return NotImplemented
-        y = function(x.local(), *args, **kwargs)
-        return x if changes else activation(y, x._place)
+
+        def of_part(own: Tensor) -> Any:
+            return function(own, *args, **kwargs)
+
+        return changed(of_part, x) if changes else computed(of_part, (x,), x._place)
 
 
 for _function in dict.fromkeys(_named(UNARY, F, torch, Tensor)):
@@ -49,23 +53,24 @@ for _function in dict.fromkeys(_named(UNARY, F, torch, Tensor)):
 def _binary(function: Callable[..., Any]) -> None:
     @path(function)
     def local(x: Any, other: Any, **kwargs: Any) -> Any:
-        pair = _alike(x, other)
-        if pair is None or "out" in kwargs:
+        if not _are_alike(x, other) or "out" in kwargs:
             return NotImplemented
-        return activation(function(*pair, **kwargs), x.place if type(x) is Activation else other.place)
+        if type(other) is not Activation:
+            return computed(lambda own: function(own, other, **kwargs), (x,), x.place)
+        if type(x) is not Activation:
+            return computed(lambda own: function(x, own, **kwargs), (other,), other.place)
+        return computed(lambda *own: function(*own, **kwargs), (x, other), x.place)
 
 
-def _alike(x: Any, other: Any) -> tuple[Any, Any] | None:
-    """A rank's parts of two tensors with the same layout, or of a tensor and a number."""
+def _are_alike(x: Any, other: Any) -> bool:
+    """Whether they are two tensors with the same layout, or a tensor and a number."""
     for one in (x, other):
         if type(one) is Activation:
             if one.share is not None or not one.place.is_plain:
-                return None
+                return False
         elif isinstance(one, Tensor) or not isinstance(one, int | float):
-            return None
-    if type(x) is Activation and type(other) is Activation:
-        return (x.local(), other.local()) if x._place is other._place else None
-    return (x.local(), other) if type(x) is Activation else (x, other.local())
+            return False
+    return type(x) is not Activation or type(other) is not Activation or x._place is other._place
 
 
 for _function in dict.fromkeys((*_named(BINARY, torch, Tensor), *_named(REFLECTED, Tensor))):
@@ -77,11 +82,11 @@ def _in_place(function: Callable[..., Any]) -> None:
     def local(x: Any, *args: Any, **kwargs: Any) -> Any:
         if type(x) is not Activation or not x.is_fresh or not x.place.is_plain or len(args) > 1:
             return NotImplemented
-        pair = _alike(x, args[0]) if args else (x.local(),)
-        if pair is None or any(isinstance(value, Tensor) for value in kwargs.values()):
+        if any(isinstance(value, Tensor) for value in kwargs.values()) or not (not args or _are_alike(x, args[0])):
             return NotImplemented
-        function(*pair, **kwargs)
-        return x
+        others = [one for one in args if type(one) is Activation]
+        numbers = () if others else args
+        return changed(lambda *own: function(*own, *numbers, **kwargs), x, *others)
 
 
 for _function in dict.fromkeys((*_named(IN_PLACE, Tensor), torch.relu_, Tensor.relu_)):
@@ -105,4 +110,4 @@ def cat(tensors: Any, dim: int = 0, **options: Any) -> Any:
         return NotImplemented
     total = sum(shape[dim] for shape in shapes)
     place = first.of_shape((*shapes[0][:dim], total, *shapes[0][dim + 1 :]))
-    return activation(torch.cat([x.local() for x in tensors], dim), place)
+    return computed(lambda *own: torch.cat(own, dim), tensors, place)

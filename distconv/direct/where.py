@@ -11,7 +11,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.tensors.dtensors import row_major_spec
-from distconv.tensors.layouts import local_shape
+from distconv.tensors.layouts import dim_axes, local_shape, owners
 from mucudnn.recent import Recent
 
 MOST_PLANS = 1024
@@ -32,6 +32,11 @@ class Where:
         """No two ranks hold the same elements."""
         self.is_filled = self.is_plain and 0 not in local_shape(mesh, placements, shape)
         """This rank has elements."""
+        self.is_thin = self.is_plain and 1 in [
+            min(stop - start for start, stop in owners(mesh, dim_axes(mesh, placements, dim), extent))
+            for dim, extent in enumerate(shape)
+        ]
+        """Some rank has a single position of a dim."""
         self.plans: Recent[Any, Any] = Recent(MOST_PLANS)
         """The decisions of calls with an input of this layout, by everything else that they depend on."""
         self._specs: dict[torch.dtype, DTensorSpec] = {}

@@ -29,6 +29,7 @@ from distconv.direct.paths import is_open
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
+from distconv.model.halos import halos
 from distconv.model.idle import tell_idle
 from distconv.model.images import refuse_images
 from distconv.model.meeting import brought
@@ -144,12 +145,13 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if direct:
             args, kwargs = as_direct((args, kwargs))
         containers = Containers(given, (args, kwargs))
+        chains = halos(module, args, kwargs) if direct else contextlib.nullcontext()
         if fixed is None:
-            with entered(begun(module, {}, mesh, direct)):
+            with entered(begun(module, {}, mesh, direct)), chains:
                 result = _call_uncompiled(module, *args, **kwargs)
         else:
             run = begun(module, known, mesh, direct, meets=not fixed.uniform)
-            with entered(run):
+            with entered(run), chains:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)

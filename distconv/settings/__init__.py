@@ -84,6 +84,16 @@ def _parse_store(given: object) -> StoreOption:
     return StoreOption(None if found[1] is None else float(found[1]), found[2] is not None)
 
 
+_HALO = re.compile(r"layer|chain(?:=(\d+))?")
+
+
+def _parse_halo(given: object) -> float:
+    found = _HALO.fullmatch(str(given))
+    if found is None:
+        raise ValueError(f"halo {given!r}: accepted: layer, chain, chain=ROWS")
+    return 0.0 if given == "layer" else math.inf if found[1] is None else float(found[1])
+
+
 def _seconds(name: str) -> Callable[[object], float]:
     def parse(given: object) -> float:
         seconds = math.inf
@@ -143,6 +153,15 @@ SETTINGS = {
         "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
         _one_of("random", ("same", "apart")),
         "same|apart",
+    ),
+    "halo": Option(
+        "DISTCONV_HALO",
+        lambda: "layer",
+        "layer, chain, chain=ROWS",
+        "how wide a halo is fetched: what one layer reads (layer: the default), or what several layers in a row read, "
+        "of at most so many rows a side (chain): fewer messages, but rows that several ranks compute",
+        _parse_halo,
+        "layer|chain[=ROWS]",
     ),
     "lost_after": Option(
         "DISTCONV_LOST_AFTER",

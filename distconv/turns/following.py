@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from distconv import settings
+from distconv.model.halos import share_choices
 from distconv.settings.partition import Partition
 from distconv.tensors.deferred import Deferred
 from distconv.tensors.memory import Memory
@@ -70,6 +73,39 @@ def follow(
     ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
     Raises what the call raises.
     """
+    if partition is not None and ranks is None:
+        choose_chains(module, args, kwargs, partition)
+    return _follow(module, args, kwargs, partition, memory, backward, ranks)
+
+
+_surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
+"""By module, the kinds of calls of which the links are known."""
+
+
+def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
+    """Where parts compute in chains, chooses them before the first call of a kind, which is followed for its links.
+
+    Raises what the call raises.
+    """
+    if not settings.value("halo"):
+        return
+    shapes = tuple((x.shape, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    kind = partition, shapes, module.training, torch.is_grad_enabled()
+    known = _surveyed.setdefault(module, set())
+    if kind not in known:
+        known.add(kind)
+        _follow(module, args, kwargs, partition, None, False, None)
+
+
+def _follow(
+    module: nn.Module,
+    args: Any,
+    kwargs: Any,
+    partition: Partition | None,
+    memory: int | None,
+    backward: bool,
+    ranks: Partition | None,
+) -> Followed:
     pager = _Shapes()
     watch = _Watch(pager)
     shapes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -78,6 +114,7 @@ def follow(
         if isinstance(x, Tensor) and id(x) not in known:
             known[id(x)] = _alike(x, shapes)
     copied = copy.deepcopy(module, dict(known))
+    share_choices(module, copied)
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
     watch.count(list(known.values()))
     whole = watch.memory.now

@@ -254,8 +254,6 @@ class Paging(TorchDispatchMode):
                 return NotImplemented  # what is beneath comes by itself
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
-        if func in _ALIASES:
-            return func(*args, **kwargs)
         keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
         used = self.pager.begin(keys, func._schema.is_mutable)
         result = func(*args, **kwargs)
@@ -264,9 +262,6 @@ class Paging(TorchDispatchMode):
 
 
 _TAKEN_APART = DTensor, Deferred
-
-_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-"""Operators that read no element, and make a tensor also of a storage that has left."""
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -22,8 +22,9 @@ from distconv.model.compiled import original
 from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
-from distconv.turns.automatic import AUTO, chosen
+from distconv.turns.automatic import AUTO, chosen, followed_as
 from distconv.turns.call import call_in_turn, is_cut
+from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
@@ -169,6 +170,10 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             before(module, args, kwargs, partition)
     if ranks is not None:
         note_call(module, ranks, args, kwargs)
+    elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
+        # What cannot be followed notes its links while it is computed.
+        with followed_as(torch.is_grad_enabled()), suppress(Exception):
+            choose_chains(module, args, kwargs, partition)
     return call_in_turn(parts, memory, module, args, kwargs)
 
 

@@ -1,0 +1,92 @@
+"""What ranks hold along the sharded dims of an activation: their own positions, and some beside them. Numbers only.
+
+All positions that a rank holds are true ones of the whole tensor. What lies beyond its ends is held by nobody: layers
+pad there, as in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mucudnn.convolution.geometry import Interval, Window
+
+Held = tuple[tuple[Interval, ...], ...]
+"""By span, then by rank along it: the interval that the rank holds."""
+
+
+class Span(NamedTuple):
+    """A sharded dim of space.
+
+    Attributes:
+        dim: of the tensor.
+        axes: those of the mesh that shard it.
+        extent: of the whole tensor.
+        owned: the interval of each rank along the axes; none is empty.
+        here: the number of this rank among them.
+    """
+
+    dim: int
+    axes: tuple[int, ...]
+    extent: int
+    owned: tuple[Interval, ...]
+    here: int
+
+
+def of_own(spans: Sequence[Span]) -> Held:
+    """What ranks hold that hold their own positions alone."""
+    return tuple(span.owned for span in spans)
+
+
+@functools.lru_cache(maxsize=65536)
+def common(some: Held, others: Held) -> Held:
+    """What is held of both of two tensors that lie alike."""
+    return tuple(
+        tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def joined(some: Held, others: Held) -> Held:
+    """The least that holds both; each rank's intervals overlap."""
+    return tuple(
+        tuple((min(a[0], b[0]), max(a[1], b[1])) for a, b in zip(one, other, strict=True))
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def covers(held: Sequence[Interval], wanted: Sequence[Interval]) -> bool:
+    """Whether every rank holds along a span what is wanted of it."""
+    return all(a[0] <= b[0] and b[1] <= a[1] for a, b in zip(held, wanted, strict=True))
+
+
+@functools.lru_cache(maxsize=65536)
+def reached(windows: tuple[Window, ...], held: Held, inputs: tuple[Span, ...], outputs: tuple[Span, ...]) -> Held:
+    """The outputs of a layer that can be computed from what is held of its input; an interval may be reversed."""
+    return tuple(
+        tuple(_reached(window, interval, x.extent, y.extent) for interval in intervals)
+        for window, intervals, x, y in zip(windows, held, inputs, outputs, strict=True)
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def read(windows: tuple[Window, ...], wanted: Held, inputs: tuple[Span, ...]) -> Held:
+    """The inputs that wanted outputs of a layer read, joined with the ranks' own."""
+    return tuple(
+        tuple(_read(window, interval, own, x.extent) for interval, own in zip(intervals, x.owned, strict=True))
+        for window, intervals, x in zip(windows, wanted, inputs, strict=True)
+    )
+
+
+def _reached(window: Window, held: Interval, extent: int, outputs: int) -> Interval:
+    start, stop = held
+    first = -(-(start + window.padding) // window.stride) if start > 0 else 0
+    last = (stop + window.padding - window.reach) // window.stride + 1 if stop < extent else outputs
+    return first, last
+
+
+def _read(window: Window, wanted: Interval, own: Interval, extent: int) -> Interval:
+    start, stop = window.inputs(wanted)
+    return min(own[0], max(0, start)), max(own[1], min(extent, stop))
