@@ -8,17 +8,20 @@
 A case is a layer, with its geometry, under one partition of its input into 2 or 4 parts: forward, the gradient of the
 input and those of all parameters, in float64, beside stock torch in one process. The libraries:
 
-    distconv  `parallelize` and `shard`; what it would gather because it is small counts as refused (real ranks, Gloo)
-    dtensor   torch's DTensor: `distribute_tensor`, `distribute_module` with replicated parameters; where channels are
-              cut, also with parameters cut along them, and the better of the two counts (real ranks, Gloo)
-    jax       `jit` of arrays with a `NamedSharding`; XLA's partitioner does the rest (devices of one process); the
-              layers are written anew in JAX, and each is first compared with torch's on one device
+    distconv     `parallelize` and `shard`; what it would gather because it is small counts as refused
+    dtensor      torch's DTensor: `distribute_tensor`, `distribute_module` with replicated parameters; where channels
+                 are cut, also with parameters cut along them, and the better of the two counts
+    jax          `jit` of arrays with a `NamedSharding`; XLA's partitioner does the rest; the layers are written anew in
+                 JAX, and each is first compared with torch's on one device
+    shardtensor  PhysicsNeMo's ShardTensor: a plain module, called with a sharded input. Its sharded layers, which the
+                 package registers only where there is a GPU, are registered by the function that it has for this
+    lbann        LBANN's DistConv for PyTorch: `DistConvDDP` and `DCTensor`; samples are cut by data parallelism
+
+JAX has devices of one process, the others real ranks over Gloo.
 
 Each is used as its documentation tells to use it, without a layout that is changed by hand inside a layer. JAX (pip
-install '.[jax]') may live in an environment of its own (--jax-python), and is left out where there is none.
-
-Two libraries are not here, as neither could be checked on processors. PhysicsNeMo's ShardTensor (2.2.2) registers its
-sharded layers only where there is a GPU; LBANN's DistConv is built for GPUs from C++.
+install '.[jax]') and PhysicsNeMo (pip install nvidia-physicsnemo) may live in environments of their own (--jax-python,
+--shardtensor-python); LBANN's is a checkout of github.com/LBANN/DistConv (--lbann). What there is not is left out.
 
     right    output and all gradients equal to one process within 1e-9 of the largest element, on every rank
     wrong    numbers or shapes that differ
@@ -69,12 +72,13 @@ def kept(path: Path) -> dict[Key, Record]:
 def measure(options: argparse.Namespace, found: dict[Key, Record]) -> None:
     """Adds to ``found``, and to the file, the cases that are asked for."""
     peers = []
+    places = {"jax": options.jax_python, "shardtensor": options.shardtensor_python, "lbann": options.lbann}
     for name in options.library:
-        python = options.jax_python if name == "jax" else sys.executable
-        if absent := missing(name, python):
+        where = places.get(name, sys.executable)
+        if absent := missing(name, where):
             print(absent, file=sys.stderr)
         else:
-            peers.append(Peer(name, python))
+            peers.append(Peer(name, where))
     chosen = [(family, case) for family, case in cases() if _chosen(case, options)]
     with tempfile.TemporaryDirectory() as directory, options.partial.open("a") as file:
         asked: Reference | None = None
@@ -111,6 +115,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--partition", action="append", help="only under this partition; may be given again")
     parser.add_argument("--library", action="append", choices=LIBRARIES, help="only this one; may be given again")
     parser.add_argument("--jax-python", metavar="PATH", default=sys.executable, help="a python that has jax")
+    parser.add_argument(
+        "--shardtensor-python", metavar="PATH", default=sys.executable, help="a python that has nvidia-physicsnemo"
+    )
+    parser.add_argument("--lbann", metavar="DIR", default="", help="a checkout of LBANN/DistConv")
     parser.add_argument("--again", action="append", default=[], choices=OUTCOMES, help="repeat cases of this outcome")
     parser.add_argument("--partial", type=Path, default=PARTIAL, help="what is kept between runs (%(default)s)")
     parser.add_argument("--save", action="store_true", help="write tables and figures to benchmarks/results")

@@ -25,7 +25,7 @@ BEST_FIRST = ("right", "refused", "crash", "hang", "wrong")
 
 @dataclass(frozen=True)
 class Library:
-    """How a library is started."""
+    """How a library is started: on so many ranks, by a python that has its package; LBANN's from a checkout of it."""
 
     title: str
     package: str
@@ -35,6 +35,11 @@ class Library:
 def _on_ranks(arm: str) -> Callable[[str, int], Process]:
     command = [str(HERE / "torch_peer.py"), arm]
     return lambda python, ranks: Process(f"{arm} on {ranks} ranks", [[python, *command, str(ranks)]])
+
+
+def _on_lbann(checkout: str, ranks: int) -> Process:
+    command = [sys.executable, str(HERE / "torch_peer.py"), "lbann", str(ranks)]
+    return Process(f"LBANN's DistConv on {ranks} ranks", [command], LBANN_DISTCONV=checkout)
 
 
 def _on_devices(python: str, devices: int) -> Process:
@@ -47,19 +52,24 @@ LIBRARIES = {
     "distconv": Library("distconv", "distconv", _on_ranks("distconv")),
     "dtensor": Library("torch's DTensor", "torch", _on_ranks("dtensor")),
     "jax": Library("JAX, jit", "jax", _on_devices),
+    "shardtensor": Library("PhysicsNeMo's ShardTensor", "physicsnemo.domain_parallel", _on_ranks("shardtensor")),
+    "lbann": Library("LBANN's DistConv", "distconv", _on_lbann),
 }
 
 
-def missing(name: str, python: str) -> str | None:
+def missing(name: str, where: str) -> str | None:
     """Why a library cannot be asked, in one line."""
     package = LIBRARIES[name].package
+    if name == "lbann":
+        found = Path(where, package, "__init__.py").is_file()
+        return None if found else "lbann is left out: --lbann names no checkout of LBANN/DistConv"
     try:
-        found = subprocess.run(
-            [python, "-c", f"import {package}"], cwd=HERE.parents[1], capture_output=True, check=False
+        tried = subprocess.run(
+            [where, "-c", f"import {package}"], cwd=HERE.parents[1], capture_output=True, check=False
         )
     except OSError as error:
-        return f"{name}: {python}: {error.strerror}"
-    return None if found.returncode == 0 else f"{name} is left out: no {package} in {Path(python).name}"
+        return f"{name}: {where}: {error.strerror}"
+    return None if tried.returncode == 0 else f"{name} is left out: no {package} in {Path(where).name}"
 
 
 @dataclass
@@ -67,7 +77,7 @@ class Peer:
     """A library that is asked; its processes start at the first case for so many ranks, and anew after an end."""
 
     name: str
-    python: str = sys.executable
+    where: str = sys.executable
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,7 +116,7 @@ class Peer:
 
     def _process(self, ranks: int) -> Process:
         if ranks not in self._processes:
-            self._processes[ranks] = LIBRARIES[self.name].start(self.python, ranks)
+            self._processes[ranks] = LIBRARIES[self.name].start(self.where, ranks)
         return self._processes[ranks]
 
     def close(self) -> None:
