@@ -151,7 +151,7 @@ def older_schema(path: Path) -> str:
     """Our own file, of an older version."""
     _prepared(path)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript("DROP TABLE needs; PRAGMA user_version = 1")
+        connection.executescript("DROP TABLE IF EXISTS needs; PRAGMA user_version = 1")
     return _set_aside(path, "its format is 1")
 
 

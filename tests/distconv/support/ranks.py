@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -249,6 +250,8 @@ def _place_under_mpiexec(address: str) -> Iterator[None]:
         os.environ.update(entry.split("=", 1) for entry in told.split("\0") if entry)
         for connection in connections:
             os.environ["PMI_FD"] = str(connection)
+        # What mpiexec ends, as after an abort, is the process at that place: this one ends with it.
+        threading.Thread(target=lambda: place.recv(1) or os.kill(os.getpid(), signal.SIGKILL), daemon=True).start()
         yield
 
 
