@@ -2,23 +2,24 @@
 
 Its documentation leaves the parameters as they are: a plain parameter that meets a sharded input counts as replicated,
 and its gradient is summed over the mesh in the backward pass. The package registers its sharded layers when it is
-imported where there is a GPU; elsewhere the arm calls the function that does so, `register_custom_ops`.
+imported where there is a GPU; elsewhere the arm calls the function that does so, `register_custom_ops`. What has no
+rule of ShardTensor's falls to DTensor's, so DTensor's refusals are its refusals, too.
 """
 
 from __future__ import annotations
 
-import functools
 from importlib.metadata import version
 
 import torch
 from physicsnemo import domain_parallel
 from physicsnemo.domain_parallel import ShardTensor
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks.conformance import dtensor_arm
-from benchmarks.conformance.cases import cut_dims, parts
+from benchmarks.conformance.cases import cut_dims
+from benchmarks.conformance.dtensor_arm import mesh_of, refused
+
+__all__ = ["WAYS", "begin", "compute", "refused", "versions"]
 
 WAYS = ("",)
 
@@ -32,12 +33,6 @@ def versions() -> dict[str, str]:
 
 def begin() -> None:
     pass
-
-
-@functools.cache
-def mesh_of(partition: str) -> DeviceMesh:
-    counts = parts(partition)
-    return init_device_mesh("cpu", tuple(counts.values()), mesh_dim_names=tuple(counts))
 
 
 def compute(module: nn.Module, x: Tensor, grad: Tensor, partition: str, way: str) -> dict[str, Tensor | None]:
@@ -56,8 +51,4 @@ def compute(module: nn.Module, x: Tensor, grad: Tensor, partition: str, way: str
 
 
 def _whole(x: Tensor | None) -> Tensor | None:
-    return x.full_tensor() if isinstance(x, (ShardTensor, dtensor_arm.DTensor)) else x
-
-
-refused = dtensor_arm.refused
-"""What has no rule of ShardTensor's falls to DTensor's, so its refusals are DTensor's, too."""
+    return x.full_tensor() if isinstance(x, (ShardTensor, DTensor)) else x
