@@ -9,16 +9,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.direct.where import Where, where
+from distconv.rules.operands.own_parts import apply as apply
 from distconv.rules.whole.copies import watch_changes
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import undoes_shard
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved, relaid
-
-
-def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply`` for plain tensors and DTensors, which need none of the checks that it makes first."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def fitting(grad: Tensor, place: Where) -> DTensor:

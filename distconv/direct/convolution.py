@@ -14,9 +14,8 @@ from distconv.direct.border import apply
 from distconv.direct.chains.call import elements, spans_of
 from distconv.direct.chains.convolution import chained
 from distconv.direct.paths import path, running
-from distconv.direct.shares import again
-from distconv.direct.where import Where, where
-from distconv.rules.convolution import convolution_gradients, convolved
+from distconv.direct.where import Where
+from distconv.rules.convolution import Convolution
 from distconv.rules.convolution.kernels import differs
 from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
 from distconv.rules.operands.channel_split import channel_layout, parameter_layout
@@ -33,10 +32,6 @@ class _Call(NamedTuple):
     plan: ConvolutionPlan
     alone: bool
     """Whether this rank needs nothing of others, and torch's function does with its tensors."""
-    input: Where
-    weight: Where
-    vector: Where
-    """Of the bias."""
     output: Where
     arguments: tuple[Any, ...]
     """Of `aten::convolution`, after the tensors."""
@@ -72,7 +67,7 @@ def _call(
     alone = alone and not differs(plan.onednn, own, block, arguments)
     # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
     alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
-    vector, output = where(mesh, parts.vector, torch.Size((plan.out_shape[1],))), x.of_shape(plan.out_shape)
+    output = x.of_shape(plan.out_shape)
     may_chain = plan.sides and not transposed and parts.is_whole and len(parts.block.runs) == 1
     spans = spans_of(x) if may_chain and spans_of(output) else ()
     windows = tuple(
@@ -80,7 +75,7 @@ def _call(
         for span in spans
     )
     operations = 2.0 * elements(output) * math.prod(weight.shape[1:])
-    return _Call(plan, alone, x, weight, vector, output, arguments, windows, operations)
+    return _Call(plan, alone, output, arguments, windows, operations)
 
 
 def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
@@ -101,28 +96,6 @@ def _same(held: Where, wanted: Sequence[Any]) -> bool:
     """Whether a parameter lies on this rank as a layer wants it."""
     pairs = zip(held.placements, wanted, strict=True)
     return all(found == other or held.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
-
-
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.call = call
-        y = convolved(call.plan, x, weight, bias)
-        # A part of a tensor could not be changed in place.
-        return y.clone() if y._is_view() else y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        call, mask = ctx.call, ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():
-            filters = [call.output.shape[1]] if mask[2] else None
-            operands = (grad, call.output, False), (x, call.input, False), (weight, call.weight, True)
-            return *again(
-                torch.ops.aten.convolution_backward, operands, (filters, *call.arguments, list(mask)), call.vector
-            ), None
-        return *convolution_gradients(call.plan, grad, x, weight, mask), None
 
 
 def _convolution(function: Any, dims: int, transposed: bool) -> None:
@@ -166,7 +139,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
 
         def result() -> Tensor:
             if not call.alone:
-                return apply(_Convolution, own, own_weight, own_bias, call)
+                return apply(Convolution, own, own_weight, own_bias, call.plan)
             last = (out, groups, dilation) if transposed else (dilation, groups)
             return function(own, own_weight, own_bias, stride, padding, *last)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from distconv.direct.border import FromRoot, ToRoot, apply, fitting
+from distconv.direct.border import apply
 from distconv.direct.where import Where
 from distconv.settings.partition import ownership
 from distconv.tensors.dtensors import wrap
@@ -99,23 +98,3 @@ def as_sharded(grad: DTensor, placements: tuple[Placement, ...]) -> DTensor:
         for found, own in zip(grad.placements, placements, strict=True)
     )
     return grad if fits else moved(grad, grad.device_mesh, placements)
-
-
-def again(
-    function: Any, operands: Sequence[tuple[Tensor | None, Where, bool]], arguments: Sequence[Any], vector: Where
-) -> list[Any]:
-    """The result of a backward operator on this rank's tensors, recorded by autograd for gradients of gradients.
-
-    ``operands``: the tensors, of which the second is the input and the third the weight; where they lie; and whether
-    they are parameters. ``vector``: where the bias lies. Gradients of parameters are shares.
-    """
-    tensors = [
-        None if root is None else use(root, place) if is_share else apply(FromRoot, root, place)
-        for root, place, is_share in operands
-    ]
-    dx, dweight, dbias = function(*tensors, *arguments)
-    return [
-        None if dx is None else apply(ToRoot, fitting(dx, operands[1][1])),
-        None if dweight is None else share(dweight, operands[2][1]),
-        None if dbias is None else share(dbias, vector),
-    ]

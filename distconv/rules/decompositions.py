@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.rules.outside import answered
+from distconv.rules.schemas import changed
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
@@ -62,12 +63,8 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTen
     locals, options = tree_map_only(DTensor, lambda x: x._local_tensor, (tuple(args), kwargs))
     result = func(*locals, **options)
     if func._schema.is_mutable:
-        changed = [
-            args[at] if at < len(args) else kwargs[argument.name]
-            for at, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        return None if result is None else changed[0] if isinstance(result, Tensor) else tuple(changed)
+        given = changed(func, args, kwargs)
+        return None if result is None else given[0] if isinstance(result, Tensor) else tuple(given)
     return tree_map_only(Tensor, lambda x: wrap(x, mesh, replicated(mesh), x.shape), result)
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_map
 
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
-from distconv.rules.registry import is_tensor, rule, schemas_without_rule
+from distconv.rules.registry import rule, schemas_without_rule
+from distconv.rules.schemas import is_tensor, is_view, name_of, operator
 from distconv.rules.stock import leave
 from distconv.rules.whole import NO_RULE, whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
@@ -29,7 +30,7 @@ from distconv.transfer.local_part import local_as
 
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator on our tensors for which distconv has no rule of its own."""
-    name = func._schema.name.removeprefix("aten::")
+    name = name_of(func)
     refusal: UnsupportedOperation | None = None
     if torch.Tag.inplace_view in func.tags:
         why = "it changes the shape of a sharded tensor in place; accepted: the operator that makes a view"
@@ -55,8 +56,7 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _without_suffix(func: Any, suffix: str) -> Any:
     """The operator of the same name without a suffix and with as many arguments, or None."""
-    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix(suffix), None)
-    found = getattr(packet, func._schema.overload_name or "default", None)
+    found = operator(f"{name_of(func).removesuffix(suffix)}.{func._schema.overload_name}")
     same = found is not None and len(found._schema.arguments) == len(func._schema.arguments)
     return found if same else None
 
@@ -99,32 +99,25 @@ def register() -> None:
         rule(*OTHERS)(fallback)
 
 
-def _operator(schema: Any) -> Any:
-    packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"), None)
-    return getattr(packet, schema.overload_name or "default", None)
-
-
 def _handler(schema: Any) -> Any:
     """What runs an operator without a rule; None for one that stays with torch."""
-    operator, name = _operator(schema), schema.name.removeprefix("aten::")
-    if operator is None or any(argument.is_out for argument in schema.arguments):
+    name = schema.name.removeprefix("aten::")
+    func = operator(f"{name}.{schema.overload_name}")
+    if func is None or any(argument.is_out for argument in schema.arguments):
         return None
-    if torch.Tag.pointwise not in operator.tags:
-        return fallback if _is_for_fallback(operator, name, schema) else None
+    if torch.Tag.pointwise not in func.tags:
+        return fallback if _is_for_fallback(func, name, schema) else None
     several = sum(is_tensor(argument.type) for argument in schema.arguments) > 1
     if name == "equal":  # its result is one answer
         return None
     if name.endswith("_"):
         return in_place if several else None
-    return elementwise if several or not has_strategy(operator) else None
+    return elementwise if several or not has_strategy(func) else None
 
 
-def _is_for_fallback(operator: Any, name: str, schema: Any) -> bool:
-    if (
-        name.startswith(STAYS_WITH_TORCH)
-        or name.endswith("_like")
-        or not any(is_tensor(a.type) for a in schema.arguments)
-    ):
+def _is_for_fallback(func: Any, name: str, schema: Any) -> bool:
+    if name.startswith(STAYS_WITH_TORCH) or name.endswith("_like"):
         return False
-    is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
-    return not (has_strategy(operator) and is_view) or name in ("diagonal", "view_as_real", "view_as_complex")
+    if not any(is_tensor(a.type) for a in schema.arguments):
+        return False
+    return not (has_strategy(func) and is_view(func)) or name in ("diagonal", "view_as_real", "view_as_complex")

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.rules.outside import answered, may_run_whole
+from distconv.rules.schemas import is_tensor, is_view, operator
 from distconv.rules.stock import leave, leave_to_torch
 from distconv.tensors.gathering.calls import in_model_call
 from distconv.tensors.gathering.record import admit
@@ -59,8 +60,6 @@ def rule(*operators: str) -> Callable[[H], H]:
                 return leave_to_torch(func, args, kwargs)
             try:
                 args = entering(func, args, mesh)
-                if not checks:
-                    return answered(handler, func, args, kwargs)
                 then = [check(func, args, kwargs) for check in checks]
                 result = answered(handler, func, args, kwargs)
                 for finish in then:
@@ -71,33 +70,40 @@ def rule(*operators: str) -> Callable[[H], H]:
                 complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
                 raise
 
-        for operator in operators:
-            torch.library.register_torch_dispatch(operator, DTensor, dispatch)
-            registered.add(operator)
+        for name in operators:
+            torch.library.register_torch_dispatch(name, DTensor, dispatch)
+            registered.add(name)
         return handler
 
     return register
 
 
-def above_autograd(operator: str) -> Callable[[H], H]:
+def above_autograd(name: str) -> Callable[[H], H]:
     """Register ``function(*args)`` for an operator that torch takes apart before a DTensor is reached, or whose
     backward would know too little of how its tensors lie.
 
     The function runs where autograd does, for arguments among which is a DTensor of our meshes, and must be
-    differentiable itself. Everything else does as before.
+    differentiable itself. Everything else does as before. In inference mode, where there is no autograd, it is the rule
+    of the operator, unless that has one already.
     """
 
     def register(function: H) -> H:
-        packet, _, overload = operator.removeprefix("aten::").partition(".")
-        stock_operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        stock_operator = operator(name.removeprefix("aten::"))
+        if name not in registered:
+            rule(name)(lambda _, *args, **kwargs: function(*args, **kwargs))
 
         @functools.wraps(function)
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if not has_ours((*args, *kwargs.values())):
                 return as_before.call_boxed(keyset, *args, **kwargs)
-            # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
+            mesh = _mesh((*args, *kwargs.values()))
+            assert mesh is not None, "one of them is ours"
             try:
-                return function(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
+                # Above autograd nobody else takes off a subclass, and what a function keeps it hands to the backward.
+                given = entering(stock_operator, args, mesh)
+                for check in checks:
+                    check(stock_operator, given, kwargs)
+                return function(*given, **{name: _plain(value) for name, value in kwargs.items()})
             except UnsupportedOperation as error:
                 if may_run_whole(error):
                     return as_before.call_boxed(keyset, *args, **kwargs)
@@ -105,8 +111,8 @@ def above_autograd(operator: str) -> Callable[[H], H]:
                 raise
 
         for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-            run = functools.partial(kernel, torch.library.get_kernel(operator, key))
-            _library.impl(operator.removeprefix("aten::"), run, key, with_keyset=True)
+            run = functools.partial(kernel, torch.library.get_kernel(name, key))
+            _library.impl(name.removeprefix("aten::"), run, key, with_keyset=True)
             # What torch.compile has traced before has made torch remember the kernel that ran then.
             stock_operator._uncache_dispatch(getattr(torch._C.DispatchKey, key))
         return function
@@ -207,21 +213,9 @@ def schemas_without_rule() -> list[tuple[str, Any]]:
     return [(name, schema) for name, schema in schemas if name.startswith("aten::") and name in known]
 
 
-def is_tensor(kind: Any) -> bool:
-    """Whether a schema's type is that of a tensor, an optional one, or a list of them."""
-    if isinstance(kind, torch.ListType | torch.OptionalType):
-        return is_tensor(kind.getElementType())
-    return isinstance(kind, torch.TensorType)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_view(func: Any) -> bool:
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
-
-
 def _views_normal(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator makes a view of a DTensor that is no inference tensor."""
-    return _is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
+    return is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
 
 
 @functools.cache
@@ -258,7 +252,7 @@ def install_guard() -> None:
             target = [b if b.is_replicate() and a.is_partial("sum") else a for b, a in pairs]
             if undoes_shard(before.mesh, before.placements, target):
                 # A gathered view would not tell its tensor of changes, as `distconv.rules.whole.copies` does.
-                if not in_model_call() and not _is_view(suggested.op):
+                if not in_model_call() and not is_view(suggested.op):
                     itemsize = before.tensor_meta.dtype.itemsize if before.tensor_meta is not None else 1
                     admit(suggested.op, math.prod(before.shape) * itemsize, before.mesh)
                     continue

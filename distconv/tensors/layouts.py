@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -97,6 +98,11 @@ def has_partial(placements: Sequence[Placement]) -> bool:
 def added_up(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """The layout that a tensor has once its partial sums are added: replicated along their axes."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
+
+
+def lying(x: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The layout of a tensor on a mesh once its partial sums are added; every rank has a plain one whole."""
+    return added_up(x.placements) if isinstance(x, DTensor) else replicated(mesh)
 
 
 def refuse_partial(func: Any, placements: Sequence[Placement], what: str = "its input") -> None:

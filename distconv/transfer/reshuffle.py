@@ -21,6 +21,7 @@ from distconv.transfer.route import Route
 from distconv.transfer.tracing import constant, planned
 
 Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
+"""How a tensor of a mesh lies along its axes, and its shape."""
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,20 @@ has the keys, and in blocks where other ranks own some.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from distconv.rules.attention.blockwise import Blockwise, BlockwiseAttention
 from distconv.rules.attention.plan import AttentionPlan, Operand, make_attention_plan
 from distconv.rules.attention.rotation import rotation
-from distconv.rules.operands.own_parts import brought, wrapped
-from distconv.rules.registry import above_autograd, rule
+from distconv.rules.operands.own_parts import apply, brought, wrapped
+from distconv.rules.registry import above_autograd
 from distconv.tensors.deferred import computed
-from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, replicated
+from distconv.tensors.layouts import dim_axes, find_layout, local_box, lying, owners
 from distconv.transfer.redistribution import relaid
 
 
@@ -47,7 +46,7 @@ def attention(
         return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
     mesh, _ = find_layout(query, key, value, attn_mask)
     plan = make_attention_plan(
-        mesh, *(None if x is None else _operand(x, mesh) for x in (query, key, value, attn_mask))
+        mesh, *(None if x is None else Operand(tuple(x.shape), lying(x, mesh)) for x in (query, key, value, attn_mask))
     )
     tokens = Shard(query.dim() - 2)
     of_query, of_key = plan.query, plan.key
@@ -60,23 +59,13 @@ def attention(
         mask = brought(attn_mask, mesh, plan.mask, [*distinct, *plan.combined])
     if plan.travelled or plan.combined or (is_causal and shared):
         work = _blockwise(mesh, plan, query, key, is_causal, scale)
-        result = BlockwiseAttention.apply(q, k, v, mask, work)
+        result = apply(BlockwiseAttention, q, k, v, mask, work)
     else:
         result = functional.scaled_dot_product_attention(
             q, k, v, computed(mask), is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     whole = wrapped(result, mesh, of_query, (*query.shape[:-1], value.shape[-1]))
     return relaid(whole, mesh, plan.result)
-
-
-@rule("aten::scaled_dot_product_attention")
-def attention_alone(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """In inference mode."""
-    return attention(*args, **kwargs)
-
-
-def _operand(x: Tensor, mesh: DeviceMesh) -> Operand:
-    return Operand(tuple(x.shape), tuple(x.placements) if isinstance(x, DTensor) else replicated(mesh))
 
 
 def _blockwise(

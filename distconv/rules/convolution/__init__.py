@@ -21,60 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from distconv.rules.convolution import overlap
 from distconv.rules.convolution.local import LocalConvolution
 from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_plan
-from distconv.rules.operands.as_gradient import as_gradient
-from distconv.rules.operands.channel_split import held_as, layer_input, parameter_layout
-from distconv.rules.registry import rule
-from distconv.tensors.dtensors import wrap
+from distconv.rules.operands.channel_split import layer_input, parameter_layout
+from distconv.rules.operands.own_parts import apply, brought, wrapped
+from distconv.rules.registry import above_autograd
+from distconv.tensors.layouts import lying
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange
-from distconv.transfer.local_part import local_as
-from distconv.transfer.redistribution import moved
 from mucudnn.convolution.geometry import Interval, length
 from mucudnn.runtime.local_work import LocalWork
 from mucudnn.runtime.shim import marks_local_work
-
-
-def _plan_of(
-    x: Tensor, weight: Tensor, bias: Tensor | None, mesh: DeviceMesh, placements: Sequence[Placement], arguments: Any
-) -> ConvolutionPlan:
-    stride, padding, dilation, transposed, output_padding, groups = arguments
-    return make_convolution_plan(
-        mesh,
-        tuple(placements),
-        tuple(x.shape),
-        tuple(weight.shape),
-        held_as(weight, mesh),
-        channel_algorithm(mesh),
-        (x.dtype, weight.dtype, None if bias is None else bias.dtype),
-        tuple(stride),
-        tuple(padding),
-        tuple(dilation),
-        transposed,
-        tuple(output_padding),
-        groups,
-    )
-
-
-def _gathered(parameter: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> Any:
-    """A weight or bias of a layer of such an input, on all ranks that need it whole."""
-    if not isinstance(parameter, DTensor) or parameter.device_mesh != mesh:
-        return parameter
-    kept = parameter_layout(mesh, parameter.placements, placements)
-    return moved(parameter, mesh, kept) if kept != tuple(parameter.placements) else parameter
-
-
-def _summed(placements: Sequence[Placement], held: Sequence[Placement], axes: Sequence[int]) -> tuple[Placement, ...]:
-    """The layout of a parameter's gradient: sharded as the parameter is, a partial sum along the other shards of x."""
-    return tuple(
-        of if axis in axes else Partial() if isinstance(p, Shard) else Replicate()
-        for axis, (p, of) in enumerate(zip(placements, held, strict=True))
-    )
 
 
 def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -134,36 +94,81 @@ def _convolution_gradients(
     return dx, dw, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
 
 
-@rule("aten::convolution")
-def convolution(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> DTensor:
+class Convolution(torch.autograd.Function):
+    """`convolved`, any number of times differentiable. Gradients of block and bias are this rank's shares."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ConvolutionPlan) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.plan = plan
+        y = convolved(plan, x, weight, bias)
+        return y.clone() if y._is_view() else y  # a part of a tensor could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        given = ctx.plan, grad, *ctx.saved_tensors, ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            return *apply(_Gradients, *given), None
+        return *convolution_gradients(*given), None
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of a convolution, which is linear in x and in its weight: derivatives of these are convolutions
+    and gradients of convolutions whose tensors lie as those of the layer do.
+
+    Torch's formula would convolve x with the gradient, as if that were a weight.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        ctx.save_for_backward(grad, x, weight)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return convolution_gradients(plan, grad, x, weight, mask)
+
+    @staticmethod
+    def backward(ctx: Any, for_x: Tensor | None, for_w: Tensor | None, for_bias: Tensor | None) -> tuple[Any, ...]:
+        grad, x, weight = ctx.saved_tensors
+        plan, (_, need_grad, need_x, need_w, _) = ctx.plan, ctx.needs_input_grad
+        parts = []
+        if need_grad:
+            if for_x is not None:
+                parts.append(apply(Convolution, for_x, weight, None, plan))
+            if for_w is not None:
+                parts.append(apply(Convolution, x, for_w, None, plan))
+            if for_bias is not None:
+                parts.append(for_bias.view(-1, *[1] * (grad.dim() - 2)).expand_as(grad))
+        dgrad = sum(parts[1:], parts[0]) if parts else None
+        dx = dw = None
+        if need_x and for_w is not None:
+            dx = apply(_Gradients, plan, grad, x, for_w, (True, False, False))[0]
+        if need_w and for_x is not None:
+            dw = apply(_Gradients, plan, grad, for_x, weight, (False, True, False))[1]
+        return None, dgrad, dx, dw, None
+
+
+@above_autograd("aten::convolution")
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> DTensor:
     """y (N, F, out...) from x (N, C, in...); y is sharded as x is."""
-    mesh, placements = layer_input(func, x, weight, bias)
-    weight, bias = (_gathered(parameter, mesh, placements) for parameter in (weight, bias))
-    plan = _plan_of(x, weight, bias, mesh, placements, rest)
-    parts = plan.split
-    own_bias = None if bias is None else local_as(bias, mesh, parts.vector)
-    y = convolved(plan, local_as(x, mesh, placements), local_as(weight, mesh, parts.weight), own_bias)
-    return wrap(y, mesh, placements, plan.out_shape)
-
-
-@rule("aten::convolution_backward")
-def convolution_backward(
-    func: Any, grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: list[int] | None, *rest: Any
-) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
-    """dL/dx sharded as x is; dL/dweight and dL/dbias as partial sums over the shards of samples and space."""
-    *arguments, mask = rest
-    mesh, placements = layer_input(func, x, grad, weight)
-    placements = as_gradient(placements, grad)
-    weight = _gathered(weight, mesh, placements)
-    plan = _plan_of(x, weight, None, mesh, placements, arguments)
-    parts = plan.split
-    own_x, own_grad = local_as(x, mesh, placements), local_as(grad, mesh, placements)
-    dx, dw, db = convolution_gradients(plan, own_grad, own_x, local_as(weight, mesh, parts.weight), mask)
-    return (
-        wrap(dx, mesh, placements, x.shape) if dx is not None else None,
-        wrap(dw, mesh, _summed(placements, parts.weight, parts.axes), weight.shape) if dw is not None else None,
-        wrap(db, mesh, _summed(placements, parts.vector, parts.axes), plan.out_shape[1:2]) if db is not None else None,
+    mesh, placements = layer_input(torch.ops.aten.convolution.default, x, weight, bias)
+    plan = make_convolution_plan(
+        mesh,
+        tuple(placements),
+        tuple(x.shape),
+        tuple(weight.shape),
+        parameter_layout(mesh, lying(weight, mesh), placements),
+        channel_algorithm(mesh),
+        (x.dtype, weight.dtype, None if bias is None else bias.dtype),
+        *(tuple(each) if isinstance(each, list) else each for each in arguments),
     )
+    parts = plan.split
+    summed = [axis for axis, p in enumerate(placements) if isinstance(p, Shard) and axis not in parts.axes]
+    own_bias = None if bias is None else brought(bias, mesh, parts.vector, summed)
+    own_weight = brought(weight, mesh, parts.weight, summed)
+    y = apply(Convolution, brought(x, mesh, placements), own_weight, own_bias, plan)
+    return wrapped(y, mesh, placements, plan.out_shape)
 
 
 def _from_arriving_gradients(

@@ -7,46 +7,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.rules.decompositions import has_strategy
-from distconv.rules.operands import common_subscripts, operand
-from distconv.rules.operands.broadcasting import aligned
-from distconv.rules.operands.layouts import common_layout
+from distconv.rules.operands.broadcasting import aligned, sharding
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import Layout, has_partial, layout, refuse_partial, replicated
+from distconv.tensors.layouts import has_partial, layout, refuse_partial, replicated
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
 from distconv.transfer.tracing import is_traced
 
-POLYNOMIALS = (
-    *(f"{shifted}chebyshev_polynomial_{kind}" for shifted in ("", "shifted_") for kind in "tuvw"),
-    *("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p"),
-)
-
 OPERATORS = (
-    *(f"{name}.Tensor" for name in ("add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge")),
-    *(f"bitwise_{name}.Tensor" for name in ("and", "or", "xor")),
-    *("maximum", "minimum", "where.self", "logical_and", "logical_or", "pow.Tensor_Tensor", "threshold_backward"),
-    *("leaky_relu_backward", "elu_backward", "gelu_backward", "silu_backward", "mish_backward", "softplus_backward"),
-    *("sigmoid_backward", "tanh_backward", "hardtanh_backward", "hardswish_backward", "hardsigmoid_backward"),
-    *("log_sigmoid_backward", "_prelu_kernel_backward", "rrelu_with_noise_backward", "hardswish", "_prelu_kernel"),
-    *("masked_fill.Scalar", "masked_fill.Tensor", "lerp.Scalar", "lerp.Tensor", "addcmul", "addcdiv"),
-    *("atan2", "isclose", "mul.Scalar", "div.Scalar"),
-    # For these torch 2.11's DTensor would gather such a dim of a tensor alone, too.
+    *("leaky_relu_backward", "elu_backward", "mish_backward", "softplus_backward", "hardtanh_backward"),
+    *("hardswish_backward", "hardsigmoid_backward", "log_sigmoid_forward", "log_sigmoid_backward", "_prelu_kernel"),
+    *("_prelu_kernel_backward", "rrelu_with_noise_backward", "hardshrink_backward", "softshrink_backward"),
+    *("masked_fill.Tensor", "isclose", "complex", "polar", "floor_divide", "rsub.Tensor"),
+    *("mul.Scalar", "div.Scalar", "hardswish"),
+    # For these torch 2.11's DTensor would gather a dim shorter than the axis of a tensor alone, too.
     *("leaky_relu", "elu", "celu", "hardsigmoid", "hardtanh", "threshold"),
     *("mish", "softplus", "softshrink", "hardshrink"),
-    *("hardshrink_backward", "softshrink_backward", "logit_backward", "log_sigmoid_forward"),
-    *("fmin", "fmax", "hypot", "nextafter", "gcd", "lcm", "igamma", "igammac", "logaddexp", "logaddexp2", "heaviside"),
-    *("logical_xor", "complex", "polar", "floor_divide", "rsub.Tensor", "ldexp.Tensor", "div.Tensor_mode"),
-    *(f"{name}.Tensor" for name in ("copysign", "fmod", "remainder", "xlogy", "clamp", "clamp_min", "clamp_max")),
-    *(f"{name}.Tensor" for name in ("bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__")),
-    *("special_zeta", "special_xlog1py", *(f"special_{name}" for name in POLYNOMIALS)),
 )
-"""Those that may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis."""
+"""Those that torch does not call pointwise, or that have one tensor; `distconv.rules.fallback` finds all others.
+
+They may meet a replicated tensor beside a sharded one: DTensor would gather a dim shorter than the axis.
+"""
 
 MAYBE_EMPTY = ("aten::log_sigmoid_backward", "aten::rrelu_with_noise_backward")
 """Their last tensor may be a stand-in without elements, which broadcasts to nothing."""
@@ -147,19 +134,16 @@ def _compact(func: Any, locals: list[Any], kwargs: dict[str, Any], shape: Sequen
     return result.expand(shape)
 
 
-@rule(
-    *(f"aten::{name}_.Tensor" for name in ("mul", "sub", "div")),
-    *("aten::masked_fill_.Scalar", "aten::masked_fill_.Tensor", "aten::copy_", "aten::addcmul_", "aten::addcdiv_"),
-    *(f"aten::{name}_" for name in ("leaky_relu", "elu", "celu", "silu", "mish", "threshold")),
-    *("aten::lerp_.Scalar", "aten::lerp_.Tensor", "aten::hardsigmoid_", "aten::hardtanh_", "aten::hardswish_"),
-    *("aten::clamp_min_", "aten::clamp_min_.Tensor", "aten::clamp_max_", "aten::clamp_max_.Tensor"),
-    *(f"aten::{name}_" for name in ("hypot", "nextafter", "gcd", "lcm", "igamma", "igammac", "heaviside", "atan2")),
-    *("aten::ldexp_", "aten::logical_and_", "aten::logical_or_", "aten::logical_xor_", "aten::div_.Tensor_mode"),
-    *(f"aten::{name}_.Tensor" for name in ("copysign", "fmod", "remainder", "xlogy", "clamp", "pow", "floor_divide")),
-    *(f"aten::bitwise_{name}_.Tensor" for name in ("and", "or", "xor", "left_shift", "right_shift")),
-    *("aten::__ilshift__.Tensor", "aten::__irshift__.Tensor", "aten::eq_.Tensor", "aten::ne_.Tensor"),
-    *(f"aten::{name}_.Tensor" for name in ("lt", "le", "gt", "ge")),
+IN_PLACE = (
+    *("masked_fill_.Scalar", "masked_fill_.Tensor", "copy_", "gcd_", "lcm_", "heaviside_", "__irshift__.Tensor"),
+    *(f"{name}_.Tensor" for name in ("copysign", "floor_divide", "eq", "ne", "lt", "le", "gt", "ge")),
+    *(f"{name}_" for name in ("leaky_relu", "elu", "celu", "silu", "mish", "threshold", "clamp_min", "clamp_max")),
+    *("hardsigmoid_", "hardtanh_", "hardswish_"),
 )
+"""Of these, too, the others are found."""
+
+
+@rule(*(f"aten::{name}" for name in IN_PLACE))
 def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Local, on the layout of x; a plain x gets what the whole tensors give."""
     if not isinstance(x, DTensor):
@@ -178,15 +162,6 @@ def in_place(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # Below autograd nothing counts the change of the part, which a compiled graph may have saved for backward.
         torch.autograd.graph.increment_version(x._local_tensor)
     return x
-
-
-def sharding(tensors: Sequence[Tensor], shape: Sequence[int]) -> Layout:
-    """The layout of the result of tensors that broadcast to a shape."""
-    mesh, _ = common_layout(*tensors)
-    every = tuple(range(len(shape)))
-    operands = tuple(operand(tensor, mesh, every[len(shape) - tensor.dim() :]) for tensor in tensors)
-    chosen = common_subscripts(mesh, operands, tuple(shape), every)
-    return mesh, tuple(Replicate() if dim is None else Shard(dim) for dim in chosen)
 
 
 def _plain(arg: Any) -> Any:

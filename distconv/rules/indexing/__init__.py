@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from distconv.rules.elementwise import sharding
 from distconv.rules.indexing.lookup import read, write
 from distconv.rules.operands import part_of
+from distconv.rules.operands.broadcasting import sharding
 from distconv.rules.operands.layouts import common_layout
 from distconv.rules.reductions.along import Meeting, computed_along
 from distconv.rules.registry import rule

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._pytree import tree_leaves
 
+from distconv.rules.operands import part_of
 from distconv.rules.operands.layouts import layout_beside
 from distconv.rules.operands.sums import all_reduce, towards_parameter
 from distconv.rules.whole import permit, whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import added_up, coordinate, find_layout, replicated, undoes_shard
-from distconv.transfer.local_part import local_as
+from distconv.tensors.layouts import coordinate, find_layout, lying
 from distconv.transfer.redistribution import moved
 
 Indices = Sequence[Tensor | None]
@@ -97,9 +97,7 @@ def _part_of(dims: range, extents: Sequence[int], result: Placements, shape: Seq
 
 def _beside(x: Tensor, mesh: DeviceMesh, counted: Sequence[int]) -> Placements | None:
     """The layout in which no counted dim of x is sharded; None without one."""
-    if not isinstance(x, DTensor):
-        return replicated(mesh)
-    return layout_beside(mesh, added_up(x.placements), tuple(x.shape), frozenset(counted))
+    return layout_beside(mesh, lying(x, mesh), tuple(x.shape), frozenset(counted))
 
 
 WHOLE = "all of its dims that could be sharded are counted by indices"
@@ -123,14 +121,7 @@ class _Parts:
         self.wanted.append((tensor, placements))
 
     def local(self) -> list[Tensor]:
-        return [cut(tensor, self.mesh, placements) for tensor, placements in self.wanted]
-
-
-def cut(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> Tensor:
-    """This rank's part of a tensor, gathered along the axes that need it whole."""
-    if isinstance(tensor, DTensor) and undoes_shard(mesh, tensor.placements, placements):
-        tensor = moved(tensor, mesh, placements)
-    return local_as(tensor, mesh, placements)
+        return [part_of(tensor, self.mesh, placements) for tensor, placements in self.wanted]
 
 
 def read(func: Any, x: Tensor, indices: Indices) -> DTensor:
@@ -149,7 +140,7 @@ def read(func: Any, x: Tensor, indices: Indices) -> DTensor:
     parts = _Parts(func, mesh, lookup, tuple(result))
     for index in numbers:
         parts.add(index, lookup.dims_of_index(index))
-    local = func(cut(x, mesh, lookup.of_x(tuple(result))), _in_place_of(indices, parts.local()))
+    local = func(part_of(x, mesh, lookup.of_x(tuple(result))), _in_place_of(indices, parts.local()))
     return wrap(local, mesh, result, lookup.shape)
 
 
@@ -189,7 +180,7 @@ def write(func: Any, x: Tensor, indices: Indices, values: Tensor, accumulate: bo
     parts.add(values, of_values)
     target = lookup.of_x(tuple(result))
     summed = [a for a, (p, q) in enumerate(zip(result, target, strict=True)) if p.is_shard() and not q.is_shard()]
-    own = cut(x, mesh, target)
+    own = part_of(x, mesh, target)
     if coordinate(mesh, summed):  # the first of the ranks that add has what was there before
         own = torch.zeros_like(own)
     *places, new = parts.local()

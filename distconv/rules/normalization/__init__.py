@@ -1,13 +1,7 @@
 """Batch, group, instance and layer normalization over statistics of the whole tensor; samples, channels, space sharded.
 
-Each is one computation on a view (outer, rows, inner...) of the shard, and normalizes its rows: the channels of a
-batch, the channels of each sample (in groups that share their statistics), or the positions before the normalized dims.
-A pass exchanges one small message: in forward the mean and the sum of squared deviations of every row or group, in
-backward two sums of each. Groups and layers whose statistics lie on one rank run the stock operator.
+Each is one computation (`rows`) on a view (outer, rows, inner...) of the shard, and normalizes its rows: the channels
+of a batch, the channels of each sample (in groups that share their statistics), or the positions before the normalized
+dims. A pass exchanges one small message: in forward the mean and the sum of squared deviations of every row or group,
+in backward two sums of each. Groups and layers whose statistics lie on one rank run the stock operator.
 """
-
-from __future__ import annotations
-
-from distconv.rules.normalization import batch, group, layer
-
-__all__ = ["batch", "group", "layer"]

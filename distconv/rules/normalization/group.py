@@ -13,30 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement
 
+from distconv.rules.normalization.batch import batch_norm
 from distconv.rules.normalization.combining import Share, combined, of_all
-from distconv.rules.normalization.moments import moments, precise
+from distconv.rules.normalization.moments import moments
+from distconv.rules.normalization.rows import Over, normalized
 from distconv.rules.normalization.running import move
-from distconv.rules.normalization.statistics import (
-    Pool,
-    boxes_along,
-    check_vector,
-    gradients,
-    normalize,
-    normalize_backward,
-    share,
-    split_axes,
-    vector_layout,
-)
-from distconv.rules.operands.as_gradient import as_gradient
+from distconv.rules.normalization.shares import boxes_along, check_vector, share, split_axes, vectors_here
 from distconv.rules.operands.channel_split import norm_input
-from distconv.rules.registry import above_autograd, rule
-from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import dim_axes, layout, local_box, owners
+from distconv.rules.operands.own_parts import brought, wrapped
+from distconv.rules.operands.sums import precise
+from distconv.rules.registry import above_autograd
+from distconv.tensors.layouts import Layout, dim_axes, local_box, owners
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.local_part import local_as
 from distconv.transfer.tracing import planned
 
 aten = torch.ops.aten
@@ -54,8 +45,6 @@ class Groups:
     """None where all of every group's elements are on this rank."""
     total: int
     """Elements of a group."""
-    kept: tuple[Placement, ...]
-    """The layout of a table (samples, groups) of the statistics."""
     apart: bool
     """Whether some group has channels on several ranks."""
 
@@ -71,10 +60,9 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     before = 0 if apart else first // size
     columns = groups if apart else -(-last // size) - before
     index = tuple(channel // size - before for channel in range(first, last))
-    kept = tuple(p if p == Shard(0) or (p == Shard(1) and not apart) else Replicate() for p in placements)
     total = size * math.prod(shape[2:])
     if not axes:
-        return Groups(columns, index, None, total, kept, apart)
+        return Groups(columns, index, None, total, apart)
     counts = []
     for box in boxes_along(mesh, placements, shape, axes):
         positions = math.prod(stop - start for start, stop in box[2:])
@@ -83,16 +71,13 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
             has[channel // size - before] += positions
         counts.append(tuple(has) if apart else (size * positions,))
     among = Share(joint_group(mesh, axes), joint_order(mesh, axes)[1], tuple(counts), total)
-    return Groups(columns, index, among, total, kept, apart)
+    return Groups(columns, index, among, total, apart)
 
 
-def _positions(local: Tensor) -> int:
-    return math.prod(local.shape[2:])
-
-
-def _group_moments(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def _statistics(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance (samples here, columns), over all ranks."""
-    samples, channels, positions = local.shape[0], local.shape[1], _positions(local)
+    samples, channels, positions = local.shape[0], local.shape[1], math.prod(local.shape[2:])
     if not groups.apart:
         rows = local.reshape(1, samples * groups.columns, channels // max(groups.columns, 1) * positions)
         found = moments(rows) if groups.share is None else of_all(*moments(rows), groups.share)
@@ -108,96 +93,52 @@ def _group_moments(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor
     return combined(mean, deviations, groups.share)
 
 
-@rule("aten::native_group_norm")
-def group_norm(
-    func: Any,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    samples: int,
-    channels: int,
-    positions: int,
-    group: int,
-    eps: float,
-) -> tuple[DTensor, DTensor, DTensor]:
-    """y, and the mean and 1 / sqrt(variance + eps) of each (sample, group)."""
+def _normalized(
+    local: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's y, and mean and 1 / sqrt(variance + eps) (samples here, columns). y is differentiable."""
+    here, own, positions = local.shape[0], local.shape[1], math.prod(local.shape[2:])
+    if groups.share is None and local.numel():
+        sizes = here, own, positions, groups.columns
+        return torch.native_group_norm(local.contiguous(), weight, bias, *sizes, eps)
+    index = torch.tensor(groups.index, dtype=torch.int64, device=local.device)
+    mean, variance = _statistics(local, groups, index)
+    of_rows = (torch.arange(here, device=local.device)[:, None] * groups.columns + index).flatten()
+    over = Over(groups.share, groups.total, here * groups.columns, of_rows)
+    weights, biases = (v if v is None or here == 1 else v.repeat(here) for v in (weight, bias))
+    means, variances = (values.flatten()[of_rows] for values in (mean, variance))
+    y = normalized(local, (1, here * own, positions), weights, biases, means, variances, over, eps)
+    return y, mean, torch.rsqrt(variance + eps)
+
+
+def _grouped(
+    func: Any, x: Tensor, group: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[DTensor, Layout, Tensor, Tensor]:
+    """y, its layout, and this rank's mean and 1 / sqrt(variance + eps) of each (sample, group)."""
     mesh, placements = norm_input(func, x, weight, bias)
+    channels = x.shape[1]
     for name, vector in (("weight", weight), ("bias", bias)):
         check_vector(func, vector, name, channels)
     if group < 1 or channels % group:
         raise RuntimeError(f"{func}: {channels} channels do not divide into {group} groups")
-    local, of = local_as(x, mesh, placements), vector_layout(placements)
-    w, b = (None if vector is None else local_as(vector, mesh, of) for vector in (weight, bias))
-    groups, here = groups_of(mesh, placements, tuple(x.shape), group), local.shape[0]
-    if groups.share is None and local.numel():
-        sizes = here, local.shape[1], _positions(local), groups.columns
-        y, mean, inverse = func(local.contiguous(), w, b, *sizes, eps)
-    else:
-        index = torch.tensor(groups.index, dtype=torch.int64, device=local.device)
-        mean, variance = _group_moments(local, groups, index)
-        square = variance + eps
-        wide = local.reshape(1, -1, _positions(local)) if local.numel() else local
-        w, b = (v if v is None or here == 1 else v.repeat(here) for v in (w, b))
-        y = normalize(wide, mean[:, index].flatten(), square[:, index].flatten(), w, b).view(local.shape)
-        inverse = torch.rsqrt(square)
-    shape = samples, group
-    return (
-        wrap(y, mesh, placements, x.shape),
-        wrap(mean, mesh, groups.kept, shape),
-        wrap(inverse, mesh, groups.kept, shape),
-    )
+    groups = groups_of(mesh, tuple(placements), tuple(x.shape), group)
+    local, (w, b) = brought(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
+    y, mean, inverse = _normalized(local, w, b, groups, eps)
+    return wrapped(y, mesh, placements, x.shape), (mesh, placements), mean, inverse
 
 
-@rule("aten::native_group_norm_backward")
-def group_norm_backward(
-    func: Any,
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Tensor | None,
-    samples: int,
-    channels: int,
-    positions: int,
-    group: int,
-    mask: list[bool],
-) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
-    """dL/dx as x is laid out, dL/dweight and dL/dbias as partial sums over samples and space."""
-    mesh, placements = norm_input(func, x, grad, weight)
-    placements = as_gradient(placements, grad)
-    local, own_grad = local_as(x, mesh, placements), local_as(grad, mesh, placements)
-    w = None if weight is None else local_as(weight, mesh, vector_layout(placements))
-    groups, here, own = groups_of(mesh, placements, tuple(x.shape), group), local.shape[0], local.shape[1]
-    means, inverses = local_as(mean, mesh, groups.kept), local_as(inverse, mesh, groups.kept)
-    dx: Tensor | None
-    dweight: Tensor | None
-    dbias: Tensor | None
-    if groups.share is None and local.numel():
-        arguments = here, own, _positions(local), groups.columns, mask
-        dx, dweight, dbias = func(own_grad.contiguous(), local.contiguous(), means, inverses, w, *arguments)
-    else:
-        shape, dtype = (1, here * own, _positions(local)), precise(local.new_empty(0)).dtype
-        index = torch.tensor(groups.index, dtype=torch.int64, device=local.device)
-        rows = (torch.arange(here, device=local.device)[:, None] * groups.columns + index).flatten()
-        dx, weights, biases = normalize_backward(
-            own_grad.reshape(shape),
-            local.reshape(shape),
-            means.to(dtype).flatten()[rows],
-            inverses.to(dtype).flatten()[rows].pow(-2),
-            None if w is None else w.to(dtype).repeat(here),
-            groups.share,
-            groups.total,
-            Pool(rows, here * groups.columns),
-            mask[0],
-        )
-        dx = None if dx is None else dx.view(local.shape)
-        dweight, dbias = (v.view(here, own).sum(0) for v in (weights, biases))
-    vectors = dweight if mask[1] else None, dbias if mask[2] else None
-    return gradients(mesh, placements, x, dx, x.dtype if w is None else w.dtype, vectors)
+@above_autograd("aten::group_norm")
+def group_norm(
+    x: Tensor, group: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, *_: Any
+) -> DTensor:
+    """y of a distributed input, or of a plain one with distributed parameters."""
+    return _grouped(aten.group_norm.default, x, group, weight, bias, eps)[0]
 
 
+# torch makes of it a batch norm of a view that mixes samples and channels.
+@above_autograd("aten::instance_norm")
 def instance_norm(
-    x: DTensor,
+    x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
@@ -205,43 +146,25 @@ def instance_norm(
     use_input_stats: bool,
     momentum: float,
     eps: float,
-) -> Tensor:
-    """Group norm with a group per channel; the running statistics are the means of the samples'. Differentiable."""
-    operator = aten.instance_norm.default
+    *_: Any,
+) -> DTensor:
+    """Group norm with a group per channel; the running statistics are the means of the samples'."""
     if not use_input_stats:
-        statistics = running_mean, running_var, False, momentum, eps
-        return aten.native_batch_norm.default(x, weight, bias, *statistics)[0]
-    samples, channels, *space = x.shape
-    positions = math.prod(space)
+        return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
+    func, (samples, channels) = aten.instance_norm.default, x.shape[:2]
     for name, vector in (("running mean", running_mean), ("running variance", running_var)):
-        check_vector(operator, vector, name, channels)
-    y, mean, inverse = aten.native_group_norm.default(
-        x.contiguous(), weight, bias, samples, channels, positions, channels, eps
-    )
+        check_vector(func, vector, name, channels)
+    y, (mesh, placements), mean, inverse = _grouped(func, x, channels, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             # Of a half type the kernel gives means of it, a rank without samples those in which sums are kept.
-            own, inverses = precise(mean._local_tensor), precise(inverse._local_tensor)
+            own, inverses = (v.to(precise(v.dtype)) for v in (mean, inverse))
+            positions = math.prod(x.shape[2:])
             unbiased = (inverses.pow(-2) - eps) * (positions / max(positions - 1, 1))
             sums = torch.stack([own.sum(0), unbiased.sum(0)])
-            over = share(*layout(mean), tuple(mean.shape), (0,))
+            over = share(mesh, tuple(placements), tuple(x.shape), (0,))
             if over is not None:
                 sums = all_reduced(sums, over.group)
             for buffer, value in zip((running_mean, running_var), (sums / samples).unbind(), strict=True):
-                move(buffer, value, mean.device_mesh, dim_axes(*layout(mean), 1), momentum)
+                move(buffer, value, mesh, dim_axes(mesh, placements, 1), momentum)
     return y
-
-
-# torch makes of it a batch norm of a view that mixes samples and channels.
-@above_autograd("aten::instance_norm")
-def instance_norm_of_any(x: Tensor, *arguments: Any) -> Tensor:
-    """Instance norm of a distributed input, or of a plain one with distributed parameters."""
-    if isinstance(x, DTensor):
-        return instance_norm(x, *arguments[:-1])
-    return aten.instance_norm.default.decompose(x, *arguments)
-
-
-@rule("aten::instance_norm")
-def instance_norm_alone(func: Any, x: DTensor, *arguments: Any) -> Tensor:
-    """In inference mode."""
-    return instance_norm(x, *arguments[:-1])

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from distconv.rules.operands.sums import precise
 from distconv.transfer.tracing import is_traced
-
-
-def precise(tensor: Tensor) -> Tensor:
-    """In a dtype in which sums are kept."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def count(rows: Tensor) -> int:
-    """Elements of a row that this rank has."""
-    return rows.shape[0] * math.prod(rows.shape[2:])
 
 
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
     if rows.numel():
-        return mean_and_variance(precise(rows), [0, *range(2, rows.dim())])
-    zeros = precise(rows.new_zeros(rows.shape[1]))
+        return mean_and_variance(rows.to(precise(rows.dtype)), [0, *range(2, rows.dim())])
+    zeros = rows.new_zeros(rows.shape[1], dtype=precise(rows.dtype))
     return zeros, zeros
 
 

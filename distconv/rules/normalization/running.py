@@ -9,7 +9,6 @@ it up to date. A compiled graph works in this way for the buffers that one of it
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -23,9 +22,6 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from distconv.rules.normalization.combining import Share, of_all
 from distconv.rules.normalization.vectors import gathered
-from distconv.tensors.layouts import owners
-from distconv.transfer.exchange import exchange
-from distconv.transfer.needs import window
 from distconv.transfer.tracing import is_traced
 
 
@@ -73,35 +69,23 @@ def move(
 ) -> None:
     """Move a running statistic towards ``factor`` times this rank's value, one number per own channel.
 
-    ``axes``: those that shard the channels. Collective where there are any and the buffer is whole.
+    That of a module that runs (`is_a_modules`) moves at the latest when the call ends. ``axes``: those that shard the
+    channels. Collective where there are any and the buffer is whole.
     """
     if isinstance(buffer, DTensor):
         axes = () if Shard(0) in buffer.placements else axes
         buffer = buffer._local_tensor
     value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
-    if axes and _is_traced_last(buffer):
-        _thread.traced[1].append((_Move(buffer, value, momentum, factor), (mesh, axes)))
-        return
-    if axes:
-        channels = buffer.shape[0]
-        whole = (window((0, channels), channels),) * math.prod(mesh.size(axis) for axis in axes)
-        value = exchange(mesh, axes, 0, owners(mesh, axes, channels), whole).fetch(value)
-    buffer.lerp_(value if factor == 1 else value * factor, momentum)
-
-
-def move_later(
-    buffer: Tensor, value: Tensor, mesh: DeviceMesh, axes: tuple[int, ...], momentum: float, factor: float = 1.0
-) -> None:
-    """The same of a plain buffer of a module that runs (`is_a_modules`), at the latest when the call ends.
-
-    Not where autograd has kept the buffer, whose change it would notice.
-    """
+    later = _Move(buffer, value, momentum, factor), (mesh, axes) if axes else None
     waits = _thread.moves
-    assert waits is not None
-    if id(buffer) in waits:
-        _settle()
-    value = value if value.dtype is buffer.dtype else value.to(buffer.dtype)
-    waits[id(buffer)] = _Move(buffer, value, momentum, factor), (mesh, axes) if axes else None
+    if waits is not None and is_a_modules(buffer) and not is_traced(value):
+        if id(buffer) in waits:
+            _settle()
+        waits[id(buffer)] = later
+    elif axes and _is_traced_last(buffer):
+        _thread.traced[1].append(later)
+    else:
+        _write([later])
 
 
 def combine_later(
@@ -164,24 +148,11 @@ def begin_graph(buffers: Sequence[Tensor]) -> None:
     _thread.traced = buffers, []
 
 
-@torch.no_grad()
 def end_graph() -> None:
     """Move the buffers of the graph that is traced, those of all norms by one exchange. Collective."""
-    (_, waiting), _thread.traced = _thread.traced, ((), [])
-    moves = [each for each in waiting if not isinstance(each, _Found)]
-    moves += _combine([each for each in waiting if isinstance(each, _Found)])
-    together: dict[Any, list[_Move]] = {}
-    for each, sharded in moves:
-        together.setdefault((sharded, each.value.dtype), []).append(each)
-    for (sharded, _), same in together.items():
-        values = [each.value for each in same]
-        if sharded is not None:
-            mesh, axes = sharded
-            values = gathered(mesh, axes, values, tuple(each.buffer.shape[0] for each in same))
-        # Autograd has kept the buffers for backward, which reads none that a batch has moved.
-        with _unsafe_preserve_version_counter(tuple(each.buffer for each in same)):
-            for each, value in zip(same, values, strict=True):
-                each.buffer.lerp_(value if each.factor == 1 else value * each.factor, each.momentum)
+    (buffers, waiting), _thread.traced = _thread.traced, ((), [])
+    with _unsafe_preserve_version_counter(tuple(buffers)):  # autograd has kept them, and reads none that has moved
+        _write(waiting)
 
 
 def is_a_modules(buffer: Tensor) -> bool:
@@ -222,16 +193,21 @@ class _Reading(dict[str, Any]):
         return super().values()
 
 
-@torch.no_grad()
 def _settle(gather: bool = True) -> None:
     """Write what waits."""
-    if not _thread.moves:
-        return
-    waiting, together = list(_thread.moves.values()), dict[Any, list[_Move]]()
-    _thread.moves.clear()
+    if _thread.moves:
+        waiting = list(_thread.moves.values())
+        _thread.moves.clear()
+        _write(waiting, gather)
+
+
+@torch.no_grad()
+def _write(waiting: Sequence[tuple[_Move, Any] | _Found], gather: bool = True) -> None:
+    """Moves buffers. Without ``gather``, only those for which nothing is sent."""
     moves = [each for each in waiting if not isinstance(each, _Found)]
     if gather:
         moves += _combine([each for each in waiting if isinstance(each, _Found)])
+    together: dict[Any, list[_Move]] = {}
     for each, sharded in moves:
         together.setdefault((sharded, each.momentum, each.value.dtype, each.value.device), []).append(each)
     for (sharded, momentum, *_), alike in together.items():

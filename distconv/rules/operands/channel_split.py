@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.channels import Block, ChannelMap, block, boxes, weight_dims
 from distconv.settings.partition import shards_channels
-from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, replicated
+from distconv.tensors.layouts import Layout, coordinate, input_layout, lying, owners
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.tensors.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
@@ -109,12 +109,7 @@ def split(
     A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. ``UnsupportedOperation``
     for a weight that is sharded otherwise than by its first two dims over axes that shard channels.
     """
-    return make_split(func, mesh, tuple(placements), layer, held_as(weight, mesh), inner, channel_algorithm(mesh))
-
-
-def held_as(weight: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """The layout of a weight on a mesh; a plain one is whole."""
-    return tuple(weight.placements) if isinstance(weight, DTensor) else replicated(mesh)
+    return make_split(func, mesh, tuple(placements), layer, lying(weight, mesh), inner, channel_algorithm(mesh))
 
 
 @planned(4096)

@@ -56,6 +56,16 @@ def local_extents(
     return held
 
 
+def canonical(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Dims of a tensor that an operator names, from 0; all where it names none. IndexError as one process raises it."""
+    dims, most = (dims,) if isinstance(dims, int) else dims or (), max(ndim, 1)
+    for dim in dims:
+        if not -most <= dim < most:
+            limits = f"[{-most}, {most - 1}]"
+            raise IndexError(f"Dimension out of range (expected to be in range of {limits}, but got {dim})")
+    return tuple(sorted({dim % ndim for dim in dims})) if dims and ndim else tuple(range(ndim))
+
+
 def reduced_layout(
     placements: Sequence[Placement], dims: Sequence[int], keepdim: bool, over: Placement
 ) -> tuple[Placement, ...]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
 from distconv.rules.operands.sums import all_reduce, towards_parameter
+from distconv.rules.whole.copies import watch_changes
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.transfer.local_part import local_as
@@ -18,21 +19,32 @@ from distconv.transfer.redistribution import relaid
 from distconv.transfer.transfer import Transfer
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply`` of plain tensors and DTensors, without the checks that this makes of them first."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 class _Local(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: DTensor, summed: tuple[int, ...]) -> Tensor:
-        ctx.layout, ctx.summed = (x.device_mesh, tuple(x.placements), tuple(x.shape)), summed
-        return x._local_tensor[...]  # unlike a view of the same shape, it keeps all strides
+    def forward(ctx: Any, x: DTensor, placements: tuple[Placement, ...], summed: tuple[int, ...]) -> Tensor:
+        watch_changes()  # of x, whose memory what follows may save
+        mesh = x.device_mesh
+        ctx.layout, ctx.came, ctx.summed = (mesh, placements, tuple(x.shape)), tuple(x.placements), summed
+        return local_as(x, mesh, placements)[...]  # unlike a view of the same shape, it keeps all strides
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         mesh, placements, shape = ctx.layout
         if ctx.summed:
             if towards_parameter() and not torch.is_grad_enabled():
                 later = [Partial() if axis in ctx.summed else p for axis, p in enumerate(placements)]
-                return wrap(grad, mesh, later, shape), None
-            grad = Added.apply(grad, mesh, ctx.summed)
-        return wrapped(grad, mesh, placements, shape), None
+                return wrap(grad, mesh, later, shape), None, None
+            grad = apply(Added, grad, mesh, ctx.summed)
+        if torch.is_grad_enabled():
+            return relaid(wrapped(grad, mesh, placements, shape), mesh, ctx.came), None, None
+        return wrap(grad, mesh, placements, shape), None, None  # of what was cut, its parts: nothing is gathered
 
 
 class _Wrapped(torch.autograd.Function):
@@ -63,7 +75,7 @@ class _Carried(torch.autograd.Function):
 
 def carried(local: Tensor, transfer: Transfer, back: bool = False) -> Tensor:
     """The result of a transfer's fetch, or of its adjoint if ``back``. Differentiable."""
-    return _Carried.apply(local, transfer, back)
+    return apply(_Carried, local, transfer, back)
 
 
 class Added(torch.autograd.Function):
@@ -79,10 +91,10 @@ class Added(torch.autograd.Function):
         # Where a script has added the plain sum to a DTensor, its gradient is one.
         mesh, axes = ctx.along
         grad = brought(grad, mesh, replicated(mesh)) if isinstance(grad, DTensor) else grad
-        return _Apart.apply(grad, mesh, axes), None, None
+        return apply(Apart, grad, mesh, axes), None, None
 
 
-class _Apart(torch.autograd.Function):
+class Apart(torch.autograd.Function):
     """A tensor that is equal on the ranks of some axes, and used separately on each: the gradients are added."""
 
     @staticmethod
@@ -92,12 +104,12 @@ class _Apart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return Added.apply(grad, *ctx.along), None, None
+        return apply(Added, grad, *ctx.along), None, None
 
 
 def wrapped(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """The DTensor whose part on this rank is ``local``. Differentiable."""
-    return _Wrapped.apply(local, mesh, tuple(placements), tuple(shape))
+    return apply(_Wrapped, local, mesh, tuple(placements), tuple(shape))
 
 
 def brought(
@@ -111,4 +123,7 @@ def brought(
         if not x.requires_grad:
             return local_as(x, mesh, placements)
         x = wrapped(x, mesh, replicated(mesh), x.shape)
-    return _Local.apply(relaid(x, mesh, placements), tuple(summed))
+    pairs = zip(x.placements, placements, strict=True)
+    if x.device_mesh != mesh or not all(p == to or (p.is_replicate() and to.is_shard()) for p, to in pairs):
+        x = relaid(x, mesh, placements)
+    return apply(_Local, x, tuple(placements), tuple(summed))

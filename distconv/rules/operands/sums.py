@@ -22,7 +22,8 @@ PARAMETER_USE = "_UseBackward"
 
 
 VIEWS = {
-    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")
+    "WholeBackward",  # of a linear layer's parameter that is gathered
+    *(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")),
 }
 """The autograd nodes that may lie between a parameter and its use."""
 

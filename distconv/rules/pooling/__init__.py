@@ -6,30 +6,17 @@ both read from an operator.
 
 from __future__ import annotations
 
-from typing import Any
-
 from distconv.rules.pooling import window as _window
 from distconv.rules.pooling.operator import adaptive
-from distconv.rules.registry import above_autograd, rule
+from distconv.rules.registry import above_autograd
 
 RULES = (_window,)
 """The modules whose import registers the rules: this one imports the adaptive pools."""
 
 
-@rule(
-    *(f"aten::max_pool{dims}d" for dims in (1, 2, 3)),
-    *(f"aten::{name}_pool1d" for name in ("avg", "adaptive_avg", "adaptive_max")),
-    "aten::max_pool1d_with_indices",
-)
-def composite(func: Any, *arguments: Any) -> Any:
-    """In inference mode these do not fall apart before they reach a DTensor."""
-    return func.decompose(*arguments)
-
-
 def _whole_averages(spatial: int) -> None:
     """torch makes a mean of ``aten::adaptive_avg_poolNd`` where the output size is 1."""
     inner = adaptive("avg", spatial)
-    rule(f"aten::adaptive_avg_pool{spatial}d")(lambda _, x, size: inner(x, size))
     above_autograd(f"aten::adaptive_avg_pool{spatial}d")(lambda x, size: inner(x, size))
 
 

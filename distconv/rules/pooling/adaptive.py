@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from distconv.rules.operands.as_gradient import cut_as_gradient
 from distconv.rules.operands.sums import lowest, precise
-from distconv.rules.pooling.operator import forward_of, shaped_like, spatial_dims
+from distconv.rules.pooling.operator import cut_as_gradient, forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved, placed
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from distconv.rules.operands import part_of
 from distconv.rules.operands.layouts import common_layout, layout_beside
 from distconv.rules.registry import rule
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape
-from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
 WHY = "it needs whole maps, and has no samples or channels that could be sharded instead"
@@ -31,14 +31,6 @@ def _maps(
     return mesh, tuple(placements), whole, before
 
 
-def _here(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    return (
-        moved(tensor, mesh, placements)._local_tensor
-        if isinstance(tensor, DTensor)
-        else local_as(tensor, mesh, placements)
-    )
-
-
 @rule("aten::fractional_max_pool2d", "aten::fractional_max_pool3d")
 def pool(func: Any, x: Tensor, kernel: Sequence[int], size: Sequence[int], draws: Tensor) -> tuple[DTensor, DTensor]:
     """Largest elements and their places, of maps (N, C, spatial...) and draws (N, C, dims of space) from 0 to 1."""
@@ -48,7 +40,7 @@ def pool(func: Any, x: Tensor, kernel: Sequence[int], size: Sequence[int], draws
         return gathered
     of_draws = tuple(Shard(p.dim + 2 - before) if isinstance(p, Shard) else Replicate() for p in whole)
     shape = (*x.shape[:before], *size)
-    own, own_draws = _here(x, mesh, whole), _here(draws, mesh, of_draws)
+    own, own_draws = part_of(x, mesh, whole), part_of(draws, mesh, of_draws)
     if own.numel():
         results = func(own, kernel, size, own_draws)
     else:
@@ -67,6 +59,6 @@ def pool_backward(
     if whole is None:
         gathered: DTensor = whole_or_refused(func, (grad, x, kernel, size, places), {}, WHY)
         return gathered
-    own_grad, own, own_places = (_here(each, mesh, whole) for each in (grad, x, places))
+    own_grad, own, own_places = (part_of(each, mesh, whole) for each in (grad, x, places))
     local = func(own_grad, own, kernel, size, own_places) if own.numel() else own.new_zeros(own.shape)
     return moved(wrap(local, mesh, whole, x.shape), mesh, placements)

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.operands.as_gradient import cut_as_gradient
 from distconv.rules.operands.sums import lowest
 from distconv.rules.pooling.adaptive import average as adaptive_average
 from distconv.rules.pooling.adaptive import average_backward as adaptive_average_backward
 from distconv.rules.pooling.adaptive import maximum as adaptive_maximum
 from distconv.rules.pooling.adaptive import maximum_backward as adaptive_maximum_backward
-from distconv.rules.pooling.operator import adaptive, forward_of, shaped_like, spatial_dims
+from distconv.rules.pooling.operator import adaptive, cut_as_gradient, forward_of, shaped_like, spatial_dims
 from distconv.rules.pooling.positions import moved
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap

@@ -1,9 +1,10 @@
-"""Products of batches of matrices, such as queries with keys and weights with values of an attention written out.
+"""Products of matrices and of batches of them, such as linear layers after a flatten, or queries with keys.
 
 For every mesh axis a plan says what it shards of the product: batches (samples, heads), rows, columns, or the summed
-dim, whose partial products are added up. The layout that moves least is chosen, and rows stay where they are. So the
-scores q k^T are sharded as the queries are, the keys move to them, and a softmax over keys finds whole rows. Fetched
-operands are not kept: backward fetches them once more, and the ranks' gradients of them are added at their owners.
+dim, whose partial products are added up. The layout that moves least is chosen, and in batches rows stay where they
+are. So the scores q k^T are sharded as the queries are, the keys move to them, and a softmax over keys finds whole
+rows. Fetched operands are not kept: backward fetches them once more, and the ranks' gradients of them are added at
+their owners. The gradient of a parameter stays a partial sum for its bucket.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.rules.operands.own_parts import Added, brought, carried, wrapped
+from distconv.rules.operands import moving
+from distconv.rules.operands.own_parts import Added, apply, brought, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
-from distconv.tensors.layouts import added_up, find_layout, replicated
+from distconv.tensors.layouts import find_layout, lying
 from distconv.transfer.tracing import planned
-from distconv.transfer.unsharding import Unsharding, unsharding
+from distconv.transfer.transfer import Transfer
+from distconv.transfer.unsharding import unsharding
 
 aten = torch.ops.aten
 
@@ -63,7 +66,7 @@ def make_product_plan(
                 choices.append((_batch(batch, shape, shape_a), _batch(batch, shape, shape_b), Shard(batch)))
         if p == rows:
             choices.append((rows, whole, Shard(len(shape) - 2)))
-        if q == columns and p != rows:
+        if q == columns and (p != rows or len(shape) == 2):
             choices.append((whole, columns, Shard(len(shape) - 1)))
         if p == summed[0] or q == summed[1]:
             choices.append((*summed, whole))
@@ -75,7 +78,7 @@ def make_product_plan(
         ) -> float:
             first, second, _ = choice
             sums = 2 * math.prod(shape) if choice[:2] == summed else 0
-            return _moved(p, first, shape_a, ranks) + _moved(q, second, shape_b, ranks) + sums
+            return moving(p, first, shape_a, ranks) + moving(q, second, shape_b, ranks) + sums
 
         first, second, result = min(choices, key=cost)
         firsts.append(first)
@@ -99,13 +102,6 @@ def _batch(dim: int, shape: Sequence[int], own: Sequence[int]) -> Placement:
     return Shard(at) if at >= 0 and own[at] > 1 else Replicate()
 
 
-def _moved(before: Placement, after: Placement, shape: Sequence[int], ranks: int) -> float:
-    """What moves to a rank, in shares (ranks - 1) / ranks of a tensor."""
-    if before == after or not isinstance(before, Shard):
-        return 0.0
-    return math.prod(shape) / (ranks if isinstance(after, Shard) else 1)
-
-
 def _kept(before: Placements, during: Sequence[Placement], parted: Sequence[bool]) -> Placements:
     """The layout from which the product's is made by gathering alone, along the axes whose ranks make parts of it."""
     return tuple(
@@ -114,12 +110,15 @@ def _kept(before: Placements, during: Sequence[Placement], parted: Sequence[bool
     )
 
 
-class _Product(torch.autograd.Function):
+class Product(torch.autograd.Function):
+    """The product of matrices that transfers bring, which are not kept: backward brings them once more."""
+
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, of_a: Unsharding, of_b: Unsharding) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, of_a: Transfer, of_b: Transfer) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.transfers = of_a, of_b
-        return torch.matmul(of_a.fetch(a), of_b.fetch(b))
+        wide_a, wide_b = of_a.fetch(a), of_b.fetch(b)
+        ctx.transfers, ctx.shapes = (of_a, of_b), (wide_a.shape, wide_b.shape)
+        return torch.matmul(wide_a, wide_b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -127,22 +126,14 @@ class _Product(torch.autograd.Function):
         of_a, of_b = ctx.transfers
         da = db = None
         if ctx.needs_input_grad[0]:
-            wide = carried(b, of_b)
-            da = torch.matmul(grad, wide.transpose(-2, -1).conj())
-            da = carried(_of_shape(da, of_a, a), of_a, back=True)
+            da = torch.matmul(grad, carried(b, of_b).mT.conj()).sum_to_size(ctx.shapes[0])
+            da = carried(da, of_a, back=True)
         if ctx.needs_input_grad[1]:
             wide = carried(a, of_a)
-            db = torch.matmul(wide.transpose(-2, -1).conj(), grad)
-            db = carried(_of_shape(db, of_b, b), of_b, back=True)
+            # In memory it lies as b does.
+            db = wide.mT.conj() @ grad if b.stride(-1) == 1 else (grad.mT @ wide.conj()).mT
+            db = carried(db.sum_to_size(ctx.shapes[1]), of_b, back=True)
         return da, db, None, None
-
-
-def _of_shape(grad: Tensor, transfer: Unsharding, x: Tensor) -> Tensor:
-    """The gradient, summed over what was broadcast of the part of x that the transfer made."""
-    shape = list(x.shape)
-    for each in transfer.exchanges:
-        shape[each.dim] = each.plan.extent
-    return grad.sum_to_size(shape)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -152,7 +143,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not isinstance(a, DTensor) and not isinstance(b, DTensor):  # beside a sharded tensor that is added
         return torch.matmul(a, b)
     mesh, _ = find_layout(a, b)
-    plan = make_product_plan(mesh, _lying(a, mesh), tuple(a.shape), _lying(b, mesh), tuple(b.shape))
+    plan = make_product_plan(mesh, lying(a, mesh), tuple(a.shape), lying(b, mesh), tuple(b.shape))
     parts, transfers = [], []
     for x, (before, during) in ((a, plan.first), (b, plan.second)):
         # Where each rank makes its own part of the product, of what all have alike, gradients are to be added.
@@ -164,18 +155,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         parts.append(brought(x, mesh, before, alike))
         transfers.append(unsharding(mesh, before, during, tuple(x.shape)))
     if any(transfer.exchanges for transfer in transfers):
-        local = _Product.apply(*parts, *transfers)
+        local = apply(Product, *parts, *transfers)
     else:
         local = torch.matmul(*parts)
     if plan.added:
-        local = Added.apply(local, mesh, plan.added)
+        local = apply(Added, local, mesh, plan.added)
     return wrapped(
         local, mesh, plan.result, (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
     )
-
-
-def _lying(x: Tensor, mesh: DeviceMesh) -> Placements:
-    return tuple(added_up(x.placements)) if isinstance(x, DTensor) else replicated(mesh)
 
 
 @above_autograd("aten::matmul")
@@ -186,33 +173,30 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return product(a, b)
 
 
+@above_autograd("aten::mm")
 @above_autograd("aten::bmm")
-def batched(a: Tensor, b: Tensor) -> Tensor:
-    """a (batch, n, k) times b (batch, k, m)."""
-    if a.dim() != 3 or b.dim() != 3 or a.shape[0] != b.shape[0]:
-        raise RuntimeError(f"bmm of {tuple(a.shape)} and {tuple(b.shape)}")
+def multiplied(a: Tensor, b: Tensor) -> Tensor:
+    """a ([batch,] n, k) times b ([batch,] k, m)."""
+    if a.dim() != b.dim() or a.dim() not in (2, 3) or a.shape[:-2] != b.shape[:-2]:
+        raise RuntimeError(f"a product of {tuple(a.shape)} and {tuple(b.shape)}")
     return product(a, b)
 
 
+@above_autograd("aten::addmm")
 @above_autograd("aten::baddbmm")
-def batched_and_added(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def multiplied_and_added(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """beta x + alpha a b; where beta is 0, nothing of x is read."""
-    result = batched(a, b)
+    result = multiplied(a, b)
     result = result if alpha == 1 else result * alpha
     if beta == 0:
         return result
     return result + (x if beta == 1 else x * beta)
 
 
-def _alone(function: Any) -> Any:
-    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return run
-
-
-for _name, _function in (("matmul", matmul), ("bmm", batched), ("baddbmm", batched_and_added)):
-    rule(f"aten::{_name}")(_alone(_function))  # in inference mode
+@rule("aten::mm.out")
+def mm_out(func: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
+    """The product, written to a tensor."""
+    return out.copy_(torch.mm(a, b))
 
 
 @rule("aten::_euclidean_dist")

@@ -16,22 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import functional
 
 from distconv.rules.operands.channel_split import Split, channel_layout, split
-from distconv.rules.operands.own_parts import Added, brought, carried, wrapped
-from distconv.rules.registry import above_autograd, rule
+from distconv.rules.operands.own_parts import Apart, apply, brought, carried, wrapped
+from distconv.rules.products.batches import Product
+from distconv.rules.registry import above_autograd
 from distconv.settings.channels import ChannelMap
 from distconv.settings.partition import shards_channels
-from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_layout, owners, replicated
 from distconv.tensors.mesh import splits_channels
 from distconv.transfer.exchange import Exchange, exchange
-from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved, relaid
 from distconv.transfer.tracing import planned
+from distconv.transfer.unsharding import Unsharding
 from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
@@ -39,31 +39,22 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The layouts of the tensors of one linear layer, x and y as matrices of rows and features."""
+    """The layouts of the tensors of one linear layer, and what a rank fetches; x and y are matrices of rows there."""
 
     mesh: DeviceMesh
-    x: tuple[Placement, ...]
-    y: tuple[Placement, ...]
     shards: tuple[tuple[Placement, ...], tuple[Placement, ...]]
     """Of x and of y with all their dims."""
+    vector: tuple[Placement, ...]
+    """Of the bias."""
+    samples: tuple[int, ...]
+    """The axes that shard the rows."""
+    inner: tuple[int, ...]
+    """Those that shard the features of x, and replicate y."""
     split: Split
     spread: Exchange
-    """From the part of y that this rank adds up to what it holds: more, along the axes that replicate y."""
+    """From the part of y that this rank adds up to what it holds: more, along the inner axes."""
     part: Interval
     """The interval of that part in what the rank holds."""
-
-    def block_of(self, weight: Tensor) -> Tensor:
-        """This rank's block of the weight; nothing of it where it has no features or no filters."""
-        own = local_as(weight, self.mesh, self.split.weight)
-        return own if own.numel() else own[:0, :0]
-
-    def vector(self) -> list[Placement]:
-        """Of the bias."""
-        return [Shard(0) if placement == Shard(1) else Replicate() for placement in self.y]
-
-    def summed(self, held: list[Placement] | tuple[Placement, ...]) -> list[Placement]:
-        """Of the gradient of a parameter that is held so: a partial sum over the samples."""
-        return [Partial() if p == Shard(0) else of for p, of in zip(self.x, held, strict=True)]
 
 
 def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
@@ -85,9 +76,10 @@ def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
         )
         for way in (flat, after)
     ]
-    return LinearPlan(
-        mesh, flat, after, (shards[0], shards[1]), parts, *_spread(mesh, parts.axes, inner, weight.shape[0])
-    )
+    vector = tuple(Shard(0) if p == Shard(1) else Replicate() for p in after)
+    samples = tuple(axis for axis, p in enumerate(flat) if p == Shard(0))
+    spread, part = _spread(mesh, parts.axes, inner, weight.shape[0])
+    return LinearPlan(mesh, (shards[0], shards[1]), vector, samples, inner, parts, spread, part)
 
 
 @planned(1024)
@@ -100,78 +92,38 @@ def _spread(mesh: DeviceMesh, axes: tuple[int, ...], inner: tuple[int, ...], fil
     return exchange(mesh, inner, 1, owned, needs), within[coordinate(mesh, inner)]
 
 
-class Linear(torch.autograd.Function):
-    """y = x weight^T + bias for x (samples, features), all on one mesh."""
+class _Spread(torch.autograd.Function):
+    """What a rank holds of y, from the part that it adds up; its gradient is that of this part."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> DTensor:
-        at = linear_plan(x, weight, bias)
-        if x.shape[-1] != weight.shape[1]:
-            raise RuntimeError(f"linear layer of an input {tuple(x.shape)} with a weight {tuple(weight.shape)}")
-        ctx.save_for_backward(x, weight)
-        own = local_as(x, at.mesh, at.shards[0])
-        y = at.split.filters.adjoint(at.split.channels.fetch(_rows(own)) @ at.block_of(weight).t())
-        y = at.spread.fetch(y)
-        if bias is not None:
-            y = y + local_as(bias, at.mesh, at.vector())
-        y = y.view(*own.shape[:-1], y.shape[1])
-        return wrap(y, at.mesh, at.shards[1], (*x.shape[:-1], weight.shape[0]))
+    def forward(ctx: Any, part: Tensor, at: LinearPlan) -> Tensor:
+        ctx.at = at
+        y = at.spread.fetch(part)
+        return y[...] if y is part else y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
-        x, weight = ctx.saved_tensors
-        at = linear_plan(x, weight, grad)
-        if torch.is_grad_enabled():
-            return _differentiably(at, grad, x, weight, ctx.needs_input_grad)
-        own = _rows(_laid_out(grad, at.mesh, at.shards[1]))
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        dx = dw = db = None
-        if for_x or for_weight:
-            wide = at.split.filters.fetch(own[:, slice(*at.part)])
-        own_x = local_as(x, at.mesh, at.shards[0])
-        if for_x:
-            local = at.split.channels.adjoint(wide @ at.block_of(weight))
-            dx = wrap(local.view(own_x.shape), at.mesh, at.shards[0], x.shape)
-        if for_weight:
-            local = wide.t() @ at.split.channels.fetch(_rows(own_x))
-            local = local.reshape(local_as(weight, at.mesh, at.split.weight).shape)
-            dw = wrap(local, at.mesh, at.summed(at.split.weight), weight.shape)
-        if for_bias:
-            db = wrap(own.sum(0), at.mesh, at.summed(at.vector()), weight.shape[:1])
-        return dx, dw, db
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        at = ctx.at
+        return apply(Apart, grad, at.mesh, at.inner)[:, slice(*at.part)], None
 
 
-def _differentiably(
-    at: LinearPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-) -> tuple[DTensor | None, DTensor | None, DTensor | None]:
-    """The gradients of x, the weight and the bias, recorded by autograd: for gradients of gradients."""
-    mesh, (for_x, for_weight, for_bias) = at.mesh, mask
-    samples = tuple(axis for axis, placement in enumerate(at.x) if placement == Shard(0))
-    inner = tuple(axis for axis, (a, b) in enumerate(zip(at.x, at.y, strict=True)) if a == Shard(1) and b != a)
-    wide = carried(_rows(brought(grad, mesh, at.shards[1], inner))[:, slice(*at.part)], at.split.filters)
-    own_x, own = brought(x, mesh, at.shards[0]), brought(weight, mesh, at.split.weight, samples)
-    dx = dw = db = None
-    if for_x:
-        local = carried(wide @ (own if own.numel() else own[:0, :0]), at.split.channels, back=True)
-        dx = wrapped(local.view(own_x.shape), mesh, at.shards[0], x.shape)
-    if for_weight:
-        local = (wide.t() @ carried(_rows(own_x), at.split.channels)).reshape(own.shape)
-        dw = wrapped(Added.apply(local, mesh, samples), mesh, at.split.weight, weight.shape)
-    if for_bias:
-        local = _rows(brought(grad, mesh, at.shards[1])).sum(0)
-        db = wrapped(Added.apply(local, mesh, samples), mesh, at.vector(), weight.shape[:1])
-    return dx, dw, db
+def _of_shares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y = x weight^T + bias for x (samples..., features), each rank with its block of the weight."""
+    at = linear_plan(x, weight, bias)
+    if x.shape[-1] != weight.shape[1]:
+        raise RuntimeError(f"linear layer of an input {tuple(x.shape)} with a weight {tuple(weight.shape)}")
+    mesh = at.mesh
+    own, block = brought(x, mesh, at.shards[0]), brought(weight, mesh, at.split.weight, at.samples)
+    block = block if block.numel() else block[:0, :0]  # nothing of it where it has no features or no filters
+    y = carried(apply(Product, _rows(own), block.t(), at.split.channels, Unsharding([])), at.split.filters, back=True)
+    y = apply(_Spread, y, at)
+    if bias is not None:
+        y = y + brought(bias, mesh, at.vector, at.samples)
+    return wrapped(y.view(*own.shape[:-1], y.shape[1]), mesh, at.shards[1], (*x.shape[:-1], weight.shape[0]))
 
 
 def _rows(local: Tensor) -> Tensor:
     return local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
-
-
-def _laid_out(grad: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-    """This rank's part of a gradient, which may lie otherwise than what it is of."""
-    if isinstance(grad, DTensor) and grad.device_mesh == mesh:
-        return moved(grad, mesh, placements)._local_tensor
-    return local_as(grad, mesh, placements)
 
 
 class Whole(torch.autograd.Function):
@@ -194,10 +146,10 @@ class Whole(torch.autograd.Function):
         return grad.redistribute(mesh, keep), None
 
 
-def _whole(tensor: Tensor | None, axes: Sequence[int]) -> Tensor | None:
+def _whole(tensor: Any, axes: Sequence[int]) -> Any:
     """A parameter, gathered along those of the axes that shard it."""
     sharded = isinstance(tensor, DTensor) and any(tensor.placements[axis].is_shard() for axis in axes)
-    return Whole.apply(tensor, tuple(axes)) if sharded else tensor
+    return apply(Whole, tensor, tuple(axes)) if sharded else tensor
 
 
 @above_autograd("aten::linear")
@@ -215,18 +167,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         channels = [axis for axis in every if shards_channels(names[axis]) and placements[axis] == Shard(0)]
         if channels and isinstance(x, DTensor):  # positions of all samples in one dim
             x = relaid(x, mesh, [Shard(1) if axis in channels else p for axis, p in enumerate(placements)])
-        return Linear.apply(x, weight, bias)
+        return _of_shares(x, weight, bias)
     positions = [axis for axis in every if isinstance(placements[axis], Shard) and placements[axis] != Shard(last)]
-    parameters = _whole(weight, positions), _whole(bias, positions)
+    weight, bias = _whole(weight, positions), _whole(bias, positions)
     lying = channel_layout(mesh, tuple(Shard(int(p == Shard(last))) if isinstance(p, Shard) else p for p in placements))
     if dim_axes(mesh, lying, 1):
-        return Linear.apply(x, *parameters)
-    own: Any = [None if p is None else brought(p, mesh, replicated(mesh), positions) for p in parameters]
+        return _of_shares(x, weight, bias)
+    own: Any = [None if p is None else brought(p, mesh, replicated(mesh), positions) for p in (weight, bias)]
     y = functional.linear(brought(x, mesh, placements), *own)
     return wrapped(y, mesh, placements, (*x.shape[:-1], weight.shape[0]))
-
-
-@rule("aten::linear")
-def linear_alone(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In inference mode."""
-    return linear(x, weight, bias)

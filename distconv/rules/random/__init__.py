@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from distconv.rules.operands.sums import settled
 from distconv.rules.random.graph import drawn_apart, drawn_whole
 from distconv.rules.random.own import coordinates, numbers_of, own_numbers, seed_of_shards
-from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill, in_place
+from distconv.rules.random.whole import MOST_BYTES, Whole, can_be_drawn, fill
 from distconv.rules.registry import rule
+from distconv.rules.schemas import full_name, operator
 from distconv.rules.whole import whole_or_refused
 from distconv.settings import value
 from distconv.tensors.dtensors import wrap
@@ -50,7 +51,7 @@ def _fill_apart(part: Tensor, where: Layout, name: str, *arguments: Any) -> None
         part.copy_(drawn_apart(seed_of_shards(), coordinates(where), part, name, arguments))
     else:
         with own_numbers(int(seed_of_shards()), coordinates(where), part.device):
-            in_place(name)(part, *arguments)
+            operator(name)(part, *arguments)
 
 
 def _is_whole(whole: Whole, part: Tensor, name: str, arguments: tuple[Any, ...]) -> bool:
@@ -112,13 +113,8 @@ def draw_in_place(func: Any, x: DTensor, *args: Any, generator: torch.Generator 
     """Fills x with random numbers."""
     refuse_partial(func, x.placements, "its tensor")
     with _given(func, x, generator):
-        _fill(x._local_tensor, layout(x), x, _name(func), *args)
+        _fill(x._local_tensor, layout(x), x, full_name(func), *args)
     return x
-
-
-def _name(func: Any) -> str:
-    overload = func._schema.overload_name
-    return func._schema.name.removeprefix("aten::") + (f".{overload}" if overload else "")
 
 
 @rule(

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from distconv.rules.random.own import own_numbers
-from distconv.rules.random.whole import Whole, fill, in_place
+from distconv.rules.random.whole import Whole, fill
+from distconv.rules.schemas import operator
 
 _library = torch.library.Library("distconv", "DEF")
 # The number that shards draw by has no value when the graph is made: it is an input.
@@ -23,7 +24,7 @@ _library.define(
 def _drawn_apart(seed: Tensor, shard: list[int], like: Tensor, name: str, arguments: list[Any]) -> Tensor:
     result = torch.empty_like(like)
     with own_numbers(int(seed), shard, like.device):
-        in_place(name)(result, *arguments)
+        operator(name)(result, *arguments)
     return result
 
 

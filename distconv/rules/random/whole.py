@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distconv.rules.schemas import operator
 from distconv.transfer.tracing import planned
 
 PIECE = 1 << 18
@@ -59,12 +60,12 @@ class _Draw(NamedTuple):
 def fill(part: Tensor, whole: Whole, name: str, arguments: Sequence[Any]) -> None:
     """Writes to this rank's part what the operator in place that is named writes to the whole tensor."""
     shape, order, starts = whole
-    operator, elements = in_place(name), math.prod(whole.shape)
-    draw = _Draw(part.dtype, lambda x: operator(x, *arguments), lambda x: x)
+    in_place, elements = operator(name), math.prod(whole.shape)
+    draw = _Draw(part.dtype, lambda x: in_place(x, *arguments), lambda x: x)
     if name == "bernoulli_.float" and is_made_of_integers(part.dtype, *arguments):
         draw = _Draw(torch.int64, lambda x: x.random_(), lambda x: _below(x, *arguments))
     elif tuple(part.shape) == shape and part.is_contiguous() is not bool(order):
-        operator(part, *arguments)
+        in_place(part, *arguments)
         return
     gaps = bool(order) and name == "normal_"
     order = order or tuple(range(len(shape)))
@@ -79,12 +80,6 @@ def fill(part: Tensor, whole: Whole, name: str, arguments: Sequence[Any]) -> Non
         sequence = _Sequence(elements, _empty([PIECE + 4 * GROUP], draw.dtype, part.device, gaps), draw.draw)
         shape, starts = (tuple(of[dim] for dim in order) for of in (shape, starts))
         _fill_in_order(part.permute(order), shape, starts, sequence, draw.made_of)
-
-
-def in_place(name: str) -> Any:
-    """The operator of a name such as `bernoulli_.float`."""
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device, gaps: bool) -> Tensor:
@@ -121,10 +116,10 @@ def in_sequence(name: str, dtype: torch.dtype, gaps: bool, arguments: tuple[Any,
     at_once, in_pieces = (torch.zeros((5 * GROUP, 2), dtype=dtype)[:, 0] for _ in range(2))
     if not gaps:
         at_once, in_pieces = at_once.clone(), in_pieces.clone()
-    operator = in_place(name)
-    operator(at_once, *arguments, generator=generators[0])
+    in_place = operator(name)
+    in_place(at_once, *arguments, generator=generators[0])
     for piece in in_pieces.split([2 * GROUP, 3 * GROUP]):
-        operator(piece, *arguments, generator=generators[1])
+        in_place(piece, *arguments, generator=generators[1])
     states = [generator.get_state() for generator in generators]
     return torch.equal(at_once, in_pieces) and torch.equal(*states)
 

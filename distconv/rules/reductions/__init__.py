@@ -16,24 +16,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from distconv.rules.operands.layouts import reduced_layout
+from distconv.rules.operands.layouts import canonical, reduced_layout
 from distconv.rules.operands.sums import all_reduce, lowest, settled, towards_parameter
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.all_reduce import MAX, MIN
-
-
-def canonical(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """The dims of a reduction, from 0; all where none are named. IndexError as one process raises it."""
-    if isinstance(dims, int):
-        dims = (dims,)
-    for dim in dims or ():
-        if not -max(ndim, 1) <= dim < max(ndim, 1):
-            raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but got {dim})"
-            )
-    return tuple(sorted({dim % ndim for dim in dims})) if dims and ndim else tuple(range(ndim))
 
 
 def reduced_shape(shape: Sequence[int], dims: Sequence[int], keepdim: bool) -> tuple[int, ...]:
@@ -54,8 +42,10 @@ class Reduction:
         self.shape = reduced_shape(x.shape, self.dims, keepdim)
         self.count = math.prod(x.shape[dim] for dim in self.dims)
 
-    def wrap(self, local: Tensor, over: Placement | None = None) -> DTensor:
-        placements = reduced_layout(self.placements, self.dims, self.keepdim, over or Replicate())
+    def wrap(self, kept: Tensor) -> DTensor:
+        """The result, from this rank's part with the reduced dims kept."""
+        local = kept if self.keepdim else kept.reshape(reduced_shape(kept.shape, self.dims, False))
+        placements = reduced_layout(self.placements, self.dims, self.keepdim, Replicate())
         return wrap(local, self.mesh, placements, self.shape)
 
     def sum(self, local: Tensor, **options: Any) -> Tensor:
@@ -76,10 +66,6 @@ class Reduction:
             own = (torch.amax if largest else torch.amin)(local, self.dims, keepdim=True)
         return all_reduce(own, self.mesh, self.axes, MAX if largest else MIN)
 
-    def shaped(self, kept: Tensor) -> Tensor:
-        """Without the reduced dims, unless they are kept."""
-        return kept if self.keepdim else kept.reshape(reduced_shape(kept.shape, self.dims, False))
-
 
 @rule("aten::sum", "aten::sum.dim_IntList")
 def total(
@@ -93,7 +79,7 @@ def total(
         placements = reduced_layout(x.placements, dims, keepdim, Partial())
         return wrap(local, x.device_mesh, placements, reduced_shape(x.shape, dims, keepdim))
     work = Reduction(func, x, dims, keepdim)
-    return work.wrap(work.shaped(work.sum(work.local, dtype=dtype)))
+    return work.wrap(work.sum(work.local, dtype=dtype))
 
 
 @rule("aten::mean", "aten::mean.dim")
@@ -104,23 +90,21 @@ def mean(
     if not (dtype or x.dtype).is_floating_point and not (dtype or x.dtype).is_complex:
         raise RuntimeError(f"mean(): input dtype should be either floating point or complex dtypes. Got {x.dtype}")
     work = Reduction(func, x, dims, keepdim)
-    return work.wrap(
-        work.shaped(work.sum(work.local, dtype=dtype) / work.count if work.count else work.sum(work.local) * math.nan)
-    )
+    return work.wrap(work.mean(work.local, dtype=dtype))
 
 
 @rule("aten::amax", "aten::amin")
 def extremum(func: Any, x: DTensor, dims: Any = (), keepdim: bool = False) -> DTensor:
     """The largest or smallest element over dims."""
     work = Reduction(func, x, dims, keepdim)
-    return work.wrap(work.shaped(work.extremum(work.local, "amax" in func._schema.name)))
+    return work.wrap(work.extremum(work.local, "amax" in func._schema.name))
 
 
 @rule("aten::max", "aten::min")
 def extremum_of_all(func: Any, x: DTensor) -> DTensor:
     """The largest or smallest element."""
     work = Reduction(func, x, None, False)
-    return work.wrap(work.shaped(work.extremum(work.local, func._schema.name.endswith("max"))))
+    return work.wrap(work.extremum(work.local, func._schema.name.endswith("max")))
 
 
 def _moments(work: Reduction, correction: float | None) -> tuple[Tensor, Tensor]:
@@ -135,7 +119,7 @@ def spread(func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, k
     """Variance, or standard deviation, with the correction of the whole count."""
     work = Reduction(func, x, dims, keepdim)
     variance, _ = _moments(work, correction)
-    return work.wrap(work.shaped(variance.sqrt() if "std" in func._schema.name else variance))
+    return work.wrap(variance.sqrt() if "std" in func._schema.name else variance)
 
 
 @rule("aten::var_mean.correction", "aten::std_mean.correction")
@@ -146,7 +130,7 @@ def spread_and_mean(
     work = Reduction(func, x, dims, keepdim)
     variance, mean = _moments(work, correction)
     first = variance.sqrt() if "std" in func._schema.name else variance
-    return work.wrap(work.shaped(first)), work.wrap(work.shaped(mean))
+    return work.wrap(first), work.wrap(mean)
 
 
 @rule("aten::linalg_vector_norm")
@@ -164,7 +148,7 @@ def vector_norm(
         result = work.sum(sizes.square()).sqrt()
     else:
         result = work.sum(sizes.pow(ord)).pow(1 / ord)
-    return work.wrap(work.shaped(result))
+    return work.wrap(result)
 
 
 @rule("aten::norm.Scalar", "aten::norm.ScalarOpt_dim")
@@ -179,7 +163,7 @@ def logsumexp(func: Any, x: DTensor, dims: Any, keepdim: bool = False) -> DTenso
     work = Reduction(func, x, dims, keepdim)
     peak = work.extremum(work.local, True)
     peak = torch.where(peak.isinf(), torch.zeros_like(peak), peak)
-    return work.wrap(work.shaped(work.sum((work.local - peak).exp()).log() + peak))
+    return work.wrap(work.sum((work.local - peak).exp()).log() + peak)
 
 
 @rule("aten::all", "aten::all.dim", "aten::all.dims", "aten::any", "aten::any.dim", "aten::any.dims")
@@ -189,11 +173,11 @@ def truth(func: Any, x: DTensor, dims: Any = None, keepdim: bool = False) -> DTe
     every = func._schema.name.endswith("all")
     flags = work.local.bool()
     own = functools.reduce(lambda t, dim: (torch.all if every else torch.any)(t, dim, keepdim=True), work.dims, flags)
-    return work.wrap(work.shaped(all_reduce(own, work.mesh, work.axes, MIN if every else MAX)))
+    return work.wrap(all_reduce(own, work.mesh, work.axes, MIN if every else MAX))
 
 
 @rule("aten::count_nonzero", "aten::count_nonzero.dim_IntList")
 def count_nonzero(func: Any, x: DTensor, dims: Any = None) -> DTensor:
     """The number of nonzero elements over dims."""
     work = Reduction(func, x, dims, False)
-    return work.wrap(work.shaped(work.sum(work.local != 0)))
+    return work.wrap(work.sum(work.local != 0))

@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from distconv.rules.operands import part_of
 from distconv.rules.operands.layouts import common_layout, layout_beside, reduced_layout
 from distconv.rules.registry import rule
+from distconv.rules.schemas import full_name, named
 from distconv.rules.whole import permit, whole_or_refused
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import local_shape
-from distconv.transfer.local_part import local_as
+from distconv.tensors.layouts import local_shape, replicated
 from distconv.transfer.redistribution import moved
 
 Arguments = dict[str, Any]
@@ -86,18 +87,10 @@ MEETINGS: dict[str, Meeting] = {
 """The operators, each with its dims."""
 
 
-def named(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """The arguments of an operator by name, defaults included."""
-    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    return given | {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-
-
 @rule(*(f"aten::{name}" for name in MEETINGS))
 def along(func: Any, *args: Any, **kwargs: Any) -> Any:
     """On shards of the dims along which no elements meet."""
-    overload = func._schema.overload_name
-    name = func._schema.name.removeprefix("aten::") + (f".{overload}" if overload else "")
-    return computed_along(func, args, kwargs, MEETINGS[name])
+    return computed_along(func, args, kwargs, MEETINGS[full_name(func)])
 
 
 def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets: Meeting) -> Any:
@@ -123,8 +116,7 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
     def here(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        wanted = target if value.dim() == ndim else (Replicate(),) * mesh.ndim
-        return moved(value, mesh, wanted)._local_tensor if isinstance(value, DTensor) else local_as(value, mesh, wanted)
+        return part_of(value, mesh, target if value.dim() == ndim else replicated(mesh))
 
     removed = sorted(meeting) if meets.reduces and not arguments.get("keepdim") else []
     local = local_shape(mesh, target, x.shape)
@@ -136,7 +128,7 @@ def computed_along(func: Any, args: Sequence[Any], kwargs: dict[str, Any], meets
     back = reduced_layout(placements, tuple(meeting), not removed, Replicate()) if meets.reduces else placements
 
     def laid_out(local: Tensor) -> DTensor:
-        lying = [Shard(p.dim - sum(d < p.dim for d in removed)) if isinstance(p, Shard) else p for p in target]
+        lying = reduced_layout(target, removed, False, Replicate())
         shape = list(local.shape)
         for p, q in zip(lying, target, strict=True):
             if isinstance(p, Shard) and isinstance(q, Shard):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from distconv.rules.operands.layouts import reduced_layout
+from distconv.rules.operands.layouts import canonical, reduced_layout
 from distconv.rules.operands.sums import lowest, settled
 from distconv.rules.reductions import reduced_axes, reduced_shape
 from distconv.rules.registry import rule
@@ -43,9 +43,7 @@ def _gathered(local: Tensor, group: Any, ranks: int) -> Tensor:
 def _located(func: Any, x: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
     """(extreme values, their places along dim, or in the flat tensor where dim is None)."""
     local, (mesh, placements) = settled(func, x)
-    if dim is not None and not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
-        raise IndexError(f"Dimension out of range (expected {-x.dim()} to {x.dim() - 1}, but got {dim})")
-    dims = tuple(range(x.dim())) if dim is None else (dim % max(x.dim(), 1),) if x.dim() else ()
+    dims = canonical(dim, x.dim())
     if not math.prod(x.shape[d] for d in dims):
         raise IndexError(f"{func}: a tensor {tuple(x.shape)} has no extreme element")
     box = local_box(mesh, placements, x.shape)

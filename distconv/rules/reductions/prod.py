@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.rules.operands.own_parts import apply
 from distconv.rules.operands.sums import all_reduce
 from distconv.rules.reductions import Reduction
 from distconv.rules.reductions.along import Meeting, computed_along
@@ -38,7 +39,7 @@ def total(
     own = work.local.to(dtype or (x.dtype if x.is_floating_point() or x.is_complex() else torch.int64))
     for each in work.dims:
         own = own.prod(each, keepdim=True)
-    return work.wrap(work.shaped(all_reduce(own, work.mesh, work.axes, PRODUCT)))
+    return work.wrap(all_reduce(own, work.mesh, work.axes, PRODUCT))
 
 
 class _Product(torch.autograd.Function):
@@ -91,5 +92,5 @@ def product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dt
 def _product(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
     if dtype is None and not (x.is_floating_point() or x.is_complex()):
         dtype = torch.int64
-    result: Tensor = _Product.apply(x if dtype is None else x.to(dtype), dim, keepdim)
+    result: Tensor = apply(_Product, x if dtype is None else x.to(dtype), dim, keepdim)
     return result

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import rule
 from distconv.rules.resize.taps import Taps, antialiased_taps, linear_taps, nearest_taps
+from distconv.rules.schemas import name_of, operator
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, coordinate, input_layout, layout, local_shape, owners, shard_axes
 from distconv.tensors.memory_format import memory_format
@@ -34,8 +35,6 @@ from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
-
-aten = torch.ops.aten
 
 NEAREST = tuple(f"{name}{dims}d" for name in ("upsample_nearest", "_upsample_nearest_exact") for dims in (1, 2, 3))
 LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d")
@@ -102,19 +101,19 @@ def make_resize_plan(
     options: tuple[Any, ...],
 ) -> ResizePlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
-    operator = getattr(aten, name).default
+    func = operator(name)
     if not dtype.is_floating_point:
-        raise refuse(operator, f"its input is of {dtype}; accepted: floating point")
+        raise refuse(func, f"its input is of {dtype}; accepted: floating point")
     axes = shard_axes(mesh, placements, first=2)
     # Of no samples torch's own check of shapes fails.
     like_one = torch.empty((max(shape[0], 1), *shape[1:]), dtype=dtype, device="meta")
-    out_shape = (shape[0], *operator(like_one, size, *options).shape[1:])
+    out_shape = (shape[0], *func(like_one, size, *options).shape[1:])
     align, given = (options[:1], options[1:]) if name not in NEAREST else ((), options)
     scales: list[float | None] = [*given, *[None] * (len(size) - len(given))]
     for dim in () if any(align) else _kept(name, shape, out_shape, scales):
         if mesh.device_type != "cpu" or ("cubic" in name and shape[2:] == out_shape[2:]):
             what = f"a scale of {scales[dim - 2]} that keeps dim {dim} at {shape[dim]}"
-            raise refuse(operator, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
+            raise refuse(func, f"{what}, where torch's forward and backward kernels differ; accepted: size=")
     like = torch.empty([2] * len(shape), dtype=dtype, device=mesh.device_type, memory_format=format)
     sides: tuple[list[Side], list[Side]] = ([], [])
     # Of a shard one element wide torch's antialiased kernel repeats the first row, so here the taps do all dims.
@@ -200,7 +199,7 @@ def resize(func: Any, x: DTensor, size: Sequence[int], *options: Any) -> DTensor
     single = _single(mesh, placements, x.shape) if 1 in x.shape[2:] and is_ours(mesh) else placements
     if single != placements:
         x, placements = wrap(local_as(x, mesh, single), mesh, single, x.shape), single
-    name = func._schema.name[len("aten::") :]
+    name = name_of(func)
     plan = make_resize_plan(name, mesh, placements, tuple(x.shape), x.dtype, memory_format(x), tuple(size), options)
     local = x._local_tensor
     for side in plan.forward:
@@ -219,7 +218,7 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
     """The transposed interpolation; replicated along the axes of dims of extent 1, which may have been so."""
     mesh, placements = layout(grad)
     placements = added_up(placements)
-    name = func._schema.name[len("aten::") : -len("_backward")]
+    name = name_of(func).removesuffix("_backward")
     plan = make_resize_plan(name, mesh, placements, tuple(shape), grad.dtype, memory_format(grad), tuple(size), options)
     local = start = local_as(grad, mesh, placements)
     for side in plan.backward:
@@ -241,14 +240,3 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
         local = local.contiguous()
         local = all_reduced(local, joint_group(mesh, tuple(sorted(axes))))
     return wrap(local, mesh, after, shape)
-
-
-@rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
-def from_factors(func: Any, x: DTensor, size: Sequence[int] | None, *rest: Any) -> Any:
-    """What reaches a rule in inference mode: the operator before its output size is worked out."""
-    *align, factors = rest
-    space = x.shape[2:]
-    if size is None:
-        size = [int(extent * factor) for extent, factor in zip(space, factors, strict=True)]
-    operator = getattr(aten, func._schema.name[len("aten::") :]).default
-    return operator(x, size, *align, *(factors or [None] * len(space)))

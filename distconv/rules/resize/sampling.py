@@ -15,22 +15,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
-from distconv.rules.operands import part_of
-from distconv.rules.operands.sums import all_reduce, precise
-from distconv.rules.registry import rule
-from distconv.rules.whole import whole_or_refused
-from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import added_up, dim_axes, find_layout, owners, replicated
+from distconv.rules.operands.own_parts import apply, brought, wrapped
+from distconv.rules.operands.sums import precise
+from distconv.rules.registry import above_autograd
+from distconv.rules.whole import permit
+from distconv.tensors.layouts import dim_axes, find_layout, lying, owners, replicated
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
 from distconv.transfer.unsharding import Unsharding
 from mucudnn.convolution.geometry import Interval
 
-BILINEAR, NEAREST, BICUBIC = 0, 1, 2  # aten's numbers of the modes
+aten = torch.ops.aten
+
+NEAREST, BICUBIC = 1, 2  # aten's numbers of the modes
 ZEROS, BORDER, REFLECTION = 0, 1, 2
 
 Placements = tuple[Placement, ...]
@@ -163,43 +165,48 @@ def _read(positions: Tensor, weight: Tensor, box: Sequence[Interval]) -> tuple[T
     return flat, torch.where(inside, weight, 0)
 
 
-class _Sampling:
-    """The tensors of one operator, as this rank has them."""
+@dataclass(frozen=True)
+class Sampling:
+    """What an operator does with this rank's parts of a map and of a grid."""
 
-    def __init__(self, func: Any, x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> None:
-        if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
-            raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
-        self.mesh = find_layout(x, grid)[0]
-        lying = [tuple(added_up(t.placements)) if isinstance(t, DTensor) else replicated(self.mesh) for t in (x, grid)]
-        self.plan = sampling_plan(self.mesh, lying[0], lying[1], x.shape[0], x.dim() - 2)
-        self.dtype = precise(x.dtype)
-        self.x = part_of(x, self.mesh, self.plan.x)
-        self.grid = part_of(grid, self.mesh, self.plan.grid)
-        self.blocks = _blocks(self.mesh, self.plan.x, tuple(x.shape))
-        self.points = points(self.grid.to(self.dtype), x.shape[2:], mode, padding, align)
-        self.shape = (*x.shape[:2], *grid.shape[1:-1])
+    blocks: tuple[Block, ...]
+    space: torch.Size
+    options: tuple[int, int, bool]
+    """Mode, padding and whether corners align, as the operator has them."""
 
-    def forward(self) -> Tensor:
-        samples, channels = self.x.shape[:2]
-        result = torch.zeros(samples, channels, self.points.at.shape[1], dtype=self.dtype, device=self.x.device)
-        for block in self.blocks:
-            values = block.transfer.fetch(self.x).to(self.dtype).flatten(2)
-            for positions, weight, _ in self.points.corners():
+    def points(self, grid: Tensor, dtype: torch.dtype) -> Points:
+        return points(grid.to(dtype), self.space, *self.options)
+
+
+class _Sampled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Tensor, work: Sampling) -> Tensor:
+        ctx.save_for_backward(x, grid)
+        ctx.work = work
+        dtype, (samples, channels) = precise(x.dtype), x.shape[:2]
+        at = work.points(grid, dtype)
+        result = torch.zeros(samples, channels, at.at.shape[1], dtype=dtype, device=x.device)
+        for block in work.blocks:
+            values = block.transfer.fetch(x).to(dtype).flatten(2)
+            for positions, weight, _ in at.corners():
                 flat, own = _read(positions, weight, block.box)
                 read = flat.unsqueeze(1).expand(-1, channels, -1)
                 result += values.gather(2, read) * own.unsqueeze(1)
-        return result.view(samples, channels, *self.grid.shape[1:-1]).to(self.x.dtype)
+        return result.view(samples, channels, *grid.shape[1:-1]).to(x.dtype)
 
-    def backward(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of this rank's parts of the map and of the grid."""
-        grad = grad.to(self.dtype).flatten(2)
-        dx = torch.zeros_like(self.x, dtype=self.dtype, memory_format=torch.contiguous_format)
-        by_position = torch.zeros_like(self.points.at)
-        for block in self.blocks:
-            fetched = block.transfer.fetch(self.x)
-            values = fetched.to(self.dtype).flatten(2)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, grid = ctx.saved_tensors
+        work, dtype = ctx.work, precise(x.dtype)
+        at, grad = work.points(grid, dtype), grad.to(dtype).flatten(2)
+        dx = torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+        by_position = torch.zeros_like(at.at)
+        for block in work.blocks:
+            fetched = block.transfer.fetch(x)
+            values = fetched.to(dtype).flatten(2)
             dvalues = torch.zeros_like(values)
-            for positions, weight, derivatives in self.points.corners():
+            for positions, weight, derivatives in at.corners():
                 flat, own = _read(positions, weight, block.box)
                 read = flat.unsqueeze(1).expand(-1, values.shape[1], -1)
                 dvalues.scatter_add_(2, read, grad * own.unsqueeze(1))
@@ -208,42 +215,25 @@ class _Sampling:
                     for k, derivative in enumerate(derivatives):
                         by_position[..., k] += along * _read(positions, derivative, block.box)[1]
             dx += block.transfer.adjoint(dvalues.view(fetched.shape))
-        dx = all_reduce(dx, self.mesh, self.plan.alike())
-        dgrid = all_reduce((by_position * self.points.slope).flip(-1), self.mesh, self.plan.of_channels())
-        return dx.to(self.x.dtype), dgrid.view(self.grid.shape).to(self.grid.dtype)
+        return dx.to(x.dtype), (by_position * at.slope).flip(-1).view(grid.shape).to(grid.dtype), None
 
 
-@rule("aten::grid_sampler_2d", "aten::grid_sampler_3d")
-def sample(func: Any, x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> DTensor:
+# torch takes it apart into operators that depend on the device.
+@above_autograd("aten::grid_sampler")
+@above_autograd("aten::grid_sampler_2d")
+@above_autograd("aten::grid_sampler_3d")
+def sample(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> Tensor:
     """x (N, C, space...) at the points of a grid (N, space..., dims)."""
+    func, options = aten.grid_sampler.default, (mode, padding, align)
+    mesh, _ = find_layout(x, grid)
     if mode == BICUBIC:
-        return whole_or_refused(func, (x, grid, mode, padding, align), {}, "bicubic; accepted: bilinear and nearest")
-    work = _Sampling(func, x, grid, mode, padding, align)
-    return wrap(work.forward(), work.mesh, work.plan.result, work.shape)
-
-
-@rule("aten::grid_sampler_2d_backward", "aten::grid_sampler_3d_backward")
-def sample_backward(
-    func: Any, grad: Tensor, x: Tensor, grid: Tensor, mode: int, padding: int, align: bool, wanted: list[bool]
-) -> tuple[DTensor | None, DTensor | None]:
-    """The gradients of x and of the grid."""
-    if mode == BICUBIC:
-        return whole_or_refused(func, (grad, x, grid, mode, padding, align, wanted), {}, "bicubic")
-    work = _Sampling(func, x, grid, mode, padding, align)
-    dx, dgrid = work.backward(part_of(grad, work.mesh, work.plan.result))
-    return (
-        wrap(dx, work.mesh, work.plan.x, x.shape) if wanted[0] else None,
-        wrap(dgrid, work.mesh, work.plan.grid, grid.shape) if wanted[1] else None,
-    )
-
-
-@rule("aten::cudnn_grid_sampler")
-def sample_by_cudnn(func: Any, x: Tensor, grid: Tensor) -> DTensor:
-    """What torch calls on a GPU for bilinear sampling with zeros outside and aligned corners."""
-    return sample(func, x, grid, BILINEAR, ZEROS, True)
-
-
-@rule("aten::cudnn_grid_sampler_backward")
-def sample_by_cudnn_backward(func: Any, x: Tensor, grid: Tensor, grad: Tensor) -> tuple[DTensor | None, DTensor | None]:
-    """The gradients of x and of the grid."""
-    return sample_backward(func, grad, x, grid, BILINEAR, ZEROS, True, [True, True])
+        permit(func, (x, grid), "bicubic; accepted: bilinear and nearest")
+        whole = func(brought(x, mesh, replicated(mesh)), brought(grid, mesh, replicated(mesh)), *options)
+        return wrapped(whole, mesh, replicated(mesh), whole.shape)
+    if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
+        raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
+    plan = sampling_plan(mesh, lying(x, mesh), lying(grid, mesh), x.shape[0], x.dim() - 2)
+    work = Sampling(_blocks(mesh, plan.x, tuple(x.shape)), x.shape[2:], options)
+    own_x, own_grid = brought(x, mesh, plan.x, plan.alike()), brought(grid, mesh, plan.grid, plan.of_channels())
+    result = apply(_Sampled, own_x, own_grid, work)
+    return wrapped(result, mesh, plan.result, (*x.shape[:2], *grid.shape[1:-1]))

@@ -32,9 +32,10 @@ from distconv.tensors.dtensors import wrap, wrap_strided
 from distconv.tensors.layouts import box_at, layout, local_shape, refuse_partial, replicated
 from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.local_part import everywhere, local_as
-from distconv.transfer.reshuffle import is_run, make_reshuffle
+from distconv.transfer.reshuffle import Layouts, is_run, make_reshuffle
 
 Group = tuple[tuple[int, ...], tuple[int, ...]]
+"""Dims before, and those after that have as many elements."""
 
 _VIEWED = "distconv.viewed"
 """In an autograd node's metadata: {number of an output: (its mesh, placements and shape)} of what has been viewed."""
@@ -83,8 +84,7 @@ def _usual(mesh: DeviceMesh, axis: int, dims: Sequence[int], ndim: int) -> int |
 def _spread(
     mesh: DeviceMesh,
     free: Sequence[int],
-    placements: tuple[Placement, ...],
-    before: tuple[int, ...],
+    before: Layouts,
     result: list[Placement],
     after: tuple[int, ...],
     group: Group,
@@ -94,7 +94,7 @@ def _spread(
     for choice in itertools.product(dims, repeat=len(free)):
         for axis, dim in zip(free, choice, strict=True):
             result[axis] = Shard(dim)
-        if _keeps(mesh, placements, before, tuple(result), after, group):
+        if _keeps(mesh, before, (tuple(result), after), group):
             return
     parts = {
         dim: math.prod(mesh.size(axis) for axis, p in enumerate(result) if p == Shard(dim) and axis not in free)
@@ -108,15 +108,12 @@ def _spread(
 
 @functools.lru_cache(maxsize=4096)
 def view_layout(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    before: tuple[int, ...],
-    after: tuple[int, ...],
-    wanted: tuple[Placement, ...] | None = None,
+    mesh: DeviceMesh, before: Layouts, after: tuple[int, ...], wanted: tuple[Placement, ...] | None
 ) -> tuple[Placement, ...]:
     """The layout of a view. A sharded dim that divides goes where ``wanted`` has its axis, if that is a choice."""
+    placements, shape = before
     result = list(placements)
-    for ins, outs in dim_groups(before, after):
+    for ins, outs in dim_groups(shape, after):
         sharded = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins]
         if not sharded:
             continue
@@ -130,17 +127,15 @@ def view_layout(
             else:
                 result[axis] = Shard(usual)
         if free:
-            _spread(mesh, free, placements, before, result, after, (ins, outs))
+            _spread(mesh, free, before, result, after, (ins, outs))
     return tuple(result)
 
 
 @functools.lru_cache(maxsize=4096)
-def _merges(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], before: tuple[int, ...], after: tuple[int, ...]
-) -> bool:
+def _merges(mesh: DeviceMesh, before: Layouts, after: tuple[int, ...]) -> bool:
     """Whether several dims, some of them sharded, become others: the view back has a choice of dims to shard."""
-    dims = {dim for _, dim in sharded_dims(mesh, placements)}
-    return any(len(ins) > 1 and not dims.isdisjoint(ins) for ins, _ in dim_groups(before, after))
+    dims = {dim for _, dim in sharded_dims(mesh, before[0])}
+    return any(len(ins) > 1 and not dims.isdisjoint(ins) for ins, _ in dim_groups(before[1], after))
 
 
 def _remember(x: DTensor, shape: tuple[int, ...]) -> None:
@@ -170,36 +165,22 @@ def _remembered(mesh: DeviceMesh, shape: tuple[int, ...]) -> tuple[Placement, ..
 
 
 @functools.lru_cache(maxsize=4096)
-def stays(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    before: tuple[int, ...],
-    result: tuple[Placement, ...],
-    after: tuple[int, ...],
-) -> bool:
+def _stays(mesh: DeviceMesh, before: Layouts, after: Layouts) -> bool:
     """Whether every rank owns the same elements before and after."""
-    groups = dim_groups(before, after) if math.prod(before) else ()
-    return all(_keeps(mesh, placements, before, result, after, group) for group in groups)
+    return all(_keeps(mesh, before, after, group) for group in dim_groups(before[1], after[1]))
 
 
-def _keeps(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    before: tuple[int, ...],
-    result: tuple[Placement, ...],
-    after: tuple[int, ...],
-    group: Group,
-) -> bool:
+def _keeps(mesh: DeviceMesh, before: Layouts, after: Layouts, group: Group) -> bool:
     """The same of one group of dims."""
     ins, outs = group
-    axes = [axis for axis, dim in sharded_dims(mesh, placements) if dim in ins and mesh.size(axis) > 1]
+    axes = [axis for axis, dim in sharded_dims(mesh, before[0]) if dim in ins and mesh.size(axis) > 1]
     if not axes or (len(ins) == len(outs) == 1):
         return True
     for coordinates in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
         at = dict(zip(axes, coordinates, strict=True))
         here = [at.get(axis, 0) for axis in range(mesh.ndim)]
         runs = []
-        for lying, shape, dims in ((placements, before, ins), (result, after, outs)):
+        for (lying, shape), dims in ((before, ins), (after, outs)):
             box = box_at(mesh, lying, shape, here)
             runs.append(is_run([box[dim] for dim in dims], [shape[dim] for dim in dims]))
         if runs[0] is None or runs[0] != runs[1]:
@@ -208,21 +189,15 @@ def _keeps(
 
 
 @functools.lru_cache(maxsize=4096)
-def _rows(
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    before: tuple[int, ...],
-    result: tuple[Placement, ...],
-    after: tuple[int, ...],
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The shapes without their last dims that are not sharded, and the elements of these, which move together."""
-    sharded = {dim for _, dim in sharded_dims(mesh, placements)}, {dim for _, dim in sharded_dims(mesh, result)}
-    ends, row = [len(before), len(after)], 1
-    for ins, outs in reversed(dim_groups(before, after)):
+def _rows(mesh: DeviceMesh, before: Layouts, after: Layouts) -> tuple[Layouts, Layouts, int]:
+    """The same without the last dims that are not sharded, and the elements of these, which move together."""
+    sharded = [{dim for _, dim in sharded_dims(mesh, lying)} for lying, _ in (before, after)]
+    shape, ends, row = before[1], [len(before[1]), len(after[1])], 1
+    for ins, outs in reversed(dim_groups(shape, after[1])):
         if sharded[0].intersection(ins) or sharded[1].intersection(outs):
             break
-        ends, row = [ends[0] - len(ins), ends[1] - len(outs)], row * math.prod(before[dim] for dim in ins)
-    return before[: ends[0]], after[: ends[1]], row
+        ends, row = [ends[0] - len(ins), ends[1] - len(outs)], row * math.prod(shape[dim] for dim in ins)
+    return (before[0], shape[: ends[0]]), (after[0], after[1][: ends[1]]), row
 
 
 @rule("aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::reshape")
@@ -232,16 +207,17 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
     if not math.prod(before):
         return _empty_view(x, before, after)
     given, x = x, everywhere(x, _vanishing(before, after))
-    mesh, placements = layout(x)
-    result = view_layout(mesh, placements, before, after, _remembered(mesh, after))
-    if _merges(mesh, placements, before, after):
+    mesh, placements = x.device_mesh, tuple(x.placements)
+    lying = placements, before
+    result = view_layout(mesh, lying, after, _remembered(mesh, after))
+    if _merges(mesh, lying, after):
         _remember(x, before)
     local = x._local_tensor
-    moves = not stays(mesh, tuple(placements), before, result, after)
+    moves = not _stays(mesh, lying, (result, after))
     if moves:
         refuse_partial(func, placements, f"what it views as {after}, a tensor {before},")
-        outer, rows, row = _rows(mesh, tuple(placements), before, result, after)
-        local = make_reshuffle(mesh, (tuple(placements), outer), (result, rows)).fetch(local, row)
+        from_rows, to_rows, row = _rows(mesh, lying, (result, after))
+        local = make_reshuffle(mesh, from_rows, to_rows).fetch(local, row)
     part = local.reshape(local_shape(mesh, result, after))
     y = wrap(part, mesh, result, after)
     if "unsafe" in func._schema.name or (func._schema.name == "aten::reshape" and _view_of(given, after) is None):
@@ -252,7 +228,7 @@ def view(func: Any, x: DTensor, size: Sequence[int], *_: Any) -> DTensor:
         strides = _view_of(x, after)
         if strides is not None:
             return wrap_strided(part, mesh, result, after, strides)
-    return copy_of(y, given, functools.partial(_written, tuple(placements), moves))
+    return copy_of(y, given, functools.partial(_written, placements, moves))
 
 
 def _view_of(x: Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:

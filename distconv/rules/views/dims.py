@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from distconv.rules.operands.layouts import canonical, reduced_layout
 from distconv.rules.operands.sums import settled
 from distconv.rules.registry import rule
+from distconv.rules.schemas import name_of
 from distconv.rules.views.padding import restricted
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap, wrap_strided
@@ -30,26 +32,14 @@ from distconv.transfer.tracing import planned
 aten = torch.ops.aten
 
 
-def _single(x: Tensor, dims: int | Sequence[int] | None) -> list[int]:
-    """The dims of extent 1 among those named, all where none are. IndexError as one process raises it."""
-    if dims is None:
-        return [dim for dim, extent in enumerate(x.shape) if extent == 1]
-    found = set()
-    for dim in (dims,) if isinstance(dims, int) else dims:
-        if not -max(x.dim(), 1) <= dim < max(x.dim(), 1):
-            limits = f"[{-max(x.dim(), 1)}, {max(x.dim(), 1) - 1}]"
-            raise IndexError(f"Dimension out of range (expected to be in range of {limits}, but got {dim})")
-        found.add(dim % max(x.dim(), 1))
-    return sorted(dim for dim in found if x.dim() and x.shape[dim] == 1)
-
-
 @rule("aten::squeeze", "aten::squeeze.dim", "aten::squeeze.dims")
 def squeeze(func: Any, x: DTensor, dims: int | Sequence[int] | None = None) -> DTensor:
     """x without some of its dims of extent 1."""
-    gone = _single(x, dims)
+    named = () if isinstance(dims, Sequence) and not dims else canonical(dims, x.dim())
+    gone = [dim for dim in named if x.shape[dim] == 1]
     here = everywhere(x, gone)
     mesh, placements = layout(here)
-    after = [Shard(p.dim - sum(dim < p.dim for dim in gone)) if isinstance(p, Shard) else p for p in placements]
+    after = reduced_layout(placements, gone, False, Replicate())
     left = [dim for dim in range(x.dim()) if dim not in gone]
     local = here._local_tensor
     local = local.squeeze(gone) if gone else aten.alias.default(local)
@@ -119,8 +109,7 @@ def _repetition(mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, 
 )
 def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
     """x itself becomes the view."""
-    packet = getattr(aten, func._schema.name[len("aten::") : -1])
-    y = packet(x, *args)
+    y = getattr(aten, name_of(func).removesuffix("_"))(x, *args)
     x._local_tensor, x._spec = y._local_tensor, y._spec
     return return_and_correct_aliasing(func, (x, *args), {}, x)
 

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.operands import part_of
+from distconv.rules.operands.own_parts import brought, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import dim_axes, find_layout, layout, owners
+from distconv.tensors.layouts import added_up, dim_axes, layout, owners
 from distconv.transfer.exchange import Exchange, exchange
-from distconv.transfer.local_part import local_as
-from distconv.transfer.needs import Need, Piece, make_exchange_plan
+from distconv.transfer.needs import Need, Piece
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval
 
@@ -54,14 +53,17 @@ def restricted(need: Need, interval: Interval) -> Need:
 def padding_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], mode: str, pad: tuple[int, ...]
 ) -> tuple[tuple[Exchange, ...], tuple[int, ...], tuple[int, ...]]:
-    """(exchanges of the padded sharded dims, padding left to the local operator, padded shape)."""
+    """(exchanges of the padded sharded dims, padding left to the local operator, padded shape).
+
+    Circular padding has no local operator whose gradient torch knows: exchanges, with nobody, do it for whole dims too.
+    """
     result, local_pad, exchanges = list(shape), list(pad), []
     for index in range(len(pad) // 2):
         dim = len(shape) - 1 - index
         before, after = pad[2 * index], pad[2 * index + 1]
         result[dim] += before + after
         axes = dim_axes(mesh, placements, dim)
-        if axes and (before or after):
+        if (axes or mode == "circular") and (before or after):
             need = index_map(mode, shape[dim], before, after)
             needs = tuple(restricted(need, interval) for interval in owners(mesh, axes, result[dim]))
             exchanges.append(exchange(mesh, axes, dim, owners(mesh, axes, shape[dim]), needs))
@@ -92,114 +94,30 @@ def constant(func: Any, x: DTensor, pad: list[int], value: float = 0) -> DTensor
     return wrap(local, mesh, placements, shape)
 
 
-@rule(*(f"aten::{mode}_pad{n}d" for mode in ("reflection", "replication") for n in (1, 2, 3)))
-def mirror(func: Any, x: DTensor, pad: list[int]) -> DTensor:
-    """Reflection and replication padding of the last dims."""
-    mesh, placements = layout(x)
-    mode = "reflect" if "reflection" in func._schema.name else "replicate"
-    _check(mode, x.shape, pad, 0)
-    exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
-    local = x._local_tensor
-    for which in exchanges:
-        local = which.fetch(local)
-    if any(local_pad):
-        local = func(local, list(local_pad)) if local.numel() else local.new_empty(_padded(local.shape, local_pad))
-    return wrap(local, mesh, placements, shape)
+MODES = {
+    **{f"reflection_pad{n}d": "reflect" for n in (1, 2, 3)},
+    **{f"replication_pad{n}d": "replicate" for n in (1, 2, 3)},
+    "_pad_circular": "circular",
+}
+"""By operator of torch."""
 
 
-@rule(*(f"aten::{mode}_pad{n}d_backward" for mode in ("reflection", "replication") for n in (1, 2, 3)))
-def mirror_backward(func: Any, grad: Tensor, x: Tensor, pad: list[int]) -> DTensor:
-    """The adjoint: every gradient is added to the element that was shown."""
-    mesh, placements = find_layout(x, grad)
-    mode = "reflect" if "reflection" in func._schema.name else "replicate"
-    exchanges, local_pad, _ = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
-    local, shape = part_of(grad, mesh, placements), list(local_as(x, mesh, placements).shape)
-    if any(local_pad):
-        before = list(local.shape)
-        for index in range(len(local_pad) // 2):
-            before[-1 - index] -= local_pad[2 * index] + local_pad[2 * index + 1]
-        like = local.new_empty(1).expand(before)
-        local = func(local.contiguous(), like, list(local_pad)) if local.numel() else local.new_zeros(before)
-    for which in reversed(exchanges):
-        local = which.adjoint(local)
-    assert list(local.shape) == shape
-    return wrap(local, mesh, placements, x.shape)
+def _shown_again(name: str, mode: str) -> None:
+    func = getattr(torch.ops.aten, name).default
+
+    @above_autograd(f"aten::{name}")
+    def padded(x: DTensor, pad: list[int]) -> Tensor:
+        """Padding of the last dims with elements of x."""
+        _check(mode, x.shape, pad, 0)
+        mesh, placements = x.device_mesh, added_up(x.placements)
+        exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+        local = brought(x, mesh, placements)
+        if any(local_pad):  # whatever it is that a shard without elements shows
+            local = (func if local.numel() else torch.constant_pad_nd)(local, local_pad)
+        for which in exchanges:
+            local = carried(local, which)
+        return wrapped(local.clone() if local._is_view() else local, mesh, placements, shape)  # no part of x
 
 
-def _padded(shape: Sequence[int], pad: Sequence[int]) -> list[int]:
-    result = list(shape)
-    for index in range(len(pad) // 2):
-        result[-1 - index] += pad[2 * index] + pad[2 * index + 1]
-    return result
-
-
-@rule("aten::_pad_circular")
-def circular(func: Any, x: DTensor, pad: list[int]) -> DTensor:
-    """Circular padding: the ends of each padded dim continue at the other end."""
-    mesh, placements = layout(x)
-    _check("circular", x.shape, pad, 0)
-    exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), "circular", tuple(pad))
-    local = x._local_tensor
-    for which in exchanges:
-        local = which.fetch(local)
-    for whole in _whole_dims(local.shape, local_pad):
-        local = whole.fetch(local)
-    return wrap(local, mesh, placements, shape)
-
-
-class Circular(torch.autograd.Function):
-    """Circular padding with its adjoint: PyTorch has no such backward operator, it writes slices in place."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, pad: list[int]) -> DTensor:
-        ctx.given = tuple(pad), tuple(x.shape), *layout(x)
-        return circular(None, x, pad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
-        return _CircularAdjoint.apply(grad, *ctx.given), None
-
-
-class _CircularAdjoint(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad: Tensor,
-        pad: tuple[int, ...],
-        shape: tuple[int, ...],
-        mesh: DeviceMesh,
-        placements: tuple[Placement, ...],
-    ) -> DTensor:
-        ctx.pad = list(pad)
-        exchanges, local_pad, _ = padding_plan(mesh, placements, shape, "circular", pad)
-        local = part_of(grad, mesh, placements)
-        unpadded = [
-            extent - count for extent, count in zip(local.shape, _padded([0] * local.dim(), local_pad), strict=True)
-        ]
-        for whole in reversed(_whole_dims(unpadded, local_pad)):
-            local = whole.adjoint(local)
-        for which in reversed(exchanges):
-            local = which.adjoint(local)
-        return wrap(local, mesh, placements, shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None, None, None, None]:
-        return Circular.apply(grad, ctx.pad), None, None, None, None
-
-
-def _whole_dims(shape: Sequence[int], pad: Sequence[int]) -> list[Exchange]:
-    """Circular padding of the dims that this rank holds whole: exchanges with nobody."""
-    result = []
-    for index in range(len(pad) // 2):
-        if pad[2 * index] or pad[2 * index + 1]:
-            dim = len(shape) - 1 - index
-            need = index_map("circular", shape[dim], pad[2 * index], pad[2 * index + 1])
-            result.append(Exchange(make_exchange_plan(((0, shape[dim]),), (need,), 0), dim, None, 1))
-    return result
-
-
-# torch makes of it slices that are written in place.
-@above_autograd("aten::_pad_circular")
-def circular_differentiably(x: DTensor, pad: list[int]) -> DTensor:
-    """Circular padding."""
-    return Circular.apply(x, pad)
+for _name, _mode in MODES.items():
+    _shown_again(_name, _mode)

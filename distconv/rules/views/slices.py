@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from distconv.rules.operands.layouts import common_layout
+from distconv.rules.operands.layouts import common_layout, reduced_layout
 from distconv.rules.registry import rule
 from distconv.rules.stock import stock
 from distconv.rules.views.padding import restricted
@@ -134,7 +134,7 @@ def select(func: Any, x: DTensor, dim: int, index: int) -> DTensor:
     owned = owners(mesh, axes, extent)
     needs = (window((row, row + 1), extent),) * len(owned)
     local = exchange(mesh, axes, dim, owned, needs).fetch(x._local_tensor).squeeze(dim)
-    result = tuple(_after_removal(p, dim) for p in placements)
+    result = reduced_layout(placements, [dim], False, Replicate())
     write = functools.partial(_row_written, dim, row)
     row_of_x = wrap(local, mesh, result, (*x.shape[:dim], *x.shape[dim + 1 :]))
     return copy_of(row_of_x, x, write, (dim, range(row, row + 1)))
@@ -145,15 +145,9 @@ def _row_written(dim: int, row: int, x: DTensor, part: DTensor) -> None:
     mesh, placements = layout(x)
     axes = dim_axes(mesh, placements, dim)
     start, stop = owners(mesh, axes, x.shape[dim])[coordinate(mesh, axes)]
-    local = local_as(part, mesh, tuple(_after_removal(p, dim) for p in placements))
+    local = local_as(part, mesh, reduced_layout(placements, [dim], False, Replicate()))
     if start <= row < stop:
         x._local_tensor.select(dim, row - start).copy_(local)
-
-
-def _after_removal(placement: Placement, dim: int) -> Placement:
-    if not isinstance(placement, Shard) or placement.dim < dim:
-        return placement
-    return Replicate() if placement.dim == dim else Shard(placement.dim - 1)
 
 
 @rule("aten::select_backward")
@@ -191,7 +185,7 @@ def _pieces(func: Any, x: DTensor, dim: int, args: Sequence[Any]) -> Sequence[DT
     mesh, placements = layout(x)
     parts = func(x._local_tensor, *args)
     if func._schema.name.endswith("unbind"):
-        after = tuple(_after_removal(p, dim) for p in placements)
+        after = reduced_layout(placements, [dim], False, Replicate())
         shape, strides = (tuple(of[d] for d in range(x.dim()) if d != dim) for of in (x.shape, x.stride()))
         return [wrap_strided(part, mesh, after, shape, strides) for part in parts]
     shapes = [_replaced(x.shape, dim, part.shape[dim]) for part in parts]

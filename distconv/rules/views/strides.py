@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.rules.reductions.along import named
 from distconv.rules.registry import rule
+from distconv.rules.schemas import named
 from distconv.rules.whole import permit, undone
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap_strided

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distconv.agreement.ledger import settle
 from distconv.rules.outside import instead
+from distconv.rules.schemas import changed, is_view
 from distconv.rules.whole.copies import copy_of
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.gathering.calls import in_model_call
@@ -89,7 +90,6 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
     """What an operator gives for whole tensors, every rank computing all of it; laid out as its first sharded tensor
     where the shapes are equal, else whole on every rank.
     """
-    is_view = any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
     mesh, _ = find_layout(*tree_leaves((args, kwargs)))
 
     def whole(value: Any) -> Any:
@@ -98,13 +98,13 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         local = moved(value, mesh, replicated(mesh))._local_tensor
         return local.clone() if local is value._local_tensor else local
 
-    written = _written(func, args, kwargs)
+    written = changed(func, args, kwargs)
     whole_args, whole_kwargs = tree_map(whole, (list(args), dict(kwargs)))
     result = func(*whole_args, **whole_kwargs)
     if written:
-        for tensor, changed in zip(written, _written(func, whole_args, whole_kwargs), strict=True):
+        for tensor, new in zip(written, changed(func, whole_args, whole_kwargs), strict=True):
             if isinstance(tensor, DTensor):
-                tensor._local_tensor.copy_(local_as(changed, mesh, tensor.placements))
+                tensor._local_tensor.copy_(local_as(new, mesh, tensor.placements))
         return result if result is None else written[0] if len(written) == 1 else tuple(written)
     first = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor))
 
@@ -117,7 +117,7 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return value
         y = _laid_as(value, mesh, layout(first)[1] if value.shape == first.shape else replicated(mesh))
-        if not is_view:
+        if not is_view(func):
             return y
         return copy_of(y, first, write if isinstance(result, Tensor) else None)
 
@@ -127,12 +127,3 @@ def _computed_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 def _laid_as(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     placements = replicated(mesh) if any(p.is_partial() for p in placements) else tuple(placements)
     return wrap(local_as(value, mesh, placements).clone(), mesh, placements, value.shape)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operator changes."""
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)]

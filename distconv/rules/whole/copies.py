@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from distconv.rules.registry import checks, is_tensor, rule, unruled
+from distconv.rules.registry import checks, rule, unruled
+from distconv.rules.schemas import changed, is_tensor, operator
 from distconv.rules.stock import leave
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.refusal import UnsupportedOperation, refuse
@@ -98,11 +99,11 @@ class _Copy:
         history = _history(x._local_tensor)
         return history.whole != self.seen[0] or any(_meet(part, self.part) for part in history.parts[self.seen[1] :])
 
-    def whole(self, changed: DTensor) -> DTensor:
-        """The copy, of which ``changed`` is a view, or what has become of it."""
-        local = changed._local_tensor
+    def whole(self, view: DTensor) -> DTensor:
+        """The copy, of which ``view`` is one, or what has become of it."""
+        local = view._local_tensor
         if getattr(local.untyped_storage(), "_distconv_copy", None) is not self:
-            return changed
+            return view
         return wrap_strided(torch.as_strided(local.detach(), *self.local), *self.lying)
 
 
@@ -145,7 +146,7 @@ def _check(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Callable[[
     if not func._schema.is_mutable or torch.Tag.inplace_view in func.tags:
         return None
     copies: list[tuple[DTensor, _Copy]] = []
-    for tensor in _changed(func, args, kwargs):
+    for tensor in changed(func, args, kwargs):
         if isinstance(tensor, DTensor):
             copy = _copied(tensor._local_tensor)
             if copy is not None:
@@ -182,31 +183,24 @@ def _copied(local: Tensor) -> _Copy | None:
 def _write_back(func: Any, copies: Sequence[tuple[DTensor, _Copy]]) -> None:
     for tensor, copy in copies:
         at: _Copy | None = copy
-        changed = tensor
+        new = tensor
         while at is not None and at.write is not None:
             x = at.of()
             if x is None:
                 break
             if at.is_stale():
                 raise _stale(func, tensor)
-            at.write(x, at.whole(changed))
+            at.write(x, at.whole(new))
             history = _history(x._local_tensor)
             history.add(at.part)
             at.seen = history.now()
-            changed, at = x, _copied(x._local_tensor)
+            new, at = x, _copied(x._local_tensor)
 
 
-def _count(changed: DTensor) -> None:
+def _count(x: DTensor) -> None:
     """Lets autograd know where it has kept the local tensor, too; beneath it a change is not counted."""
-    if not changed._local_tensor.is_inference():
-        torch.autograd.graph.increment_version(changed._local_tensor)
-
-
-def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            changed = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from changed if isinstance(changed, list | tuple) else (changed,)
+    if not x._local_tensor.is_inference():
+        torch.autograd.graph.increment_version(x._local_tensor)
 
 
 @functools.cache
@@ -232,9 +226,9 @@ _NO_ELEMENTS = {"aten::requires_grad_", "aten::retain_grad", "aten::set_data", "
 
 def _changes_elements(schema: Any) -> bool:
     """Whether an operator changes those of a tensor; what takes lists, as optimizers do, is passed over."""
-    packet = getattr(torch.ops.aten, schema.name[len("aten::") :])
+    func = operator(f"{schema.name.removeprefix('aten::')}.{schema.overload_name}")
     return (
         any(isinstance(a.type, torch.TensorType) and a.alias_info and a.alias_info.is_write for a in schema.arguments)
-        and torch.Tag.inplace_view not in getattr(packet, schema.overload_name or "default").tags
+        and torch.Tag.inplace_view not in func.tags
         and schema.name not in _NO_ELEMENTS
     )

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from distconv.rules.registry import rule
+from distconv.rules.schemas import operator
 from distconv.rules.whole import whole_or_refused
 from distconv.tensors.refusal import refuse
 
@@ -32,12 +31,7 @@ def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
     return whole_or_refused(func, args, kwargs)
 
 
-for _name in REFUSED:
-    _operator, _, _overload = _name.partition(".")
-    if hasattr(torch.ops.aten, _operator) and (
-        not _overload or _overload in getattr(torch.ops.aten, _operator).overloads()
-    ):
-        rule(f"aten::{_name}")(_refused)
+rule(*(f"aten::{name}" for name in REFUSED if operator(name) is not None))(_refused)
 
 
 @rule(

@@ -122,6 +122,7 @@ UNUSUAL: dict[str, Operator] = {
     "channels as length": attended,
     "pooled and single": mixed,
     "pooled beside all": lambda x: torch.cat([x.mean((2, 3), keepdim=True).expand(x.shape), x], 1),
+    "padded by nothing": lambda x: F.pad(x, (0, 0, 0, 0), mode="circular").add_(1) * x,
     "one sample": lambda x: F.conv2d(x[0], random(3, x.shape[1], 3, 3), stride=2, padding=1),
     "one sample, transposed": lambda x: F.conv_transpose2d(x[0], random(x.shape[1], 2, 3, 3), stride=2),
     "one sample, pooled": lambda x: F.max_pool2d(x[0], 2) + F.avg_pool2d(x[0], 2),
