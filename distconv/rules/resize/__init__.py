@@ -240,3 +240,16 @@ def resize_backward(func: Any, grad: DTensor, size: Sequence[int], shape: Sequen
         local = local.contiguous()
         local = all_reduced(local, joint_group(mesh, tuple(sorted(axes))))
     return wrap(local, mesh, after, shape)
+
+
+@rule(*(f"aten::{name}.vec" for name in (*NEAREST, *LINEAR, *ANTIALIASED)))
+def from_factors(func: Any, x: DTensor, size: Sequence[int] | None, *rest: Any) -> Any:
+    """What reaches a rule in inference mode: the operator before its output size is worked out.
+
+    Torch would take it apart into indexing instead of the operator that has a rule.
+    """
+    *align, factors = rest
+    space = x.shape[2:]
+    if size is None:
+        size = [int(extent * factor) for extent, factor in zip(space, factors, strict=True)]
+    return operator(name_of(func))(x, size, *align, *(factors or [None] * len(space)))
