@@ -31,6 +31,23 @@ def stand_in(func: Any, args: Sequence[Any], kwargs: dict[str, Any], of: DTensor
     return tree_map_only(Tensor, lambda result: _zeros(result, of), results)
 
 
+def recorded(result: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A stand-in above autograd: a step's backward goes on through it to the inputs, whose gradients are zeros."""
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+    return tree_map_only(Tensor, lambda own: _Recorded.apply(own, *inputs), result) if inputs else result
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor | None, ...]:
+        return None, *map(torch.zeros_like, ctx.saved_tensors)
+
+
 def _shape_of(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 

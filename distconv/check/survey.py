@@ -21,6 +21,7 @@ from distconv.check.watch import Watch
 from distconv.interface import distributed_script, parallelize
 from distconv.model.gradients import Bucket
 from distconv.model.strategy import Strategy
+from distconv.rules.registry import stand_ins
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import line_of
@@ -151,6 +152,7 @@ def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator
         with watch.reducing():
             start(bucket)
 
+    stand_ins.append(watch.above_autograd)
     try:
         with (
             settings.options({"check": "off"}),
@@ -162,6 +164,7 @@ def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator
     except Exception as error:
         findings.ended = _told(error)
     finally:
+        stand_ins.remove(watch.above_autograd)
         for hook in hooks:
             hook.remove()
         findings.refusals = list(watch.refusals.values())

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from distconv.check.collectives import bytes_sent
 from distconv.check.findings import Layer, Refusal
-from distconv.check.stand_in import first_of_ours, stand_in
+from distconv.check.stand_in import first_of_ours, recorded, stand_in
 from distconv.tensors.memory import Memory
 from distconv.tensors.refusal import UnsupportedOperation
 from mucudnn.substitution import substituted
@@ -85,16 +85,24 @@ class Watch(TorchDispatchMode):
             with self:
                 return func(*args, **kwargs)
         except Exception as error:
-            of = first_of_ours((*args, *kwargs.values()))
-            if of is None:
-                raise
-            self._refused(func, error)
-            try:
-                return stand_in(func, args, kwargs, of)
-            except Exception:  # such as a result whose shape depends on numbers
-                raise error from None
+            return self._stand_in(func, args, kwargs, error)
         finally:
             self._now, self._passing = before, False
+
+    def above_autograd(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> Any:
+        """What a step goes on with behind an operator that failed above autograd, where this mode does not see it."""
+        return recorded(self._stand_in(func, args, kwargs, error), args, kwargs)
+
+    def _stand_in(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> Any:
+        """What a step goes on with behind an operator on shards that failed, which is noted."""
+        of = first_of_ours((*args, *kwargs.values()))
+        if of is None:
+            raise error
+        self._refused(func, error)
+        try:
+            return stand_in(func, args, kwargs, of)
+        except Exception:  # such as a result whose shape depends on numbers
+            raise error from None
 
     def _refused(self, func: Any, error: Exception) -> None:
         kind = "refused" if isinstance(error, UnsupportedOperation) else "fails"

@@ -39,6 +39,12 @@ is called after the rule.
 """
 
 
+stand_ins: list[Callable[[Any, Sequence[Any], dict[str, Any], Exception], Any]] = []
+"""While a check watches, what gives the result of an operator that failed above autograd, where no mode of torch's sees
+it: called with (operator, args, kwargs, error).
+"""
+
+
 registered: set[str] = set()
 """The operators that have a rule."""
 
@@ -104,11 +110,14 @@ def above_autograd(name: str) -> Callable[[H], H]:
                 for check in checks:
                     check(stock_operator, given, kwargs)
                 return function(*given, **{name: _plain(value) for name, value in kwargs.items()})
-            except UnsupportedOperation as error:
-                if may_run_whole(error):
-                    return as_before.call_boxed(keyset, *args, **kwargs)
-                complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
-                raise
+            except Exception as error:
+                if isinstance(error, UnsupportedOperation):
+                    if may_run_whole(error):
+                        return as_before.call_boxed(keyset, *args, **kwargs)
+                    complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
+                if not stand_ins:
+                    raise
+                return stand_ins[-1](stock_operator, args, kwargs, error)
 
         for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
             run = functools.partial(kernel, torch.library.get_kernel(name, key))

@@ -57,6 +57,17 @@ def endless() -> nn.Module:
     return Endless()
 
 
+class Dynamic(nn.Module):
+    """A convolution whose weight is the activation, which autograd records."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * nn.functional.conv2d(torch.ones(1, 4, 16, 16), x).sum()
+
+
+def dynamic() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), Dynamic())
+
+
 def huge() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU())
 
@@ -126,6 +137,13 @@ def test_every_refusal_is_found_and_not_the_first_alone() -> None:
         refusal["kind"] == "refused" and "test_check.py:" in refusal["message"] for refusal in findings["refusals"]
     )
     assert any(layer["name"] == "second" for layer in findings["layers"]), "it goes on behind a refusal"
+
+
+def test_backward_goes_on_behind_a_refusal_too() -> None:
+    findings = found("dynamic", "2,3,16,16", "height=4", 1)
+    assert not findings["ended"] and {each["layer"] for each in findings["refusals"]} == {"2"}
+    assert all(each["backward"] > 0 for each in findings["layers"] if each["name"] == "1")
+    assert any(each["name"] == "1" for each in findings["layers"])
 
 
 def test_a_refusal_without_a_result_is_found_too() -> None:
