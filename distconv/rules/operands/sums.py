@@ -17,8 +17,8 @@ from distconv.tensors.refusal import refuse
 from distconv.transfer.all_reduce import SUM, all_reduced
 from distconv.transfer.partial_sums import added
 
-PARAMETER_USE = "_UseBackward"
-"""The autograd node of distconv.model.gradients that takes a parameter's gradient."""
+PARAMETER_USES = {"_UseBackward", "_HandOverBackward"}
+"""The autograd nodes of distconv.direct.shares and distconv.model.graph_entrance that take a parameter's gradient."""
 
 
 VIEWS = {
@@ -54,7 +54,7 @@ def towards_parameter() -> bool:
     followers = [following for following, _ in node.next_functions if following] if node is not None else []
     views = [following for following in followers if following.name() in VIEWS]
     deeper = [following for view in views for following, _ in view.next_functions if following]
-    return any(following.name() == PARAMETER_USE for following in (*followers, *deeper))
+    return any(following.name() in PARAMETER_USES for following in (*followers, *deeper))
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
