@@ -100,7 +100,8 @@ def above_autograd(name: str) -> Callable[[H], H]:
 
         @functools.wraps(function)
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if not has_ours((*args, *kwargs.values())):
+            # Most calls are of plain tensors, of which the set of keys tells at once.
+            if not (keyset.has(_SUBCLASS) and has_ours((*args, *kwargs.values()))):
                 return as_before.call_boxed(keyset, *args, **kwargs)
             mesh = _mesh((*args, *kwargs.values()))
             assert mesh is not None, "one of them is ours"
@@ -134,6 +135,9 @@ def _plain(value: Any) -> Any:
 
 
 _library = torch.library.Library("aten", "IMPL")
+
+_SUBCLASS = torch._C.DispatchKey.Python
+"""Among the keys of a call where a tensor is of a subclass, or a mode of torch's is on."""
 
 
 methods: set[str] = set()

@@ -53,7 +53,8 @@ def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arg
         problem = _problem(Direction.FORWARD, x.shape, weight.shape, _key(arguments), torch.get_num_threads())
         if problem is not None:
             return _onednn(x, weight, None, bias, problem)
-    return torch.convolution(x, weight, bias, *arguments)
+    with torch._C._AutoDispatchBelowAutograd():  # whoever calls this has a backward; what stands there is for DTensors
+        return torch.convolution(x, weight, bias, *arguments)
 
 
 def gradients(

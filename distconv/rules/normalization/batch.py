@@ -63,7 +63,7 @@ def batch_normalized(
     are always those of the whole batch, alike on all ranks, even where each rank normalizes by its own. Differentiable.
     """
     mean, variance = statistics(x, plan.over.share)
-    if running != (None, None):
+    if any(buffer is not None for buffer in running):
         _follow(running, mean, variance, momentum, plan)
     return normalized(x, None, weight, bias, mean, variance, plan.over, eps)
 

@@ -12,7 +12,8 @@ from distconv.transfer.tracing import is_traced
 def moments(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each row of (outer, rows, inner...) on this rank; zeros where there is nothing."""
     if rows.numel():
-        return mean_and_variance(rows.to(precise(rows.dtype)), [0, *range(2, rows.dim())])
+        dtype = precise(rows.dtype)
+        return mean_and_variance(rows if rows.dtype is dtype else rows.to(dtype), [0, *range(2, rows.dim())])
     zeros = rows.new_zeros(rows.shape[1], dtype=precise(rows.dtype))
     return zeros, zeros
 

@@ -97,7 +97,7 @@ class _Normalized(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         dtype = precise(x.dtype)
-        mean, variance = (v if v.dtype is dtype else v.to(dtype) for v in (mean, variance))
+        mean, variance = _as(mean, dtype), _as(variance, dtype)
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.shape, ctx.over, ctx.eps = shape, over, eps
         if not x.numel():
@@ -115,7 +115,7 @@ class _Normalized(torch.autograd.Function):
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
         found = gradients(grad, rows, weight, mean, variance, ctx.over, ctx.eps, need_x)
         dtype = mean.dtype if weight is None else weight.dtype
-        vectors = (v.to(dtype) if wanted else None for v, wanted in zip(found[1:], mask, strict=True))
+        vectors = (_as(v, dtype) if wanted else None for v, wanted in zip(found[1:], mask, strict=True))
         dx = found[0] if need_x else None
         return dx if shape is None or dx is None else dx.view(x.shape), None, *vectors, None, None, None, None
 
@@ -131,7 +131,7 @@ def normalized_backward(
     need_input: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """dL/drows, and what this rank adds to dL/dweight and dL/dbias, one of each per row."""
-    weight = weight if weight is None or weight.dtype is mean.dtype else weight.to(mean.dtype)
+    weight = None if weight is None else _as(weight, mean.dtype)
     if not rows.numel():
         dx, dweight, dbias = torch.empty_like(rows), torch.zeros_like(mean), torch.zeros_like(mean)
     else:
@@ -159,8 +159,13 @@ def normalized_backward(
 def _scaled(
     rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    weight, bias = (v if v is None or v.dtype is mean.dtype else v.to(mean.dtype) for v in (weight, bias))
+    weight, bias = (v if v is None else _as(v, mean.dtype) for v in (weight, bias))
     return torch.native_batch_norm(rows, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:
+    """In this type; itself, without a call of torch's, where it has it."""
+    return vector if vector.dtype is dtype else vector.to(dtype)
 
 
 def _alike(grad: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
