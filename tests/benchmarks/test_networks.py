@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from mucudnn.networks.models import NETWORKS, AlexNet, CosmoFlow, DenseNet, Layer, Network, ResNet, UNet3d, convolutions
+from benchmarks.layers.layer import Layer, convolutions
+from mucudnn.networks.models import NETWORKS, AlexNet, CosmoFlow, DenseNet, Network, ResNet, UNet3d
 
 
 def parameters(model: nn.Module) -> int:
