@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
-from distconv.tensors.mesh import whole_group
+from distconv.tensors.mesh import ranks_of, whole_group
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.gathering import all_gather
 
@@ -46,10 +47,8 @@ class Comparison:
 
     def __init__(self, mesh: DeviceMesh, noted: Sequence[Noted], turn: Sequence[Noted], serial: int) -> None:
         self._noted, self._serial = [*noted, *turn], serial
-        self._ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-        )
+        self._ranks = ranks_of(mesh)
+        device = torch.device(torch.cuda.current_device() if mesh.device_type == "cuda" else "cpu")
         told = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
         # From memory that is not pinned a copy may wait for the stream.
         numbers = torch.tensor(told, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -137,10 +136,6 @@ def _fingerprint(noted: Sequence[Noted]) -> int:
     return result
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

@@ -24,7 +24,7 @@ from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, box_at, replicated
 from distconv.tensors.memory_format import memory_format, shows_memory_format
-from distconv.tensors.mesh import is_ours, mesh_like, placements, whole_group
+from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
 from distconv.transfer.route import Route, unpacked
@@ -73,13 +73,8 @@ def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member
     common = overlap(mine, wanted)
     kept = None if common is None else (_within(common, mine), _within(common, wanted))
     # Every element is in some box of before, so a member that has not all it needs gets the rest from others.
-    silent = all(volume(new) == _common(old, new) for old, new in zip(before, after, strict=True))
+    silent = all(overlap(old, new) == (new if volume(new) else None) for old, new in zip(before, after, strict=True))
     return RedistributionPlan(tuple(sends), tuple(receives), kept, silent)
-
-
-def _common(box: Box, other: Box) -> int:
-    """Elements that two boxes have in common."""
-    return volume(tuple(intersect(a, b) for a, b in zip(box, other, strict=True)))
 
 
 def volume(box: Box) -> int:
@@ -174,10 +169,10 @@ def redistribution(
     Made without communication. UnsupportedOperation for a layout with partial sums or other than plain shards, and for
     meshes over different ranks.
     """
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if ranks != sorted(target.mesh.flatten().tolist()):
+    ranks, theirs = ranks_of(mesh), ranks_of(target)
+    if ranks != theirs:
         raise UnsupportedOperation(
-            f"redistribute: from a mesh over ranks {ranks} to one over ranks {sorted(target.mesh.flatten().tolist())};"
+            f"redistribute: from a mesh over ranks {ranks} to one over ranks {theirs};"
             f" accepted: meshes over the same ranks"
         )
     for layout in (before, after):

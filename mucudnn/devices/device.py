@@ -81,12 +81,12 @@ class Device(ABC):
         """Physical memory, in bytes."""
 
     @property
-    @abstractmethod
     def cache(self) -> int:
         """Bytes of the cache in which a convolution that is called again and again would find its operands.
 
         0 where there is no such danger when it is timed.
         """
+        return 0
 
     @property
     @abstractmethod
@@ -104,9 +104,9 @@ class Device(ABC):
         """The switches that let a call be computed in a narrower type, or otherwise than usual, as text."""
 
     @property
-    @abstractmethod
     def libraries(self) -> str:
         """Versions of what computes beside torch, as text; empty for nothing."""
+        return ""
 
     @property
     @abstractmethod
@@ -121,10 +121,10 @@ class Device(ABC):
     def held(self) -> int:
         """Bytes that the program holds now."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether calls are recorded rather than run, so that nothing can be measured."""
+        return False
 
-    @abstractmethod
     def peers(self, wanted: Sequence[int]) -> list[torch.device]:
         """The other devices of the same model among the wanted ones, by number; all if none are named."""
+        return []

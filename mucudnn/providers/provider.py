@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import ConvProblem
+from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 
 
@@ -26,7 +26,7 @@ class Provider(Protocol):
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         """Whether one of the algorithms computes this problem, be it among its `algorithms` or not."""
-        ...
+        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         """Bytes that a launch of the problem holds at its peak beyond operands and target."""
@@ -85,6 +85,15 @@ class Readying(Protocol):
     def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready:
         """As `launch`, for the parts that tiles are of any whole. Whatever takes long is left to the first run."""
         ...
+
+
+def write(part: Part, result: torch.Tensor, accumulate: bool) -> bool:
+    """Puts a result into the target of a part, or adds it. Whether that of the next part is to be added, too."""
+    if accumulate:
+        part.target.add_(result)
+    else:
+        part.target.copy_(result)
+    return part.problem.target is Role.W
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

@@ -86,13 +86,8 @@ class Settings:
         for name, setting in SETTINGS.items():
             if overrides.get(name) is not None:
                 values[name], sources[name] = setting.value(name, overrides[name]), "argument"
-            elif environ.get(setting.variable):
-                values[name] = setting.value(setting.variable, environ[setting.variable])
-                sources[name] = setting.variable
             else:
-                default = setting.default()
-                values[name] = None if default is None else setting.value(setting.variable, default)
-                sources[name] = "default"
+                values[name], sources[name] = setting.sourced(environ)
         alone = sources["workspace_limit"] == "default"
         total = values["total_workspace_size"]
         by_step = [name for name in ("workspace_limit", "memory_limit") if _is_by_step(name, values[name])]
