@@ -27,7 +27,7 @@ BACKENDS = ("gloo", "nccl", "mpi")
 NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
 
 AUTO = "auto"
-"""The partition that stands for the one which `distconv run` is to choose."""
+"""The partition, or the parts in turn, that stand for those which are to be chosen."""
 
 
 def _parse_partition(given: object) -> Partition | str:

@@ -17,9 +17,6 @@ from distconv.turns.following import Followed, follow
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
 
-AUTO = "auto"
-"""What asks for parts that are chosen."""
-
 _chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Partition | None]] = weakref.WeakKeyDictionary()
 
 

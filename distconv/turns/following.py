@@ -56,26 +56,15 @@ class Followed:
     sent: int = 0
     operations: int = 0
 
+    @property
+    def held(self) -> int:
+        """What a limit of the parts counts."""
+        return self.peak - self.whole - self.results
 
-def follow(
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-    partition: Partition | None,
-    memory: int | None = None,
-    backward: bool = False,
-    ranks: Partition | None = None,
-) -> Followed:
-    """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
-
-    Tensors on another device, or on none (meta), are followed as such on a processor.
-
-    ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
-    Raises what the call raises.
-    """
-    if partition is not None and ranks is None:
-        choose_chains(module, args, kwargs, partition)
-    return _follow(module, args, kwargs, partition, memory, backward, ranks)
+    @property
+    def moved(self) -> int:
+        """What leaves the device and comes back, together."""
+        return self.spilled + self.fetched
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -94,18 +83,28 @@ def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partitio
     known = _surveyed.setdefault(module, set())
     if kind not in known:
         known.add(kind)
-        _follow(module, args, kwargs, partition, None, False, None)
+        follow(module, args, kwargs, partition, chained=False)
 
 
-def _follow(
+def follow(
     module: nn.Module,
     args: Any,
     kwargs: Any,
     partition: Partition | None,
-    memory: int | None,
-    backward: bool,
-    ranks: Partition | None,
+    memory: int | None = None,
+    backward: bool = False,
+    ranks: Partition | None = None,
+    chained: bool = True,
 ) -> Followed:
+    """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
+
+    Tensors on another device, or on none (meta), are followed as such on a processor.
+
+    ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
+    ``chained``: chains of layers are chosen first, where the parts compute in chains. Raises what the call raises.
+    """
+    if chained and partition is not None and ranks is None:
+        choose_chains(module, args, kwargs, partition)
     pager = _Shapes()
     watch = _Watch(pager)
     shapes = FakeTensorMode(allow_non_fake_inputs=True)

@@ -20,9 +20,10 @@ from distconv.direct.paths import is_open
 from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
 from distconv.model.whole_calls import is_for_whole, run_whole
+from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
-from distconv.turns.automatic import AUTO, chosen, followed_as
+from distconv.turns.automatic import chosen, followed_as
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -54,11 +54,12 @@ _FAINT = "#d0d0d0"
 
 def desirable_sets(plan: NetworkPlan) -> Figure:
     """Time against workspace of every choice on record, for the kernels that gain most, and what was chosen."""
-    rows = _first_by(plan.rows, lambda row: row.count * (row.record.stock_seconds - row.fastest.seconds))[:MOST_KERNELS]
+    rows = sorted(plan.rows, key=_gain, reverse=True)[:MOST_KERNELS]
     columns = min(3, len(rows))
     lines = -(-len(rows) // columns)
     figure = Figure(figsize=(WIDTH, 0.5 + 2.05 * lines), layout="constrained")
-    for row, axes in zip(rows, _grid(figure, lines, columns), strict=False):
+    grid = np.ravel(figure.subplots(lines, columns, squeeze=False))
+    for row, axes in zip(rows, grid, strict=False):
         stock, set_ = row.choices.stock, row.choices.desirable
         axes.axhline(stock.seconds * 1e3, color=_STOCK, linestyle="--", linewidth=0.8, label="torch's own kernel")
         undivided = [option for option in row.choices.undivided if option.seconds < 3 * stock.seconds]
@@ -80,7 +81,10 @@ def desirable_sets(plan: NetworkPlan) -> Figure:
         axes.set_title(_title(row).replace(", ", "\n"), loc="left")
         axes.set_xlabel("workspace, MiB")
         axes.set_ylabel("ms")
-    _legend_below(figure)
+    handles = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles) or 1)
     return figure
 
 
@@ -90,7 +94,7 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
     left, right = figure.subplots(1, 2)
     sizes = sorted({choice.workspace / MIB for row in plan.rows for choice in row.choices.desirable})
     end = max(sizes, default=0.0) * 1.3 or 1.0
-    gaining = [row for row in _first_by(plan.rows, _gain) if len(row.choices.desirable) > 1]
+    gaining = [row for row in sorted(plan.rows, key=_gain, reverse=True) if len(row.choices.desirable) > 1]
     seen: set[str] = set()
     for row in gaining:
         name = _title(row)
@@ -139,10 +143,12 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
 
 def network_division(plan: NetworkPlan) -> Figure:
     """What each kernel is divided into, its time against torch's own kernel's, and its workspace."""
-    rows = _first_by(plan.rows, lambda row: row.count * row.record.stock_seconds)[:MOST_ROWS]
-    rows = [row for row in plan.rows if any(row is shown for shown in rows)]
-    algorithms = list(dict.fromkeys(option.algorithm for row in rows for option in row.choice.options))
-    colours = _algorithm_colours(algorithms)
+    longest = sorted(plan.rows, key=lambda row: row.count * row.record.stock_seconds, reverse=True)[:MOST_ROWS]
+    rows = [row for row in plan.rows if any(row is shown for shown in longest)]
+    algorithms = dict.fromkeys(option.algorithm for row in rows for option in row.choice.options)
+    others = [name for name in algorithms if name != "stock"]
+    colours = {"stock": _STOCK} if "stock" in algorithms else {}
+    colours |= {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(others)}
     figure = Figure(figsize=(WIDTH, 1.1 + 0.17 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     places = np.arange(len(rows))
@@ -215,22 +221,8 @@ def _gain(row: Row) -> float:
     return row.count * (row.record.stock_seconds - row.fastest.seconds)
 
 
-def _first_by(rows: Iterable[Row], value: Any) -> list[Row]:
-    return sorted(rows, key=value, reverse=True)
-
-
 def _title(row: Row) -> str:
     return f"{row.layer.name or 'convolution'}, {row.direction}{f' ×{row.count}' if row.count > 1 else ''}"
-
-
-def _grid(figure: Figure, lines: int, columns: int) -> list[Axes]:
-    return list(np.ravel(figure.subplots(lines, columns, squeeze=False)))
-
-
-def _algorithm_colours(algorithms: Sequence[str]) -> dict[str, str]:
-    others = [algorithm for algorithm in algorithms if algorithm != "stock"]
-    named = {algorithm: _COLOURS[index % len(_COLOURS)] for index, algorithm in enumerate(others)}
-    return ({"stock": _STOCK} if "stock" in algorithms else {}) | named
 
 
 def _bytes_axis(axes: Axes, sizes: Sequence[float]) -> None:
@@ -248,12 +240,3 @@ def _bytes_axis(axes: Axes, sizes: Sequence[float]) -> None:
 
 def _number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _legend_below(figure: Figure) -> None:
-    """One legend for all axes."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles) or 1)
