@@ -27,7 +27,7 @@ from distconv.tensors.memory_format import memory_format, shows_memory_format
 from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
-from distconv.transfer.route import Route, unpacked
+from distconv.transfer.route import Route, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, intersect, length
 
@@ -117,7 +117,10 @@ class Redistribution:
             shared: whether several ranks come to own the same box.
         """
         self.plan, self.shape, self._opposite, self._shared = plan, shape, opposite, shared
-        self.route = Route(_per_member(plan.sends, size), _per_member(plan.receives, size), group)
+        sent, received = (
+            per_peer(((member, volume(box)) for member, box in moves), size) for moves in (plan.sends, plan.receives)
+        )
+        self.route = Route(sent, received, group)
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """The part of the gradient under the old layout from that under the new one: the way back, as what is
@@ -143,13 +146,6 @@ class Redistribution:
         for place, piece in zip(places, unpacked(arrived, [place.shape for place in places]), strict=True):
             place.copy_(piece)
         return result
-
-
-def _per_member(moves: Sequence[tuple[int, Box]], size: int) -> tuple[int, ...]:
-    counts = [0] * size
-    for member, box in moves:
-        counts[member] += volume(box)
-    return tuple(counts)
 
 
 def _inside(tensor: Tensor, box: Box) -> Tensor:

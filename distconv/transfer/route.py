@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,14 @@ class Route:
     def back(self) -> Route:
         """The way in the other direction, as an adjoint takes it."""
         return Route(self.received, self.sent, self.group)
+
+
+def per_peer(moves: Iterable[tuple[int, int]], ranks: int) -> tuple[int, ...]:
+    """The numbers of elements that go to, or come from, each member of a group, from (member, number) of each move."""
+    counts = [0] * ranks
+    for peer, count in moves:
+        counts[peer] += count
+    return tuple(counts)
 
 
 def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:
