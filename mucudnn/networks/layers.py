@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks.models import NETWORKS, Network
 from mucudnn.planning.planner import Planner
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
@@ -27,27 +28,8 @@ from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.store import Store
 
-NETWORKS = "mucudnn.networks.models"
-"""The module whose `NETWORKS`, a dict by name, holds the networks that have a bare name."""
-
-
 ACCEPTED = "module:attribute, file.py:attribute, or the name of a network that ships with mucudnn: "
 """The forms of a network's name, for people."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A network to look at.
-
-    Attributes:
-        build: makes the module.
-        input_shape: (C, *spatial) of a sample, `None` if unknown.
-        batch: usual number of samples, `None` if unknown.
-    """
-
-    build: Callable[[], nn.Module]
-    input_shape: tuple[int, ...] | None = None
-    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +47,7 @@ class LayerCall:
     count: int
 
 
-def find(name: str) -> Subject:
+def find(name: str) -> Network:
     """The network that a name stands for.
 
     Args:
@@ -76,22 +58,20 @@ def find(name: str) -> Subject:
         NotFound: if there is none.
     """
     if ":" not in name:
-        networks: Mapping[str, Any] = getattr(_imported(NETWORKS, name), "NETWORKS", {})
-        if name not in networks:
-            raise NotFound(f"no network {name}: there are {', '.join(networks)}")
-        found = networks[name]
-    else:
-        place, _, attribute = name.rpartition(":")
-        module = _loaded(place) if place.endswith(".py") else _imported(place, name)
-        if not hasattr(module, attribute):
-            raise NotFound(f"no network {name}: {place} has no {attribute!r}")
-        found = getattr(module, attribute)
+        if name not in NETWORKS:
+            raise NotFound(f"no network {name}: there are {', '.join(NETWORKS)}")
+        return NETWORKS[name]
+    place, _, attribute = name.rpartition(":")
+    module = _loaded(place) if place.endswith(".py") else _imported(place, name)
+    if not hasattr(module, attribute):
+        raise NotFound(f"no network {name}: {place} has no {attribute!r}")
+    found = getattr(module, attribute)
     if hasattr(found, "build") and hasattr(found, "input_shape"):
-        return Subject(found.build, tuple(found.input_shape), getattr(found, "batch", None))
+        return Network(found.build, tuple(found.input_shape), getattr(found, "batch", None))
     if isinstance(found, nn.Module):
-        return Subject(lambda: copy.deepcopy(found))
+        return Network(lambda: copy.deepcopy(found))
     if callable(found):
-        return Subject(found)
+        return Network(found)
     raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
 
 
