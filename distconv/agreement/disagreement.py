@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -50,15 +50,17 @@ def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
     """The first thing that {rank: its notes, in order} disagree on, as one line; None where they agree."""
     for notes in zip_longest(*noted.values()):
         by_rank: dict[int, Note | None] = dict(zip(noted, notes, strict=True))
-        sites = _grouped({rank: None if note is None else note.site for rank, note in by_rank.items()})
+        sites: dict[Site | None, list[int]] = {}
+        for rank, note in by_rank.items():
+            sites.setdefault(note.site if note else None, []).append(rank)
         if len(sites) > 1:
-            told = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites)
+            told = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites.items())
             return f"the ranks do not do the same: next comes, on {told}. {REMEDY}"
         differ = _differing({rank: note for rank, note in by_rank.items() if note is not None})
         if differ:
             others, first = differ
-            verb = "differ" if len(others) > 1 else "differs"
-            return f"{sites[0][0]}, is not the same on every rank: {named(others)} {verb} from rank {first}. {REMEDY}"
+            (site,), verb = sites, "differ" if len(others) > 1 else "differs"
+            return f"{site}, is not the same on every rank: {named(others)} {verb} from rank {first}. {REMEDY}"
     return None
 
 
@@ -69,13 +71,6 @@ def _differing(notes: Mapping[int, Note]) -> tuple[list[int], int] | None:
         first.setdefault(note.shard, rank)
     others = [rank for rank, note in notes.items() if note.checksum != notes[first[note.shard]].checksum]
     return (others, first[notes[others[0]].shard]) if others else None
-
-
-def _grouped(values: Mapping[int, Site | None]) -> list[tuple[Site | None, list[int]]]:
-    groups: dict[Hashable, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    return list(groups.items())  # type: ignore[arg-type]
 
 
 def named(ranks: Iterable[int]) -> str:

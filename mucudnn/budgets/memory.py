@@ -119,7 +119,8 @@ class GpuRecorder:
 
     def mark(self, size: int) -> None:
         if self._steps:
-            self._steps[-1].append(self._device.held() + _rounded(size))
+            # The allocator of a GPU gives blocks of 512 bytes.
+            self._steps[-1].append(self._device.held() + -(-size // 512) * 512)
 
     def stop(self) -> list[Timeline]:
         return [
@@ -131,8 +132,3 @@ class GpuRecorder:
 def recorder(device: Device) -> Recorder:
     """The recorder of a device's memory."""
     return GpuRecorder(device) if isinstance(device, Gpu) else HostRecorder(device)
-
-
-def _rounded(size: int) -> int:
-    """Bytes that the allocator of a GPU takes for so many: it gives blocks of 512."""
-    return -(-size // 512) * 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -128,24 +129,10 @@ class _Calls(TorchDispatchMode):
             self._note(*args)
         return func(*args, **(kwargs or {}))
 
-    def _note(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        transposed: bool,
-        output_padding: list[int],
-        groups: int,
-    ) -> None:
-        taken = {
-            Direction.FORWARD: True,
-            Direction.BACKWARD_DATA: input.requires_grad,
-            Direction.BACKWARD_FILTER: weight.requires_grad,
-        }
-        for direction in (direction for direction, is_taken in taken.items() if is_taken):
+    def _note(self, input: torch.Tensor, weight: torch.Tensor, bias: object, *geometry: Any) -> None:
+        stride, padding, dilation, transposed, output_padding, groups = geometry
+        taken = (True, input.requires_grad, weight.requires_grad)
+        for direction in itertools.compress(Direction, taken):
             problem = ConvProblem.of_convolution(
                 direction,
                 tuple(input.shape),

@@ -73,10 +73,6 @@ def _parse_switch(value: object) -> bool:
     return ("off", "on").index(_parse_progress(value)) == 1
 
 
-def _default_database() -> str:
-    return str(cache_folder() / "times.sqlite")
-
-
 def cache_folder() -> Path:
     """Where this system keeps what can be computed again; without platformdirs, where the XDG standard says."""
     try:
@@ -174,7 +170,7 @@ SETTINGS = {
     ),
     "database": Setting(
         "MUCUDNN_DATABASE",
-        _default_database,
+        lambda: str(cache_folder() / "times.sqlite"),
         f"the path of a file (not of a directory) or {MEMORY}",
         "where measured times are kept",
         _parse_database,
