@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.turns.choosing import Choice, choose
-from distconv.turns.following import Followed, follow
+from distconv.turns.following import Followed, follow, kind_of
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
 
@@ -25,15 +25,6 @@ def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
     x = max(inputs, key=lambda each: (each.dim(), each.numel()), default=torch.empty(()))
     dims = {axis.name: axis.dim_of(x.dim()) for axis in AXES.values() if axis.kind is not Kind.CHANNELS}
     return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
-
-
-def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a call of a module takes depends on no more than this: one is followed for all of a kind. First comes
-    whether autograd records the call."""
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
-    device = next(module.parameters()).device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
 
 
 @contextlib.contextmanager

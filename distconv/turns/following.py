@@ -67,6 +67,15 @@ class Followed:
         return self.spilled + self.fetched
 
 
+def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What a call of a module takes depends on no more than this: one is followed for all of a kind. First comes
+    whether autograd records the call."""
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
+
+
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 """By module, the kinds of calls of which the links are known."""
 
@@ -78,8 +87,7 @@ def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partitio
     """
     if not settings.value("halo"):
         return
-    shapes = tuple((x.shape, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    kind = partition, shapes, module.training, torch.is_grad_enabled()
+    kind = partition, *kind_of(module, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
     known = _surveyed.setdefault(module, set())
     if kind not in known:
         known.add(kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,11 +51,6 @@ class Surroundings:
         return self.variables.copy().run(self._within, work)
 
     def _within(self, work: Callable[[], T]) -> T:
-        with self._again():
-            return work()
-
-    @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
             around.enter_context(torch.inference_mode(self.inference))
             # After the inference mode, which sets this switch, too. Else a backward of a GPU's tensors would wait for
@@ -71,4 +66,4 @@ class Surroundings:
                 around.enter_context(torch.cuda.stream(self.stream))
             for mode in self.modes:
                 around.enter_context(mode)
-            yield
+            return work()

@@ -118,13 +118,11 @@ class Gpu(Device):
 
     @property
     def memory(self) -> int:
-        total: int = torch.cuda.get_device_properties(self.place).total_memory
-        return total
+        return int(torch.cuda.get_device_properties(self.place).total_memory)
 
     @property
     def cache(self) -> int:
-        size: int = torch.cuda.get_device_properties(self.place).L2_cache_size
-        return size
+        return int(torch.cuda.get_device_properties(self.place).L2_cache_size)
 
     @property
     def threads(self) -> int:
@@ -155,8 +153,7 @@ class Gpu(Device):
         """Bytes of torch's tensors on it."""
         # `memory_allocated` flattens and sorts all of the allocator's counters first, ten times as much work as this.
         counters = torch.cuda.memory_stats_as_nested_dict(self.place)
-        allocated: int = counters["allocated_bytes"]["all"]["current"] if counters else 0
-        return allocated
+        return int(counters["allocated_bytes"]["all"]["current"]) if counters else 0
 
     def most_held(self) -> int:
         """The most bytes of tensors on it since the program began, or since it reset that figure."""
