@@ -50,7 +50,6 @@ FLOORS = (
         "devices",
         "sizes",
         "program",
-        "log",
         "version",
         "lazily",
         "recent",
