@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Outcome:
     """
 
     records: Sequence[Record]
-    timeline: Sequence[Moment] = field(default=())
-    notices: Sequence[str] = field(default=())
+    timeline: Sequence[Moment] = ()
+    notices: Sequence[str] = ()
     met: int = 0
 
     def to_json(self) -> dict[str, Any]:
