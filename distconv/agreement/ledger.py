@@ -172,7 +172,7 @@ def _ranks(mesh: DeviceMesh) -> frozenset[int]:
 
 
 def _among(ranks: Set[int]) -> list[Ledger]:
-    """Those whose ranks are all among some. One that other ranks share too is left alone: they do not come here."""
+    """The ledgers whose ranks are all among these: other ranks of a ledger would not take part."""
     return [each for members, each in _ledgers.items() if members <= ranks]
 
 
@@ -189,7 +189,7 @@ def before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _ranks_that_step(optimizer: Optimizer) -> set[int]:
-    """Those of the meshes on which models with parameters of the optimizer were called; none where it has no such."""
+    """The ranks of the meshes on which models with parameters of the optimizer were called."""
     models = [len(each.models) for each in _ledgers.values()]
     known, found = _stepping.get(optimizer, ([], set()))
     if known == models:

@@ -22,7 +22,7 @@ TENSORS = 8
 
 
 class Turns:
-    """Goes around what a module holds. Which tensors come next depends on nothing but how often it was asked."""
+    """Cycles through the tensors of a module, in the same order on every rank."""
 
     def __init__(self) -> None:
         self._places: list[tuple[weakref.ref[nn.Module], str, str]] = []

@@ -116,7 +116,7 @@ def held() -> int:
 
 
 def most_held() -> int:
-    """The most that `held` has been."""
+    """The most bytes that this process has held at once."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

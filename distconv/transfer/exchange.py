@@ -52,7 +52,7 @@ class Exchange:
             and segment.block != FILL
             and segment.length == plan.extent_of(segment.block)
         }
-        """The blocks that are needed once, and all of each: what comes back for one is no sum."""
+        """The blocks that one segment alone reads, and reads whole: their gradients need no addition."""
         whole = Segment(OWN, 0, plan.own, 1)
         self.is_identity = plan.silent and (plan.segments == (whole,) or (not plan.segments and not plan.own))
 

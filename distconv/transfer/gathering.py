@@ -1,4 +1,4 @@
-"""What every rank of a group has, side by side on each of them."""
+"""The allgather: every rank of a group gets the tensors of all of them, one after another."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
 
 @contextlib.contextmanager
 def followed_as(trained: bool) -> Iterator[None]:
-    """Within it calls are followed, with a backward if they are ``trained``."""
+    """A context in which calls are followed, with their backward if they are ``trained``."""
     with torch.inference_mode(False), torch.set_grad_enabled(trained):
         yield
 
@@ -80,6 +80,6 @@ def told(name: str, choice: Choice, alone: Followed, memory: int) -> str:
 
 
 def exceeded(choice: Choice, memory: int) -> str:
-    """That nothing keeps within the limit."""
+    """A clause that tells that no parts keep within the limit."""
     besides = format_bytes(choice.taken.whole + choice.taken.results)
     return f"no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"

@@ -68,8 +68,9 @@ class Followed:
 
 
 def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a call of a module takes depends on no more than this: one is followed for all of a kind. First comes
-    whether autograd records the call."""
+    """All that decides what a call of a module takes: one call of each kind is followed. The first item tells whether
+    autograd records the call.
+    """
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
     device = next((p.device.type for p in module.parameters()), "cpu")
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""What every part has of its own of a model: what its modules hold besides parameters."""
+"""What the modules of a model hold besides parameters: every part has its own."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ _numbers = itertools.count(1)
 
 
 class State(Protocol):
-    """What every part has of its own, and is in place while that part runs."""
+    """State of which every part has its own; it is in place while that part runs."""
 
     def arrive(self, part: int) -> None:
-        """Puts a part's in place."""
+        """Puts the state of a part in place."""
 
     def leave(self, part: int) -> None:
-        """Keeps a part's, which is in place."""
+        """Keeps the state of the part that is in place."""
 
 
 class Parts:
@@ -84,10 +84,10 @@ class Parts:
     def run(
         self, work: Callable[[int], T], states: Sequence[State] = (), surroundings: Surroundings | None = None
     ) -> list[T]:
-        """What every part here gives, when its number is given to ``work`` in its thread. Raises what the first one
-        raises that fails; by then all have ended, also on other ranks, which raise the same. Collective over the ranks.
+        """Calls ``work`` with the number of every part here, in that part's thread, and returns the results.
 
-        ``surroundings``: of the caller, by default now.
+        If a part fails, all parts end, also those of other ranks, and every rank raises the error of the first one that
+        failed. Collective over the ranks. ``surroundings``: those of the caller, by default as they are now.
         """
         surroundings = surroundings or Surroundings.now(self.device_type)
 
@@ -162,7 +162,7 @@ _parts: dict[tuple[object, ...], Parts] = {}
 def parts_of(
     partition: Partition, device_type: str, ranks: DeviceMesh | None = None, imagined: Partition | None = None
 ) -> Parts:
-    """Those of a partition, in this process, and in every rank of a mesh; collective over these."""
+    """The parts of a partition in this process, or in every rank of a mesh; collective over its ranks."""
     key = os.getpid(), partition, device_type, ranks, imagined
     if key not in _parts:
         _parts[key] = Parts(partition, device_type, ranks, imagined)

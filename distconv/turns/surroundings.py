@@ -1,4 +1,4 @@
-"""What Python and torch keep for each thread and the caller has set: a part computes as the caller would."""
+"""Settings of Python and torch that belong to a thread: a part computes with those of the caller's thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of the caller, at the moment of a call."""
+    """The settings of the caller's thread at the moment of a call."""
 
     grad: bool
     inference: bool
