@@ -97,9 +97,6 @@ class Host(Device):
 @cache
 def _processor() -> str:
     """The processor's model; Python's own answer is empty on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
