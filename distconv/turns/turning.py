@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -164,7 +165,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     except ValueError as error:
         if module in _turning:
             raise
-        _tell_whole(module, str(error))
+        _tell_whole(type(module).__name__, str(error))
         return NotImplemented
     if before is not None:
         with script_in_turn(_NOT_IN_TURN):
@@ -180,11 +181,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 _OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
 
-_told: set[str] = set()
 
-
-def _tell_whole(module: nn.Module, why: str) -> None:
-    name = type(module).__name__
-    if name not in _told:
-        _told.add(name)
-        print(f"distconv: --parts: {name} runs whole: {why}", file=sys.stderr, flush=True)
+@functools.cache
+def _tell_whole(name: str, why: str) -> None:
+    print(f"distconv: --parts: {name} runs whole: {why}", file=sys.stderr, flush=True)
