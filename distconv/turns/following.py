@@ -29,6 +29,7 @@ from distconv.tensors.deferred import Deferred
 from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
+from distconv.turns.group import Meetings
 from distconv.turns.pager import Pager, instead
 from distconv.turns.parts import parts_of
 
@@ -128,14 +129,15 @@ def follow(
     whole = watch.memory.now
     is_whole = partition is None or (partition.ranks == 1 and ranks is None)
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
-    before = (parts.moved, parts.sent) if parts else (0, 0)
+    meetings = parts.meetings if parts else Meetings()
+    moved, sent = meetings.moved, meetings.sent
     with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes, watch:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
             if losses:
                 sum(losses).backward()  # type: ignore[union-attr]
-    moved, sent = (parts.moved - before[0], parts.sent - before[1]) if parts else (0, 0)
+    moved, sent = meetings.moved - moved, meetings.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)

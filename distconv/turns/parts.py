@@ -51,6 +51,7 @@ class Parts:
         count: of the parts of this process.
         ranks: the mesh of the ranks of a job that have as many each; None: there is this process alone.
         mail: what these ranks send each other by.
+        meetings: where the parts here meet each other; they count the bytes that parts get and send.
         meshes: that of each part here, the same parts in all of them.
 
     ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed.
@@ -63,14 +64,14 @@ class Parts:
         self.meshes: list[DeviceMesh] = []
         self.mail = None if ranks is None else Mail(ranks)
         self._outer = (imagined or Partition(())) if ranks is None else partition_of(ranks)
-        self._meetings = Meetings(self.mail)
+        self.meetings = Meetings(self.mail)
         first = 0 if self.mail is None else self.mail.rank * self.count
         self._members = [
-            Part(first + number, self._outer.ranks * self.count, self._meetings, (first, self.count))
+            Part(first + number, self._outer.ranks * self.count, self.meetings, (first, self.count))
             for number in range(self.count)
         ]
-        outside = None if self.mail is None else self._meetings.exchange
-        self._baton = self._meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
+        outside = None if self.mail is None else self.meetings.exchange
+        self._baton = self.meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
         self._states: Sequence[State] = ()
         self._work: Callable[[int], Any] = self._enter
         self._results: list[Any] = []
@@ -100,23 +101,13 @@ class Parts:
                 self._baton.run()
                 return self._results
             except BaseException:
-                self._meetings.forget()
+                self.meetings.forget()
                 for group in itertools.chain.from_iterable(member.groups for member in self._members):
                     group.restart()
                 raise
             finally:
                 self._work, self._states, self._results = self._enter, (), []
                 self._heap.settle()
-
-    @property
-    def moved(self) -> int:
-        """The bytes that parts have got from each other so far."""
-        return self._meetings.moved
-
-    @property
-    def sent(self) -> int:
-        """The bytes that they have sent to parts of other ranks in calls, besides gradients and results."""
-        return self._meetings.sent
 
     def _serve(self, number: int) -> None:
         """What a thread does: a part's work, whenever the baton comes for the first time in a run."""

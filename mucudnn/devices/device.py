@@ -49,13 +49,11 @@ class Device(ABC):
     """A device of this process.
 
     Attributes:
-        dispatch_key: under which torch registers the kernels of this kind of device.
         is_asynchronous: whether a call only enqueues its work, which may still wait when the call has returned.
         uses_cudnn: whether torch computes convolutions by cuDNN there.
         place: what torch calls it.
     """
 
-    dispatch_key: ClassVar[str]
     is_asynchronous: ClassVar[bool]
     uses_cudnn: ClassVar[bool]
 

@@ -79,7 +79,6 @@ class GpuStopwatch:
 class Gpu(Device):
     """A GPU of NVIDIA's."""
 
-    dispatch_key = "CUDA"
     is_asynchronous = True
     uses_cudnn = True
 

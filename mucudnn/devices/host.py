@@ -48,7 +48,6 @@ class HostStopwatch:
 class Host(Device):
     """The processor and its memory."""
 
-    dispatch_key = "CPU"
     is_asynchronous = False
     uses_cudnn = False
 

@@ -14,7 +14,6 @@ from mucudnn.convolution.call import Call, torch_format
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.devices import KINDS
 from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Provider, write
 
@@ -36,7 +35,7 @@ def _computed(
     produced: torch.Tensor | None,
     geometry: tuple[Any, ...],
 ) -> torch.Tensor:
-    dispatch_key = KINDS[weight.device.type].dispatch_key
+    dispatch_key = weight.device.type.upper()
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
     if direction is Direction.FORWARD:
         kernel = stock_kernel("convolution", dispatch_key)
