@@ -49,8 +49,8 @@ def unsharding(
         wanted = owners(mesh, kept, extent)
         needs = []
         for place in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
-            along = [(at, mesh.size(axis)) for axis, at in zip(axes, place, strict=True) if axis in kept]
-            interval = wanted[flat_index(*zip(*along, strict=True))] if along else (0, extent)
+            along = [at for axis, at in zip(axes, place, strict=True) if axis in kept]
+            interval = wanted[flat_index(along, map(mesh.size, kept))]
             needs.append(window(interval, extent) if length(interval) else ())
         found.append(exchange(mesh, axes, dim, owners(mesh, axes, extent), tuple(needs)))
     return Unsharding(found)
