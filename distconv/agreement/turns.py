@@ -41,10 +41,8 @@ class Turns:
                 here, local, shard = None, tensor.detach(), 0
                 if isinstance(tensor, DTensor):
                     here = tensor.device_mesh, tensor.placements
-                    local, shard = (
-                        tensor._local_tensor.detach(),
-                        coordinate(here[0], [a for a, _ in sharded_dims(*here)]),
-                    )
+                    axes = [axis for axis, _ in sharded_dims(*here)]
+                    local, shard = tensor._local_tensor.detach(), coordinate(tensor.device_mesh, axes)
                 if found and here != layout:
                     break
                 layout = here
