@@ -1,4 +1,4 @@
-"""The one engine beneath all transfers: pieces of tensors are packed, cross in one collective, and are unpacked."""
+"""What all transfers are, and the engine beneath them: pieces are packed, cross in one collective, and are unpacked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,22 @@ from torch import Tensor
 
 from distconv.transfer.all_to_all import AllToAll
 from mucudnn.convolution.geometry import Interval
+
+
+class Transfer(Protocol):
+    """A linear map from what the ranks own to what they need, with its adjoint.
+
+    Made once from layouts or needs, without communication, and cached; applied many times.
+
+    Both methods are collective over the ranks of the transfer, unless nothing moves between any two of them: every
+    rank knows that from the same shapes, and all calls of all ranks agree.
+    """
+
+    def fetch(self, local: Tensor) -> Tensor:
+        """The elements that this rank needs, from those that it owns."""
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The gradient of what this rank owns, from that of what it needs: the transposed map."""
 
 
 @dataclass(frozen=True)
