@@ -6,7 +6,7 @@ import functools
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -27,15 +27,6 @@ ANSWER = timedelta(seconds=10)
 FIELDS = 5
 
 
-@dataclass(frozen=True)
-class Noted:
-    """A site with its checksum, still on the device where it was computed, and the shard that it is of."""
-
-    site: Site
-    checksum: Tensor
-    shard: int = 0
-
-
 class Comparison:
     """Started when made, among all ranks of a mesh; collective.
 
@@ -45,7 +36,9 @@ class Comparison:
     no collective, so ranks that have gone different ways cannot wait for each other in vain.
     """
 
-    def __init__(self, mesh: DeviceMesh, noted: Sequence[Noted], turn: Sequence[Noted], serial: int) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, noted: Sequence[Note[Tensor]], turn: Sequence[Note[Tensor]], serial: int
+    ) -> None:
         self._noted, self._serial = [*noted, *turn], serial
         self._ranks = ranks_of(mesh)
         device = torch.device(torch.cuda.current_device() if mesh.device_type == "cuda" else "cpu")
@@ -101,11 +94,11 @@ class Comparison:
         return explain(told) or "the ranks do not hold the same tensors"
 
 
-def _told(notes: Sequence[Note]) -> str:
+def _told(notes: Sequence[Note[int]]) -> str:
     return "; ".join(dict.fromkeys(str(note.site) for note in notes)) or "nothing"
 
 
-def _notes(text: bytes) -> list[Note]:
+def _notes(text: bytes) -> list[Note[int]]:
     return [
         Note(Site(**{**each["site"], "shape": tuple(each["site"]["shape"])}), each["checksum"], each["shard"])
         for each in json.loads(text)
@@ -119,7 +112,7 @@ def _agree(rows: Sequence[Sequence[int]]) -> bool:
     return alike and all(first.setdefault(row[2], row[4]) == row[4] for row in rows)
 
 
-def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
+def _together(noted: Sequence[Note[Tensor]], device: torch.device) -> Tensor:
     """Their checksums, int64 of shape (n,)."""
     if not noted:
         return torch.zeros(0, dtype=torch.int64, device=device)
@@ -127,7 +120,7 @@ def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
     return torch.stack([each.checksum.to(device, non_blocking=device.type != "cpu") for each in noted])
 
 
-def _fingerprint(noted: Sequence[Noted]) -> int:
+def _fingerprint(noted: Sequence[Note[Tensor]]) -> int:
     result = 0
     for site in (each.site for each in noted):
         # The path of a script may differ from machine to machine; its line does not.

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
 
 
 class Disagreement(ValueError):
@@ -29,14 +32,15 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Generic[C]):
     """A rank's note about one site: the checksum of the tensor there, and the number of the rank's shard.
 
-    Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded.
+    Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded. The
+    checksum is a tensor on the device where it was computed, or, once ranks tell each other their notes, a number.
     """
 
     site: Site
-    checksum: int
+    checksum: C
     shard: int = 0
 
 
@@ -46,10 +50,10 @@ REMEDY = (
 )
 
 
-def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
+def explain(noted: Mapping[int, Sequence[Note[int]]]) -> str | None:
     """The first thing that {rank: its notes, in order} disagree on, as one line; None where they agree."""
     for notes in zip_longest(*noted.values()):
-        by_rank: dict[int, Note | None] = dict(zip(noted, notes, strict=True))
+        by_rank: dict[int, Note[int] | None] = dict(zip(noted, notes, strict=True))
         sites: dict[Site | None, list[int]] = {}
         for rank, note in by_rank.items():
             sites.setdefault(note.site if note else None, []).append(rank)
@@ -64,7 +68,7 @@ def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
     return None
 
 
-def _differing(notes: Mapping[int, Note]) -> tuple[list[int], int] | None:
+def _differing(notes: Mapping[int, Note[int]]) -> tuple[list[int], int] | None:
     """The ranks whose checksum is another than that of the first rank with the same shard, and that rank."""
     first: dict[int, int] = {}
     for rank, note in notes.items():

@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from distconv.agreement.checksum import checksum
-from distconv.agreement.comparison import Comparison, Noted
-from distconv.agreement.disagreement import Site
+from distconv.agreement.comparison import Comparison
+from distconv.agreement.disagreement import Note, Site
 from distconv.agreement.turns import Turns
 from distconv.settings import value
 from distconv.tensors.mesh import is_ours, ranks_of
@@ -51,7 +51,7 @@ class Ledger:
         self._forget()
 
     def _forget(self) -> None:
-        self._noted: list[Noted] = []
+        self._noted: list[Note[Tensor]] = []
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._called: dict[nn.Module, None] = {}
         self._comparisons: list[tuple[Comparison, int]] = []
@@ -67,7 +67,7 @@ class Ledger:
             return
         site = Site(what, tuple(x.shape), str(x.dtype), script_line() if line is None else line)
         with torch.no_grad():
-            self._noted.append(Noted(site, checksum(x)))
+            self._noted.append(Note(site, checksum(x)))
 
     def note_once(self, what: str, x: Tensor) -> None:
         """The same for a tensor that several functions read: noted at the first, unless it has changed since."""
@@ -100,7 +100,7 @@ class Ledger:
         self._comparisons.append((Comparison(self.mesh, noted, turn, self._made), self._steps))
         self._made += 1
 
-    def _turn(self) -> list[Noted]:
+    def _turn(self) -> list[Note[Tensor]]:
         if not self._called:
             return []
         module = list(self._called)[self._made % len(self._called)]

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.checksum import checksum
-from distconv.agreement.comparison import Noted
-from distconv.agreement.disagreement import Site
+from distconv.agreement.disagreement import Note, Site
 from distconv.tensors.layouts import coordinate
 from distconv.tensors.mesh import is_the_programs, sharded_dims
 
@@ -28,11 +27,11 @@ class Turns:
         self._places: list[tuple[weakref.ref[nn.Module], str, str]] = []
         self._next = 0
 
-    def take(self, module: nn.Module, buffers: bool) -> list[Noted]:
+    def take(self, module: nn.Module, buffers: bool) -> list[Note[Tensor]]:
         """The next few tensors, all of one layout; none for a module that holds nothing."""
         if self._next >= len(self._places):
             self._places, self._next = list(_around(module, buffers)), 0
-        found: list[Noted] = []
+        found: list[Note[Tensor]] = []
         size, layout = 0, None
         while self._next < len(self._places) and len(found) < TENSORS and size < BYTES:
             owner, kind, path = self._places[self._next]
@@ -47,7 +46,7 @@ class Turns:
                     break
                 layout = here
                 site = Site(f"{kind} {path} of {type(module).__name__}", tuple(tensor.shape), str(tensor.dtype), "")
-                found.append(Noted(site, checksum(local), shard))
+                found.append(Note(site, checksum(local), shard))
                 size += local.nbytes
             self._next += 1
         return found
