@@ -26,19 +26,15 @@ class Recorder(Protocol):
 
     def start(self) -> bool:
         """Starts to count. The answer is False where that is impossible now, because the program has a profiler on."""
-        ...
 
     def step(self) -> None:
         """Ends the step before, if there is one, and begins the next."""
-        ...
 
     def mark(self, size: int) -> None:
         """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
-        ...
 
     def stop(self) -> list[Timeline]:
         """Stops counting and returns a timeline for each whole step, in bytes of all that the program holds."""
-        ...
 
 
 class HostRecorder:

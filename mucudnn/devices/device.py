@@ -22,7 +22,6 @@ class Clock(Protocol):
 
     def first(self, work: Work) -> float:
         """Seconds of a first call, but for what it does more than later ones, such as loading kernels."""
-        ...
 
     def seconds(self, work: Work, expected: float | None = None) -> float:
         """Seconds of one call.
@@ -30,7 +29,6 @@ class Clock(Protocol):
         Args:
             expected: about what it takes, if that is known.
         """
-        ...
 
 
 class Stopwatch(Protocol):
@@ -38,11 +36,9 @@ class Stopwatch(Protocol):
 
     def lap(self) -> None:
         """Ends a lap after all work so far."""
-        ...
 
     def laps(self) -> list[float] | None:
         """Seconds of every lap; `None` while work of them is not done. Never waits."""
-        ...
 
 
 class Device(ABC):
