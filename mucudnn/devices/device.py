@@ -83,14 +83,14 @@ class Device(ABC):
         return 0
 
     @property
-    @abstractmethod
     def threads(self) -> int:
         """Threads that a call is computed by; 0 where that is not the program's choice."""
+        return 0
 
     @property
-    @abstractmethod
     def is_deterministic(self) -> bool:
         """Whether only deterministic algorithms may run now."""
+        return torch.are_deterministic_algorithms_enabled()
 
     @property
     @abstractmethod

@@ -124,12 +124,8 @@ class Gpu(Device):
         return int(torch.cuda.get_device_properties(self.place).L2_cache_size)
 
     @property
-    def threads(self) -> int:
-        return 0
-
-    @property
     def is_deterministic(self) -> bool:
-        return torch.are_deterministic_algorithms_enabled() or torch._C._get_cudnn_deterministic()
+        return super().is_deterministic or torch._C._get_cudnn_deterministic()
 
     @property
     def precision(self) -> str:

@@ -73,10 +73,6 @@ class Host(Device):
         return torch.get_num_threads()
 
     @property
-    def is_deterministic(self) -> bool:
-        return torch.are_deterministic_algorithms_enabled()
-
-    @property
     def precision(self) -> str:
         enabled = torch._C._get_mkldnn_enabled()
         return f"mkldnn={'on' if enabled else 'off'} fp32={torch._C._get_fp32_precision_getter('mkldnn', 'conv')}"
