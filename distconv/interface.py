@@ -18,7 +18,7 @@ from distconv.model.checkpoint import whole_state
 from distconv.model.parallelize import distributed_script, parallelize, shard
 from distconv.model.parameters import partition_of
 from distconv.model.shard_gather import gather
-from distconv.place.gpu import take_gpu
+from distconv.place import find_place
 from distconv.reading.opening import open
 from distconv.rules.installation import install_rules
 from distconv.rules.values.texts import described
@@ -89,7 +89,7 @@ def init(
     settings.tell_unknown()
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available():
-        take_gpu()
+        _take_gpu()
     if not dist.is_initialized():
         _init_process_group(device)
     if not isinstance(parsed, Partition):
@@ -132,6 +132,26 @@ def _refuse_alone(partition: object) -> None:
 
 def _set_algorithm(mesh: DeviceMesh, partition: Partition, algorithm: str | None) -> None:
     channel_algorithms[mesh] = check_algorithm(algorithm or settings.value("channel_algorithm"), partition)
+
+
+def _take_gpu() -> None:
+    """Makes one GPU of the machine this process's current one, by its rank among the machine's ranks.
+
+    Ranks beyond the number of GPUs share them. A GPU other than the first that the program has made current stays, as
+    does one that the process group was bound to. It must happen before anything is sent: NCCL takes the current GPU,
+    and torch's DeviceMesh chooses none once CUDA is in use.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.current_device() != 0:
+        return
+    if dist.is_initialized():
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        if bound is not None and bound.type == "cuda":
+            torch.cuda.set_device(bound)
+            return
+    place = find_place(os.environ)
+    alone = dist.get_rank() if dist.is_initialized() else 0
+    local = alone if place is None else place.local_rank
+    torch.cuda.set_device(local % torch.cuda.device_count())
 
 
 def _init_process_group(device: str) -> None:

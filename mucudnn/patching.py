@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Unpack
 
-from mucudnn import log
 from mucudnn.reporting.record import Record
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import VARIABLES, Given, Settings
 from mucudnn.spelling import tell_unknown
 from mucudnn.timing.board import Board
+
+_LOGGER = logging.getLogger("mucudnn")
+
+_handler = logging.StreamHandler()
+_handler.setFormatter(logging.Formatter("mucudnn %(levelname)s: %(message)s"))
 
 
 def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
@@ -87,5 +93,18 @@ def report() -> list[Record]:
 
 def _session(board: Board | None, given: Given) -> Session:
     settings = Settings.from_environment(**given)
-    log.to_stderr(settings.log)
+    log_to_stderr(settings.log)
     return Session(settings, board)
+
+
+def log_to_stderr(level: str | None) -> None:
+    """Sends lines of at least `level` to stderr and nowhere else; `None` leaves them to the program's own logging."""
+    if level is not None:
+        _handler.stream = sys.stderr
+        _LOGGER.addHandler(_handler)
+        _LOGGER.setLevel(level.upper())
+        _LOGGER.propagate = False
+    elif _handler in _LOGGER.handlers:
+        _LOGGER.removeHandler(_handler)
+        _LOGGER.setLevel(logging.NOTSET)
+        _LOGGER.propagate = True

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.layers.layer import Layer, convolutions
+from benchmarks.networks import NETWORKS
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.networks.models import NETWORKS, Layer, convolutions
 
 MIB = 2**20
 LIMITS = tuple(size * MIB for size in (0, 8, 64, 128, 256, 512))

@@ -22,7 +22,8 @@ import mucudnn
 from benchmarks.gpu.cases import PRECISIONS, Precision, layer_problem
 from benchmarks.gpu.layers import free, through_torch
 from benchmarks.gpu.timing import Clock, Here, clock_of, peak
-from mucudnn.networks.models import NETWORKS, Layer
+from benchmarks.layers.layer import Layer
+from benchmarks.networks import NETWORKS
 from mucudnn.timing.measurement import synthetic_operands
 
 WARM_UP = 3

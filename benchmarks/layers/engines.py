@@ -27,8 +27,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.layers.elsewhere import wheel_library
+from benchmarks.layers.layer import Layer, convolutions
+from benchmarks.networks import NETWORKS
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.networks.models import NETWORKS, Layer, convolutions
 from mucudnn.providers.cudnn.backend import Behavior, Note
 from mucudnn.providers.cudnn.device import H200, Device
 from mucudnn.providers.cudnn.form import form

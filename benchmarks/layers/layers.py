@@ -30,9 +30,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.allocator import keep_freed_memory
+from benchmarks.layers.layer import Layer, convolutions
+from benchmarks.networks import NETWORKS
 from benchmarks.table import RESULTS, Table, conditions, save, show
 from mucudnn.convolution.problem import ConvProblem, Direction
-from mucudnn.networks.models import NETWORKS, Layer, convolutions
 from mucudnn.providers import STOCK
 from mucudnn.providers.fft import FFT, Fft
 from mucudnn.runtime import shim

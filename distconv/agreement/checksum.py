@@ -29,7 +29,7 @@ def checksum(x: Tensor) -> Tensor:
         return total
     rows = words[: whole * BLOCK].view(whole, BLOCK)
     step = 1 if x.device.type == "cpu" else DEVICE_BLOCKS
-    sums = [_rows(rows[first : first + step], _weights(x.device)) for first in range(0, whole, step)]
+    sums = [_weighted(rows[first : first + step], _weights(x.device)) for first in range(0, whole, step)]
     return total + folded(torch.cat(sums))
 
 
@@ -59,11 +59,8 @@ def _words(x: Tensor) -> Tensor:
 
 
 def _weighted(words: Tensor, weights: Tensor) -> Tensor:
-    return (words.to(torch.int64) * weights).sum()
-
-
-def _rows(rows: Tensor, weights: Tensor) -> Tensor:
-    return (rows.to(torch.int64) * weights).sum(1)
+    """The weighted sum of each row of words."""
+    return (words.to(torch.int64) * weights).sum(-1)
 
 
 @functools.cache

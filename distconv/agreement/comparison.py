@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
-from distconv.tensors.mesh import whole_group
+from distconv.tensors.mesh import ranks_of, whole_group
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.gathering import all_gather
 
@@ -24,15 +25,6 @@ ANSWER = timedelta(seconds=10)
 """Seconds in which the other ranks may send their notes once one rank has found a disagreement."""
 
 FIELDS = 5
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A site with its checksum, still on the device where it was computed, and the shard that it is of."""
-
-    site: Site
-    checksum: Tensor
-    shard: int = 0
 
 
 class Comparison:
@@ -44,12 +36,12 @@ class Comparison:
     no collective, so ranks that have gone different ways cannot wait for each other in vain.
     """
 
-    def __init__(self, mesh: DeviceMesh, noted: Sequence[Noted], turn: Sequence[Noted], serial: int) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, noted: Sequence[Note[Tensor]], turn: Sequence[Note[Tensor]], serial: int
+    ) -> None:
         self._noted, self._serial = [*noted, *turn], serial
-        self._ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
-        )
+        self._ranks = ranks_of(mesh)
+        device = torch.device(torch.cuda.current_device() if mesh.device_type == "cuda" else "cpu")
         told = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
         # From memory that is not pinned a copy may wait for the stream.
         numbers = torch.tensor(told, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
@@ -102,11 +94,11 @@ class Comparison:
         return explain(told) or "the ranks do not hold the same tensors"
 
 
-def _told(notes: Sequence[Note]) -> str:
+def _told(notes: Sequence[Note[int]]) -> str:
     return "; ".join(dict.fromkeys(str(note.site) for note in notes)) or "nothing"
 
 
-def _notes(text: bytes) -> list[Note]:
+def _notes(text: bytes) -> list[Note[int]]:
     return [
         Note(Site(**{**each["site"], "shape": tuple(each["site"]["shape"])}), each["checksum"], each["shard"])
         for each in json.loads(text)
@@ -120,7 +112,7 @@ def _agree(rows: Sequence[Sequence[int]]) -> bool:
     return alike and all(first.setdefault(row[2], row[4]) == row[4] for row in rows)
 
 
-def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
+def _together(noted: Sequence[Note[Tensor]], device: torch.device) -> Tensor:
     """Their checksums, int64 of shape (n,)."""
     if not noted:
         return torch.zeros(0, dtype=torch.int64, device=device)
@@ -128,7 +120,7 @@ def _together(noted: Sequence[Noted], device: torch.device) -> Tensor:
     return torch.stack([each.checksum.to(device, non_blocking=device.type != "cpu") for each in noted])
 
 
-def _fingerprint(noted: Sequence[Noted]) -> int:
+def _fingerprint(noted: Sequence[Note[Tensor]]) -> int:
     result = 0
     for site in (each.site for each in noted):
         # The path of a script may differ from machine to machine; its line does not.
@@ -137,10 +129,6 @@ def _fingerprint(noted: Sequence[Noted]) -> int:
     return result
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
 
 
 class Disagreement(ValueError):
@@ -29,14 +32,15 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Generic[C]):
     """A rank's note about one site: the checksum of the tensor there, and the number of the rank's shard.
 
-    Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded.
+    Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded. The
+    checksum is a tensor on the device where it was computed, or, once ranks tell each other their notes, a number.
     """
 
     site: Site
-    checksum: int
+    checksum: C
     shard: int = 0
 
 
@@ -46,36 +50,31 @@ REMEDY = (
 )
 
 
-def explain(noted: Mapping[int, Sequence[Note]]) -> str | None:
+def explain(noted: Mapping[int, Sequence[Note[int]]]) -> str | None:
     """The first thing that {rank: its notes, in order} disagree on, as one line; None where they agree."""
     for notes in zip_longest(*noted.values()):
-        by_rank: dict[int, Note | None] = dict(zip(noted, notes, strict=True))
-        sites = _grouped({rank: None if note is None else note.site for rank, note in by_rank.items()})
+        by_rank: dict[int, Note[int] | None] = dict(zip(noted, notes, strict=True))
+        sites: dict[Site | None, list[int]] = {}
+        for rank, note in by_rank.items():
+            sites.setdefault(note.site if note else None, []).append(rank)
         if len(sites) > 1:
-            told = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites)
+            told = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites.items())
             return f"the ranks do not do the same: next comes, on {told}. {REMEDY}"
         differ = _differing({rank: note for rank, note in by_rank.items() if note is not None})
         if differ:
             others, first = differ
-            verb = "differ" if len(others) > 1 else "differs"
-            return f"{sites[0][0]}, is not the same on every rank: {named(others)} {verb} from rank {first}. {REMEDY}"
+            (site,), verb = sites, "differ" if len(others) > 1 else "differs"
+            return f"{site}, is not the same on every rank: {named(others)} {verb} from rank {first}. {REMEDY}"
     return None
 
 
-def _differing(notes: Mapping[int, Note]) -> tuple[list[int], int] | None:
+def _differing(notes: Mapping[int, Note[int]]) -> tuple[list[int], int] | None:
     """The ranks whose checksum is another than that of the first rank with the same shard, and that rank."""
     first: dict[int, int] = {}
     for rank, note in notes.items():
         first.setdefault(note.shard, rank)
     others = [rank for rank, note in notes.items() if note.checksum != notes[first[note.shard]].checksum]
     return (others, first[notes[others[0]].shard]) if others else None
-
-
-def _grouped(values: Mapping[int, Site | None]) -> list[tuple[Site | None, list[int]]]:
-    groups: dict[Hashable, list[int]] = {}
-    for rank, value in values.items():
-        groups.setdefault(value, []).append(rank)
-    return list(groups.items())  # type: ignore[arg-type]
 
 
 def named(ranks: Iterable[int]) -> str:

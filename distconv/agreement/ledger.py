@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from distconv.agreement.checksum import checksum
-from distconv.agreement.comparison import Comparison, Noted
-from distconv.agreement.disagreement import Site
-from distconv.agreement.turns import Turns, state
+from distconv.agreement.comparison import Comparison
+from distconv.agreement.disagreement import Note, Site
+from distconv.agreement.turns import Turns
 from distconv.settings import value
-from distconv.tensors.mesh import is_ours
+from distconv.tensors.mesh import is_ours, ranks_of
 from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
@@ -50,7 +51,7 @@ class Ledger:
         self._forget()
 
     def _forget(self) -> None:
-        self._noted: list[Noted] = []
+        self._noted: list[Note[Tensor]] = []
         self._seen: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._called: dict[nn.Module, None] = {}
         self._comparisons: list[tuple[Comparison, int]] = []
@@ -66,7 +67,7 @@ class Ledger:
             return
         site = Site(what, tuple(x.shape), str(x.dtype), script_line() if line is None else line)
         with torch.no_grad():
-            self._noted.append(Noted(site, checksum(x)))
+            self._noted.append(Note(site, checksum(x)))
 
     def note_once(self, what: str, x: Tensor) -> None:
         """The same for a tensor that several functions read: noted at the first, unless it has changed since."""
@@ -99,7 +100,7 @@ class Ledger:
         self._comparisons.append((Comparison(self.mesh, noted, turn, self._made), self._steps))
         self._made += 1
 
-    def _turn(self) -> list[Noted]:
+    def _turn(self) -> list[Note[Tensor]]:
         if not self._called:
             return []
         module = list(self._called)[self._made % len(self._called)]
@@ -125,7 +126,7 @@ class Ledger:
         self._steps += 1
 
 
-_ledgers: dict[tuple[int, ...], Ledger] = {}
+_ledgers: dict[frozenset[int], Ledger] = {}
 """By the ranks of their meshes."""
 
 _of_mesh: dict[DeviceMesh, Ledger] = {}
@@ -136,13 +137,17 @@ def ledger(mesh: DeviceMesh) -> Ledger | None:
     if mesh.size() == 1 or value("check") == "off":
         return None
     if mesh not in _of_mesh:
-        _of_mesh[mesh] = _ledgers.setdefault(tuple(mesh.mesh.flatten().tolist()), Ledger(mesh))
+        _of_mesh[mesh] = _ledgers.setdefault(_ranks(mesh), Ledger(mesh))
     return _of_mesh[mesh]
 
 
 def compare_if_due(mesh: DeviceMesh) -> None:
     """Start the comparisons that are due among ranks of the mesh. Collective over it."""
-    for each in _among(_ranks(mesh)):
+    _compare_if_due(_ranks(mesh))
+
+
+def _compare_if_due(ranks: Set[int]) -> None:
+    for each in _among(ranks):
         if each.due:
             each.compare()
 
@@ -163,12 +168,12 @@ def finish(mesh: DeviceMesh) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _ranks(mesh: DeviceMesh) -> frozenset[int]:
-    return frozenset(mesh.mesh.flatten().tolist())
+    return frozenset(ranks_of(mesh))
 
 
-def _among(ranks: set[int] | frozenset[int]) -> list[Ledger]:
-    """Those whose ranks are all among some. One that other ranks share too is left alone: they do not come here."""
-    return [each for members, each in _ledgers.items() if ranks.issuperset(members)]
+def _among(ranks: Set[int]) -> list[Ledger]:
+    """The ledgers whose ranks are all among these: other ranks of a ledger would not take part."""
+    return [each for members, each in _ledgers.items() if members <= ranks]
 
 
 _stepping: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], set[int]]] = weakref.WeakKeyDictionary()
@@ -178,15 +183,13 @@ _stepping: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], set[int]]] = we
 def before_step(optimizer: Optimizer, *_: object) -> None:
     """Runs before an optimizer steps. Collective over the ranks that hold parameters of its models."""
     ranks = _ranks_that_step(optimizer)
-    for each in _among(ranks):
-        if each.due:
-            each.compare()
+    _compare_if_due(ranks)
     for each in _among(ranks) if ranks else _ledgers.values():
         each.settle()
 
 
 def _ranks_that_step(optimizer: Optimizer) -> set[int]:
-    """Those of the meshes on which models with parameters of the optimizer were called; none where it has no such."""
+    """The ranks of the meshes on which models with parameters of the optimizer were called."""
     models = [len(each.models) for each in _ledgers.values()]
     known, found = _stepping.get(optimizer, ([], set()))
     if known == models:
@@ -209,6 +212,10 @@ def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
     if found is None:
         return
     found.urgent = True
-    for name, tensor in state(module, buffers=batch_norm_statistics.get(mesh) != "local"):
-        if not isinstance(tensor, DTensor):
-            found.note(f"{name} of {type(module).__name__}", tensor, line="")
+    held: list[tuple[str, Iterator[tuple[str, Tensor]]]] = [("parameter", module.named_parameters())]
+    if batch_norm_statistics.get(mesh) != "local":
+        held.append(("buffer", module.named_buffers()))
+    for kind, named in held:
+        for name, tensor in named:
+            if not isinstance(tensor, DTensor):
+                found.note(f"{kind} {name} of {type(module).__name__}", tensor, line="")

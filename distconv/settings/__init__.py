@@ -9,56 +9,34 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from distconv.settings.channels import ALGORITHMS
 from distconv.settings.partition import Partition
 from mucudnn import spelling
-from mucudnn.settings import VARIABLES, Setting, SettingError
+from mucudnn.settings import VARIABLES, Setting, SettingError, one_of
 
-__all__ = ["BACKENDS", "SETTINGS", "Option", "SettingError", "StoreOption", "flag", "options", "value"]
+__all__ = ["BACKENDS", "SETTINGS", "SettingError", "StoreOption", "flag", "options", "value"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
-
-
-@dataclass(frozen=True)
-class Option(Setting):
-    """A setting that is an option of `distconv run`, too.
-
-    Attributes:
-        metavar: what the option's value looks like, for its help text; "" for an option without one, which means "on".
-    """
-
-    metavar: str
-
-    def value(self, name: str, given: object) -> Any:
-        """The value from what was given under `name`. SettingError, one line, that says what is accepted."""
-        try:
-            return self.parse(given)
-        except ValueError as error:
-            raise SettingError(f"{name}: {error}") from None
 
 
 NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
 
 AUTO = "auto"
-"""The partition that stands for the one which `distconv run` is to choose."""
+"""The partition, or the parts in turn, that stand for those which are to be chosen."""
 
 
 def _parse_partition(given: object) -> Partition | str:
-    return given if isinstance(given, Partition) or given == AUTO else Partition.parse(str(given))
-
-
-def _one_of(what: str, accepted: Sequence[str]) -> Callable[[object], str]:
-    def parse(given: object) -> str:
-        if given not in accepted:
-            raise ValueError(f"{what} {given!r}: accepted: {', '.join(accepted)}")
-        return str(given)
-
-    return parse
+    if isinstance(given, Partition) or given == AUTO:
+        return given
+    try:
+        return Partition.parse(str(given))
+    except ValueError as error:
+        raise SettingError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -74,41 +52,32 @@ class StoreOption:
     disk: bool
 
 
-_STORE = re.compile(r"memory(?:=(\d+(?:\.\d*)?|\.\d+))?(\+disk)?")
+def _matched(pattern: str, given: object) -> re.Match[str]:
+    found = re.fullmatch(pattern, str(given))
+    if found is None:
+        raise ValueError
+    return found
 
 
 def _parse_store(given: object) -> StoreOption:
-    found = _STORE.fullmatch(str(given))
-    if found is None:
-        raise ValueError(f"store {given!r}: accepted: memory, memory=GIB, memory+disk, memory=GIB+disk")
+    found = _matched(r"memory(?:=(\d+(?:\.\d*)?|\.\d+))?(\+disk)?", given)
     return StoreOption(None if found[1] is None else float(found[1]), found[2] is not None)
 
 
-_HALO = re.compile(r"layer|chain(?:=(\d+))?")
-
-
 def _parse_halo(given: object) -> float:
-    found = _HALO.fullmatch(str(given))
-    if found is None:
-        raise ValueError(f"halo {given!r}: accepted: layer, chain, chain=ROWS")
+    found = _matched(r"layer|chain(?:=(\d+))?", given)
     return 0.0 if given == "layer" else math.inf if found[1] is None else float(found[1])
 
 
-def _seconds(name: str) -> Callable[[object], float]:
-    def parse(given: object) -> float:
-        seconds = math.inf
-        if given != "never":
-            with suppress(ValueError):
-                seconds = float(str(given))
-            if not 1 <= seconds < math.inf:
-                raise ValueError(f"{name} {given!r}: accepted: a number of seconds, at least 1, or never")
-        return seconds
-
-    return parse
+def _parse_seconds(given: object) -> float:
+    seconds = math.inf if given == "never" else float(str(given))
+    if given != "never" and not 1 <= seconds < math.inf:
+        raise ValueError
+    return seconds
 
 
 SETTINGS = {
-    "partition": Option(
+    "partition": Setting(
         "DISTCONV_PARTITION",
         lambda: None,
         "axis=ranks,...",
@@ -117,44 +86,44 @@ SETTINGS = {
         _parse_partition,
         "AXIS=RANKS,...",
     ),
-    "backend": Option(
+    "backend": Setting(
         "DISTCONV_BACKEND",
         lambda: None,
         ", ".join(BACKENDS),
         "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU, gloo "
         "elsewhere",
-        _one_of("backend", BACKENDS),
+        one_of(*BACKENDS),
         "|".join(BACKENDS),
     ),
-    "channel_algorithm": Option(
+    "channel_algorithm": Setting(
         "DISTCONV_CHANNEL_ALGORITHM",
         lambda: "auto",
         ", ".join(ALGORITHMS),
         "the tensor that stays in place in layers split by the axes channel and filter: the input (x: best if a layer "
         "has fewer filters than channels), the output (y), the weight (w, on both axes), or the choice that moves "
         "least (auto, the default)",
-        _one_of("channel algorithm", ALGORITHMS),
+        one_of(*ALGORITHMS),
         "|".join(ALGORITHMS),
     ),
-    "check": Option(
+    "check": Setting(
         "DISTCONV_CHECK",
         lambda: "on",
         "on, off",
         "whether the ranks compare checksums of data that must be the same on all of them: inputs, targets, parameters "
         "(default: on)",
-        _one_of("check", ("on", "off")),
+        one_of("on", "off"),
         "on|off",
     ),
-    "random": Option(
+    "random": Setting(
         "DISTCONV_RANDOM",
         lambda: None,
         "same, apart",
         "what dropout and other random operators of a model draw: the numbers of one process, of which a rank keeps "
         "its shard's (same: the default on processors), or separate numbers per shard (apart: the default on GPUs)",
-        _one_of("random", ("same", "apart")),
+        one_of("same", "apart"),
         "same|apart",
     ),
-    "halo": Option(
+    "halo": Setting(
         "DISTCONV_HALO",
         lambda: "layer",
         "layer, chain, chain=ROWS",
@@ -163,25 +132,25 @@ SETTINGS = {
         _parse_halo,
         "layer|chain[=ROWS]",
     ),
-    "lost_after": Option(
+    "lost_after": Setting(
         "DISTCONV_LOST_AFTER",
         lambda: "8",
-        "seconds, never",
+        "a number of seconds, at least 1, or never",
         "in a job on several machines: the seconds that a machine may be silent before the job ends; never: without "
         "end (default: 8)",
-        _seconds("lost_after"),
+        _parse_seconds,
         "SECONDS|never",
     ),
-    "slow_after": Option(
+    "slow_after": Setting(
         "DISTCONV_SLOW_AFTER",
         lambda: "30",
-        "seconds, never",
+        "a number of seconds, at least 1, or never",
         "the seconds that a rank may wait in a collective before one line names the collective, the ranks that it "
         "waits for, and where these are; the job continues (default: 30)",
-        _seconds("slow_after"),
+        _parse_seconds,
         "SECONDS|never",
     ),
-    "store": Option(
+    "store": Setting(
         "DISTCONV_STORE",
         lambda: None,
         "memory, memory=GIB, memory+disk, memory=GIB+disk",
@@ -230,10 +199,7 @@ def value(name: str, argument: object = None, environ: Mapping[str, str] = os.en
         return setting.value(name, argument)
     if name in _options:
         return _options[name]
-    if environ.get(setting.variable):
-        return setting.value(setting.variable, environ[setting.variable])
-    default = setting.default()
-    return None if default is None else setting.value(setting.variable, default)
+    return setting.sourced(environ)[0]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from distconv.settings.partition import AXES, Partition, nested_ownership, shards_channels
+from distconv.settings.partition import AXES, Partition, flat_index, nested_ownership, shards_channels
 from mucudnn.convolution.geometry import EMPTY, Interval, intersect, length
 
 ALGORITHMS = ("x", "y", "w", "auto")
@@ -121,36 +121,24 @@ def boxes(layer: ChannelMap, dims: Sequence[int], sizes: Sequence[int]) -> list[
     first, second = (nested_ownership(extent, own) for extent, own in zip(layer.weight, cut, strict=True))
     places = []
     for coordinate in itertools.product(*(range(size) for size in sizes)):
-        indices = []
-        for own in cut:
-            index = 0
-            for at, size in zip(coordinate, own, strict=True):
-                index = index * size + (at if size > 1 else 0)
-            indices.append(index)
-        places.append((first[indices[0]], second[indices[1]]))
+        row, column = (flat_index((at % size for at, size in zip(coordinate, own, strict=True)), own) for own in cut)
+        places.append((first[row], second[column]))
     return places
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Positions of the channels of x, and of y, that all ranks together receive in one fetch, or send in one sum."""
-
-    channels: int
-    filters: int
-
-
-@functools.lru_cache(maxsize=4096)
-def moved(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> Moved:
-    """What moves in one layer. Axis i, of sizes[i] ranks, shards the weight by dims[i] and the channels of x and y."""
-    blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
-    return Moved(
-        _fetched(nested_ownership(layer.channels, sizes), [one.channels for one in blocks]),
-        _fetched(nested_ownership(layer.filters, sizes), [one.filters for one in blocks]),
-    )
 
 
 def _fetched(owned: Sequence[Interval], needed: Sequence[Interval]) -> int:
     return sum(length(b) - length(intersect(a, b)) for a, b in zip(owned, needed, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def moved(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Positions of the channels of x, and of y, that all ranks together receive in one fetch, or send in one sum.
+
+    Axis i, of sizes[i] ranks, shards the weight by dims[i] and the channels of x and y.
+    """
+    blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
+    channels = _fetched(nested_ownership(layer.channels, sizes), [one.channels for one in blocks])
+    return channels, _fetched(nested_ownership(layer.filters, sizes), [one.filters for one in blocks])
 
 
 def cost(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> float:
@@ -158,8 +146,8 @@ def cost(layer: ChannelMap, dims: tuple[int, ...], sizes: tuple[int, ...]) -> fl
 
     x is fetched for forward and for dL/dweight and dL/dx added up; y is added up, and dL/dy fetched.
     """
-    positions = moved(layer, dims, sizes)
-    return 3 * positions.channels + 2 * positions.filters * layer.scale
+    channels, filters = moved(layer, dims, sizes)
+    return 3 * channels + 2 * filters * layer.scale
 
 
 def weight_dims(layer: ChannelMap, algorithm: str, axes: Mapping[str, int]) -> tuple[int, ...]:

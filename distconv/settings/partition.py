@@ -121,6 +121,14 @@ class Partition:
         return ",".join(f"{name}={size}" for name, size in self.axes)
 
 
+def flat_index(place: Iterable[int], sizes: Iterable[int]) -> int:
+    """The number of a place in a grid of these sizes, whose last axis runs fastest."""
+    index = 0
+    for at, size in zip(place, sizes, strict=True):
+        index = index * size + at
+    return index
+
+
 @functools.lru_cache(maxsize=4096)
 def ownership(extent: int, ranks: int) -> tuple[Interval, ...]:
     """The interval of a dim of ``extent`` that each of ``ranks`` owns under ``Shard``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from distconv.settings.partition import AXES, Kind, Partition
+from distconv.settings.partition import AXES, Kind, Partition, flat_index
 from mucudnn.sizes import parse_bytes
 
 ACCEPTED = ", ".join(axis.name for axis in AXES.values() if axis.kind is not Kind.CHANNELS)
@@ -57,10 +57,7 @@ def numbers(ranks: Partition, parts: Partition) -> list[int]:
     found = []
     for place in itertools.product(*(range(outer.get(name, 1) * inner.get(name, 1)) for name in names)):
         at = dict(zip(names, place, strict=True))
-        rank = part = 0
-        for name, size in ranks.axes:
-            rank = rank * size + at[name] // inner.get(name, 1)
-        for name, size in parts.axes:
-            part = part * size + at[name] % size
+        rank = flat_index((at[name] // inner.get(name, 1) for name in ranks.names), ranks.sizes)
+        part = flat_index((at[name] % size for name, size in parts.axes), parts.sizes)
         found.append(rank * parts.ranks + part)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from distconv.settings.partition import nested_ownership, ownership
+from distconv.settings.partition import flat_index, nested_ownership, ownership
 from distconv.tensors.mesh import sharded_dims
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 
@@ -54,7 +53,7 @@ def owners(mesh: DeviceMesh, axes: Sequence[int], extent: int) -> tuple[tuple[in
 
 def coordinate(mesh: DeviceMesh, axes: Sequence[int]) -> int:
     """The index of this rank's interval in what ``owners`` returns for these axes."""
-    return functools.reduce(lambda at, axis: at * mesh.size(axis) + mesh.get_local_rank(axis), axes, 0)
+    return flat_index(map(mesh.get_local_rank, axes), map(mesh.size, axes))
 
 
 def local_shape(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> tuple[int, ...]:

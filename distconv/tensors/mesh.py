@@ -72,7 +72,7 @@ def make_mesh(partition: Partition, *, ranks: Sequence[int] | None = None, devic
 
 
 def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
-    ranks = mesh.mesh.flatten().tolist()
+    ranks = ranks_of(mesh)
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     if mesh.ndim == 1:
@@ -105,7 +105,7 @@ def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh | MeshTo
     if isinstance(partition, DeviceMesh | MeshToChoose):
         return adopt(settled(partition))
     parsed = Partition.parse(partition) if isinstance(partition, str) else partition
-    ranks = sorted(mesh.mesh.flatten().tolist())
+    ranks = ranks_of(mesh)
     if parsed.ranks != len(ranks):
         raise ValueError(f"partition {str(parsed)!r} needs {parsed.ranks} ranks, but the mesh has {len(ranks)}")
     key = (dist.group.WORLD, parsed, tuple(ranks), mesh.device_type)
@@ -115,6 +115,12 @@ def mesh_like(mesh: DeviceMesh, partition: str | Partition | DeviceMesh | MeshTo
             f" with these ranks= on every rank"
         )
     return make_mesh(parsed, ranks=ranks, device_type=mesh.device_type)
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """The ranks of a mesh, ascending."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    return sorted(ranks)
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 Operand = tuple[tuple[int, ...], Sequence[Placement], DeviceMesh]
 """A distributed tensor as an error tells of it: the shape of the whole, and how it lies."""
@@ -73,16 +73,12 @@ def operands_of(values: Sequence[Any]) -> Iterator[Operand]:
 def in_words(placements: Sequence[Placement], mesh: DeviceMesh) -> str:
     """A layout as people say it, such as ``[dim 2 by height over 2 ranks]``; ``[whole]`` where every rank has all."""
     names = mesh.mesh_dim_names or tuple(f"axis {axis}" for axis in range(mesh.ndim))
-    words = [
-        _placed(placement, f"{name} over {mesh.size(axis)} ranks")
-        for axis, (name, placement) in enumerate(zip(names, placements, strict=False))
-        if mesh.size(axis) > 1 and not placement.is_replicate()
-    ]
+    words = []
+    for axis, (name, placement) in enumerate(zip(names, placements, strict=False)):
+        if mesh.size(axis) > 1 and not placement.is_replicate():
+            what = f"dim {placement.dim}" if hasattr(placement, "dim") else "a partial sum"
+            words.append(f"{what} by {name} over {mesh.size(axis)} ranks")
     return f"[{', '.join(words) or 'whole'}]"
-
-
-def _placed(placement: Any, axis: str) -> str:
-    return f"dim {placement.dim} by {axis}" if hasattr(placement, "dim") else f"a partial sum by {axis}"
 
 
 _ONE = r"_?(?:Strided)?(?:Shard|Replicate|Partial|MaskPartial)\([^()]*\)"
@@ -95,19 +91,12 @@ def placements_in_words(text: str, mesh: DeviceMesh) -> str:
     """A reason in which torch's names of placements stand as people say them."""
 
     def said(match: re.Match[str]) -> str:
-        return in_words([_Named(each) for each in _PLACEMENT.findall(match[0])], mesh)  # type: ignore[misc]
+        return in_words([_placement(each) for each in _PLACEMENT.findall(match[0])], mesh)
 
     return _LAYOUT.sub(said, text)
 
 
-class _Named:
-    """A placement of which only its name is known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        found = _DIM.search(name)
-        if found:
-            self.dim = int(found[1])
-
-    def is_replicate(self) -> bool:
-        return self.name.startswith("Replicate")
+def _placement(text: str) -> Placement:
+    """What torch prints so, as far as words tell it."""
+    dim = _DIM.search(text)
+    return Shard(int(dim[1])) if dim else Replicate() if text.startswith("Replicate") else Partial()

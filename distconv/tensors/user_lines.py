@@ -30,6 +30,7 @@ MOST_SHAPES = 1_000
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _BESIDE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _DISTCONV, _MUCUDNN = (os.path.join(_BESIDE, name, "") for name in ("distconv", "mucudnn"))
+_NOT_THE_PROGRAMS = (_TORCH, _DISTCONV, _MUCUDNN, "<frozen")
 _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
 NEAR = 8
 """For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
@@ -96,7 +97,7 @@ def program_lines(frame: types.FrameType | None) -> Iterator[tuple[str, bool]]:
     """
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _DISTCONV, _MUCUDNN, "<frozen")):
+        if not file.startswith(_NOT_THE_PROGRAMS):
             yield f"{_shown(file)}:{frame.f_lineno}", not file.startswith(_PACKAGES)
         frame = frame.f_back
 
@@ -130,7 +131,7 @@ def line_of(error: BaseException, *, own: bool = False) -> str:
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         is_packages = file.startswith(_PACKAGES) or not os.path.isabs(file)  # compiled modules tell no whole path
-        if not file.startswith((_TORCH, _DISTCONV, _MUCUDNN, "<frozen")) and not (own and is_packages):
+        if not file.startswith(_NOT_THE_PROGRAMS) and not (own and is_packages):
             found = f"{_shown(file)}:{number}"
     return found
 
@@ -147,16 +148,12 @@ def _shown(file: str) -> str:
 def shorten(error: BaseException, refused: type[BaseException]) -> None:
     """Takes from an exception's traceback the frames that only pass calls on; of a refusal, all of torch and ours."""
     hidden = (_TORCH, _DISTCONV) if isinstance(error, refused) else _CALLS
-    error.__traceback__ = _without(error.__traceback__, hidden)
-
-
-def _without(shown: types.TracebackType | None, hidden: tuple[str, ...]) -> types.TracebackType | None:
-    frames = []
-    while shown is not None:
-        if not shown.tb_frame.f_code.co_filename.startswith(hidden):
-            frames.append(shown)
-        shown = shown.tb_next
-    following = None
-    for each in reversed(frames):
-        following = types.TracebackType(following, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return following
+    entries, entry = [], error.__traceback__
+    while entry is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith(hidden):
+            entries.append(entry)
+        entry = entry.tb_next
+    shown = None
+    for entry in reversed(entries):
+        shown = types.TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    error.__traceback__ = shown

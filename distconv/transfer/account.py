@@ -5,7 +5,6 @@ It counts the communication that distconv starts from Python, not that of torch.
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mucudnn.devices.process_memory import resident_bytes
 
 WAITING = "waiting for other ranks"
 """The name of such spans in a trace."""
@@ -111,12 +112,11 @@ def held() -> int:
     """Bytes that this process holds: on its GPU, or in the host's memory."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return resident_bytes()
 
 
 def most_held() -> int:
-    """The most that `held` has been."""
+    """The most bytes that this process has held at once."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

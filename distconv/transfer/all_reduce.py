@@ -29,8 +29,7 @@ class AllReduce:
     def __init__(self, x: Tensor, group: dist.ProcessGroup | None, op: Any = SUM) -> None:
         self._x, self._work = x, None
         if is_traced(x):
-            assert group is not None  # in a graph it has a name
-            self._x = started("all_reduce", x, _NAMES[op], group.group_name)
+            self._x = started("all_reduce", x, group, _NAMES[op])
         else:
             ACCOUNT.summed(x, group)
             self._work = dist.all_reduce(x, op, group=group, async_op=True)

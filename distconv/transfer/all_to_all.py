@@ -40,8 +40,7 @@ class AllToAll:
     ) -> None:
         self._output, self._input, self._work = output, input, None
         if is_traced(input):
-            assert group is not None  # in a graph it has a name
-            self._output = started("all_to_all_single", input, received, sent, group.group_name)
+            self._output = started("all_to_all_single", input, group, received, sent)
             return
         ACCOUNT.to_each(input, sent, group)
         if input.dtype in NOT_SENT:

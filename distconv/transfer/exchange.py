@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from distconv.tensors.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
-from distconv.transfer.route import Route, part, unpacked
+from distconv.transfer.route import Route, part, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
 
@@ -38,7 +38,11 @@ class Exchange:
 
     def __init__(self, plan: ExchangePlan, dim: int, group: dist.ProcessGroup | None, ranks: int) -> None:
         self.plan, self.dim = plan, dim
-        self.route = Route(_per_peer(plan.sends, ranks), _per_peer(plan.receives, ranks), group)
+        sent, received = (
+            per_peer(((peer, length(interval)) for peer, interval in moves), ranks)
+            for moves in (plan.sends, plan.receives)
+        )
+        self.route = Route(sent, received, group)
         readers = Counter(segment.block for segment in plan.segments)
         self._read_once = {
             segment.block
@@ -48,7 +52,7 @@ class Exchange:
             and segment.block != FILL
             and segment.length == plan.extent_of(segment.block)
         }
-        """The blocks that are needed once, and all of each: what comes back for one is no sum."""
+        """The blocks that one segment alone reads, and reads whole: their gradients need no addition."""
         whole = Segment(OWN, 0, plan.own, 1)
         self.is_identity = plan.silent and (plan.segments == (whole,) or (not plan.segments and not plan.own))
 
@@ -196,13 +200,6 @@ def exchange(
         group, (order, rank) = joint_group(mesh, axes), joint_order(mesh, axes)
         owned, needs = tuple(owned[at] for at in order), tuple(needs[at] for at in order)
     return Exchange(make_exchange_plan(owned, needs, rank), dim, group, len(owned))
-
-
-def _per_peer(moves: Iterable[tuple[int, Interval]], ranks: int) -> tuple[int, ...]:
-    counts = [0] * ranks
-    for peer, interval in moves:
-        counts[peer] += length(interval)
-    return tuple(counts)
 
 
 def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What every rank of a group has, side by side on each of them."""
+"""The allgather: every rank of a group gets the tensors of all of them, one after another."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def all_gather(output: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, 
 def all_gathered(own: Tensor, ranks: int, group: dist.ProcessGroup | None) -> Tensor:
     """Flat ``own`` of every member in turn, in one flat tensor. Collective over the group of ``ranks`` members."""
     if is_traced(own):
-        assert group is not None  # in a graph it has a name
-        return arrived(started("all_gather_into_tensor", own, ranks, group.group_name))
+        return arrived(started("all_gather_into_tensor", own, group, ranks))
     output = own.new_empty(ranks * own.numel())
     all_gather(output, own, group)
     return output

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx import traceback
 
@@ -28,14 +29,15 @@ def kept() -> Iterator[None]:
         meta[tag] = before
 
 
-def started(name: str, x: Tensor, *args: Any) -> Tensor:
-    """A collective of a graph, which starts here: what it makes of x is there once ``arrived`` has waited for it.
+def started(name: str, x: Tensor, group: dist.ProcessGroup | None, *args: Any) -> Tensor:
+    """A group's collective in a graph, which starts here: its result is there once ``arrived`` has waited for it.
 
     It stays in the graph, forward or backward, in which a rule called it. Otherwise a rank that sends nothing would do
     the one of backward in forward, since its input depends on no gradient, and another rank would not.
     """
     with kept():
-        result: Tensor = getattr(torch.ops._c10d_functional, name)(x, *args)
+        assert group is not None  # in a graph it has a name
+        result: Tensor = getattr(torch.ops._c10d_functional, name)(x, *args, group.group_name)
         return result
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from distconv.settings.partition import ownership
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import dim_axes, has_partial, local_shape, owners, replicated, undoes_shard
-from distconv.tensors.mesh import sharded_dims
+from distconv.tensors.mesh import ranks_of, sharded_dims
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.exchange import exchange
 from distconv.transfer.needs import window
@@ -56,8 +56,9 @@ def local_as(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
 
 def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
     """The layout of a tensor from another mesh: replicated on the same ranks, as the norm of a gradient is."""
-    same = sorted(tensor.device_mesh.mesh.flatten().tolist()) == sorted(mesh.mesh.flatten().tolist())
-    if not same or not all(placement.is_replicate() for placement in tensor.placements):
+    if ranks_of(tensor.device_mesh) != ranks_of(mesh) or not all(
+        placement.is_replicate() for placement in tensor.placements
+    ):
         raise UnsupportedOperation(
             f"tensors on two meshes: {tensor.device_mesh} and {mesh};"
             " use distconv.redistribute, which brings one to the other"

@@ -12,13 +12,8 @@ from distconv.tensors.layouts import added_up
 from distconv.transfer.all_reduce import MAX, MIN, PRODUCT, SUM, all_reduced
 from distconv.transfer.group import joint_group
 
-OPERATIONS = {
-    "sum": SUM,
-    "avg": SUM,
-    "max": MAX,
-    "min": MIN,
-    "product": PRODUCT,
-}
+OPERATIONS = {"sum": SUM, "avg": SUM, "max": MAX, "min": MIN, "product": PRODUCT}
+"""By the name of torch's partial placement."""
 
 
 def added(x: DTensor) -> DTensor:

@@ -24,10 +24,10 @@ from distconv.settings.partition import Partition
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, box_at, replicated
 from distconv.tensors.memory_format import memory_format, shows_memory_format
-from distconv.tensors.mesh import is_ours, mesh_like, placements, whole_group
+from distconv.tensors.mesh import is_ours, mesh_like, placements, ranks_of, whole_group
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.partial_sums import added
-from distconv.transfer.route import Route, unpacked
+from distconv.transfer.route import Route, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, intersect, length
 
@@ -73,13 +73,8 @@ def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member
     common = overlap(mine, wanted)
     kept = None if common is None else (_within(common, mine), _within(common, wanted))
     # Every element is in some box of before, so a member that has not all it needs gets the rest from others.
-    silent = all(volume(new) == _common(old, new) for old, new in zip(before, after, strict=True))
+    silent = all(overlap(old, new) == (new if volume(new) else None) for old, new in zip(before, after, strict=True))
     return RedistributionPlan(tuple(sends), tuple(receives), kept, silent)
-
-
-def _common(box: Box, other: Box) -> int:
-    """Elements that two boxes have in common."""
-    return volume(tuple(intersect(a, b) for a, b in zip(box, other, strict=True)))
 
 
 def volume(box: Box) -> int:
@@ -122,7 +117,10 @@ class Redistribution:
             shared: whether several ranks come to own the same box.
         """
         self.plan, self.shape, self._opposite, self._shared = plan, shape, opposite, shared
-        self.route = Route(_per_member(plan.sends, size), _per_member(plan.receives, size), group)
+        sent, received = (
+            per_peer(((member, volume(box)) for member, box in moves), size) for moves in (plan.sends, plan.receives)
+        )
+        self.route = Route(sent, received, group)
 
     def adjoint(self, grad: Tensor) -> Tensor:
         """The part of the gradient under the old layout from that under the new one: the way back, as what is
@@ -150,13 +148,6 @@ class Redistribution:
         return result
 
 
-def _per_member(moves: Sequence[tuple[int, Box]], size: int) -> tuple[int, ...]:
-    counts = [0] * size
-    for member, box in moves:
-        counts[member] += volume(box)
-    return tuple(counts)
-
-
 def _inside(tensor: Tensor, box: Box) -> Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
@@ -174,10 +165,10 @@ def redistribution(
     Made without communication. UnsupportedOperation for a layout with partial sums or other than plain shards, and for
     meshes over different ranks.
     """
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if ranks != sorted(target.mesh.flatten().tolist()):
+    ranks, theirs = ranks_of(mesh), ranks_of(target)
+    if ranks != theirs:
         raise UnsupportedOperation(
-            f"redistribute: from a mesh over ranks {ranks} to one over ranks {sorted(target.mesh.flatten().tolist())};"
+            f"redistribute: from a mesh over ranks {ranks} to one over ranks {theirs};"
             f" accepted: meshes over the same ranks"
         )
     for layout in (before, after):

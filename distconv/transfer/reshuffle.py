@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.tensors.layouts import local_box
-from distconv.tensors.mesh import sharded_dims, whole_group
+from distconv.tensors.mesh import ranks_of, sharded_dims, whole_group
 from distconv.transfer.route import Route
 from distconv.transfer.tracing import constant, planned
 
@@ -52,7 +52,7 @@ def _moved(rows: Tensor, sending: Tensor, route: Route, placing: Tensor) -> Tens
 @planned(32)
 def make_reshuffle(mesh: DeviceMesh, before: Layouts, after: Layouts) -> Reshuffle:
     """From (placements, shape) to (placements, shape). The same mesh axes shard both."""
-    order = {rank: index for index, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}
+    order = {rank: index for index, rank in enumerate(ranks_of(mesh))}
     members = mesh.mesh.clone().apply_(order.__getitem__)
     have, want = _positions(mesh, before), _positions(mesh, after)
     destination, source = _owners(mesh, members, after, have), _owners(mesh, members, before, want)

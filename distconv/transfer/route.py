@@ -1,11 +1,12 @@
-"""The one engine beneath all transfers: pieces of tensors are packed, cross in one collective, and are unpacked."""
+"""What all transfers are, and the engine beneath them: pieces are packed, cross in one collective, and are unpacked."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,22 @@ from torch import Tensor
 
 from distconv.transfer.all_to_all import AllToAll
 from mucudnn.convolution.geometry import Interval
+
+
+class Transfer(Protocol):
+    """A linear map from what the ranks own to what they need, with its adjoint.
+
+    Made once from layouts or needs, without communication, and cached; applied many times.
+
+    Both methods are collective over the ranks of the transfer, unless nothing moves between any two of them: every
+    rank knows that from the same shapes, and all calls of all ranks agree.
+    """
+
+    def fetch(self, local: Tensor) -> Tensor:
+        """The elements that this rank needs, from those that it owns."""
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The gradient of what this rank owns, from that of what it needs: the transposed map."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,14 @@ class Route:
     def back(self) -> Route:
         """The way in the other direction, as an adjoint takes it."""
         return Route(self.received, self.sent, self.group)
+
+
+def per_peer(moves: Iterable[tuple[int, int]], ranks: int) -> tuple[int, ...]:
+    """The numbers of elements that go to, or come from, each member of a group, from (member, number) of each move."""
+    counts = [0] * ranks
+    for peer, count in moves:
+        counts[peer] += count
+    return tuple(counts)
 
 
 def packed(pieces: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
+from distconv.settings.partition import flat_index
 from distconv.tensors.layouts import dim_axes, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
@@ -46,12 +48,9 @@ def unsharding(
             continue
         wanted = owners(mesh, kept, extent)
         needs = []
-        for index in range(len(owners(mesh, axes, extent))):
-            at, place = 0, {}
-            for axis in reversed(axes):
-                index, place[axis] = divmod(index, mesh.size(axis))
-            for axis in kept:
-                at = at * mesh.size(axis) + place[axis]
-            needs.append(window(wanted[at], extent) if length(wanted[at]) else ())
+        for place in itertools.product(*(range(mesh.size(axis)) for axis in axes)):
+            along = [at for axis, at in zip(axes, place, strict=True) if axis in kept]
+            interval = wanted[flat_index(along, map(mesh.size, kept))]
+            needs.append(window(interval, extent) if length(interval) else ())
         found.append(exchange(mesh, axes, dim, owners(mesh, axes, extent), tuple(needs)))
     return Unsharding(found)

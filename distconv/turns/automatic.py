@@ -13,12 +13,9 @@ from torch import Tensor, nn
 
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.turns.choosing import Choice, choose
-from distconv.turns.following import Followed, follow
+from distconv.turns.following import Followed, follow, kind_of
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
-
-AUTO = "auto"
-"""What asks for parts that are chosen."""
 
 _chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Partition | None]] = weakref.WeakKeyDictionary()
 
@@ -30,18 +27,9 @@ def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
     return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
 
 
-def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a call of a module takes depends on no more than this: one is followed for all of a kind. First comes
-    whether autograd records the call."""
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
-    device = next(module.parameters()).device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
-
-
 @contextlib.contextmanager
 def followed_as(trained: bool) -> Iterator[None]:
-    """Within it calls are followed, with a backward if they are ``trained``."""
+    """A context in which calls are followed, with their backward if they are ``trained``."""
     with torch.inference_mode(False), torch.set_grad_enabled(trained):
         yield
 
@@ -92,6 +80,6 @@ def told(name: str, choice: Choice, alone: Followed, memory: int) -> str:
 
 
 def exceeded(choice: Choice, memory: int) -> str:
-    """That nothing keeps within the limit."""
+    """A clause that tells that no parts keep within the limit."""
     besides = format_bytes(choice.taken.whole + choice.taken.results)
     return f"no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -106,8 +107,13 @@ class _Call:
         """What every part gives; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
         behind the first part's.
         """
+
+        def within_limit(part: int) -> Any:
+            with contextlib.nullcontext() if self._pager is None else Paging(self._pager):
+                return work(part)
+
         numbers = RandomNumbers(self.parts.count, self.parts.device_type)
-        results = self.parts.run(self._paged(work), (self._module_state, numbers), surroundings)
+        results = self.parts.run(within_limit, (self._module_state, numbers), surroundings)
         numbers.hand_over()
         if self.parts.mail is not None:
             wholes.share(self.parts.mail)
@@ -117,18 +123,6 @@ class _Call:
         """A tensor that a part has made goes to the caller."""
         if self._pager is not None:
             self._pager.release(x)
-
-    def _paged(self, work: Callable[[int], Any]) -> Callable[[int], Any]:
-        """The same, within the limit of memory."""
-        pager = self._pager
-        if pager is None:
-            return work
-
-        def paged(part: int) -> Any:
-            with Paging(pager):
-                return work(part)
-
-        return paged
 
     def _forward(self, part: int) -> Any:
         of_part.totals = self._totals

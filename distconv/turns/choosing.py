@@ -84,7 +84,7 @@ def _climb(follow: Follow, ladder: list[Partition], memory: int) -> list[tuple[P
         taken = follow(partition)
         gains = not found or _gains(found[-1][1], taken, memory)
         found.append((partition, taken))
-        if not gains or (_fits(taken, memory) and not _moved(taken)):
+        if not gains or (_fits(taken, memory) and not taken.moved):
             break
     return found
 
@@ -92,8 +92,8 @@ def _climb(follow: Follow, ladder: list[Partition], memory: int) -> list[tuple[P
 def _gains(fewer: Followed, more: Followed, memory: int) -> bool:
     """Whether more parts take so much less than fewer that even more may be better."""
     if not _fits(more, memory):
-        return _held(more) <= GAIN * _held(fewer)
-    return not _fits(fewer, memory) or _moved(more) <= GAIN * _moved(fewer)
+        return more.held <= GAIN * fewer.held
+    return not _fits(fewer, memory) or more.moved <= GAIN * fewer.moved
 
 
 def _fits(taken: Followed, memory: int) -> bool:
@@ -102,17 +102,8 @@ def _fits(taken: Followed, memory: int) -> bool:
 
 def _over(taken: Followed, memory: int) -> int:
     """Bytes beyond the limit."""
-    return max(0, _held(taken) - int(SLACK * memory))
-
-
-def _held(taken: Followed) -> int:
-    """The bytes that a limit counts."""
-    return taken.peak - taken.whole - taken.results
-
-
-def _moved(taken: Followed) -> int:
-    return taken.spilled + taken.fetched
+    return max(0, taken.held - int(SLACK * memory))
 
 
 def _cost(partition: Partition | None, taken: Followed, memory: int) -> tuple[int, int, int, int]:
-    return _over(taken, memory), _moved(taken), taken.exchanged, 1 if partition is None else partition.ranks
+    return _over(taken, memory), taken.moved, taken.exchanged, 1 if partition is None else partition.ranks

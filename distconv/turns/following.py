@@ -29,6 +29,7 @@ from distconv.tensors.deferred import Deferred
 from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
+from distconv.turns.group import Meetings
 from distconv.turns.pager import Pager, instead
 from distconv.turns.parts import parts_of
 
@@ -56,26 +57,25 @@ class Followed:
     sent: int = 0
     operations: int = 0
 
+    @property
+    def held(self) -> int:
+        """What a limit of the parts counts."""
+        return self.peak - self.whole - self.results
 
-def follow(
-    module: nn.Module,
-    args: Any,
-    kwargs: Any,
-    partition: Partition | None,
-    memory: int | None = None,
-    backward: bool = False,
-    ranks: Partition | None = None,
-) -> Followed:
-    """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
+    @property
+    def moved(self) -> int:
+        """What leaves the device and comes back, together."""
+        return self.spilled + self.fetched
 
-    Tensors on another device, or on none (meta), are followed as such on a processor.
 
-    ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
-    Raises what the call raises.
+def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All that decides what a call of a module takes: one call of each kind is followed. The first item tells whether
+    autograd records the call.
     """
-    if partition is not None and ranks is None:
-        choose_chains(module, args, kwargs, partition)
-    return _follow(module, args, kwargs, partition, memory, backward, ranks)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    return trained, module.training, autocast, *((x.shape, x.dtype) for x in inputs)
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
@@ -89,23 +89,32 @@ def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partitio
     """
     if not settings.value("halo"):
         return
-    shapes = tuple((x.shape, x.dtype) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-    kind = partition, shapes, module.training, torch.is_grad_enabled()
+    kind = partition, *kind_of(module, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)])
     known = _surveyed.setdefault(module, set())
     if kind not in known:
         known.add(kind)
-        _follow(module, args, kwargs, partition, None, False, None)
+        follow(module, args, kwargs, partition, chained=False)
 
 
-def _follow(
+def follow(
     module: nn.Module,
     args: Any,
     kwargs: Any,
     partition: Partition | None,
-    memory: int | None,
-    backward: bool,
-    ranks: Partition | None,
+    memory: int | None = None,
+    backward: bool = False,
+    ranks: Partition | None = None,
+    chained: bool = True,
 ) -> Followed:
+    """Follows a call in turn, or as one process does it where ``partition`` is None. The module stays as it is.
+
+    Tensors on another device, or on none (meta), are followed as such on a processor.
+
+    ``memory``: the limit of the parts' tensors. ``ranks``: the first of these is followed, all having such parts.
+    ``chained``: chains of layers are chosen first, where the parts compute in chains. Raises what the call raises.
+    """
+    if chained and partition is not None and ranks is None:
+        choose_chains(module, args, kwargs, partition)
     pager = _Shapes()
     watch = _Watch(pager)
     shapes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -120,14 +129,15 @@ def _follow(
     whole = watch.memory.now
     is_whole = partition is None or (partition.ranks == 1 and ranks is None)
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
-    before = (parts.moved, parts.sent) if parts else (0, 0)
+    meetings = parts.meetings if parts else Meetings()
+    moved, sent = meetings.moved, meetings.sent
     with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes, watch:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
             if losses:
                 sum(losses).backward()  # type: ignore[union-attr]
-    moved, sent = (parts.moved - before[0], parts.sent - before[1]) if parts else (0, 0)
+    moved, sent = meetings.moved - moved, meetings.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)

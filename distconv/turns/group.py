@@ -127,12 +127,6 @@ class TurnWork(dist.Work):
         """Whoever asks has nothing else to do: the other parts run, so it always is."""
         return self.wait()
 
-    def is_success(self) -> bool:
-        return self._group.is_served(self._round)
-
-    def exception(self) -> BaseException | None:
-        return None
-
     def result(self) -> list[Tensor]:
         return self._outputs
 
@@ -182,15 +176,11 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         """After a failure members have come to different numbers of collectives."""
         self._number = 0
 
-    def is_served(self, round: Round) -> bool:
-        """Whether this part may go on after a collective."""
-        return round.serves(self._rank)
-
     def wait(self, round: Round) -> None:
         """Lets other parts run until this one may go on."""
-        if not self.is_served(round):
+        if not round.serves(self._rank):
             assert self._meetings.baton is not None
-            self._meetings.baton.wait(self._part, lambda: self.is_served(round), round.name)
+            self._meetings.baton.wait(self._part, lambda: round.serves(self._rank), round.name)
         with torch.inference_mode():
             self._meetings.moved += round.leave(self._rank)
 

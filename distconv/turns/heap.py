@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
 from typing import Any
+
+from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 
 KEPT = 8
 """Beside what is used, the heap may keep freed pages of one part in so many of that."""
@@ -13,31 +12,9 @@ KEPT = 8
 _ARENA_MAX = -8  # as in malloc.h
 
 
-class _Figures(ctypes.Structure):
-    """What glibc's mallinfo2 tells, in bytes."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
-
-
-@functools.cache
-def _glibc() -> Any:
-    """The C library, where it is glibc 2.33 or later; else None, and its heap is left as it is."""
-    library = ctypes.CDLL(None)
-    if not all(hasattr(library, name) for name in ("mallinfo2", "malloc_trim", "mallopt")):
-        return None
-    library.mallinfo2.restype = _Figures
-    return library
-
-
 def share_one_arena() -> None:
     """Threads that start from now on take their memory from one place, so that one reuses what another has freed."""
-    library = _glibc()
+    library = glibc()
     if library is not None:
         library.mallopt(_ARENA_MAX, 1)
 
@@ -58,32 +35,20 @@ class Heap:
 
     def tidy(self) -> None:
         """Between turns: gives freed pages back where more is resident than was used at most, and an eighth of that."""
-        library = _glibc()
-        if library is not None and _resident() > self._other + self._used + self._used // KEPT:
+        library = glibc()
+        if library is not None and resident_bytes() > self._other + self._used + self._used // KEPT:
             self._give_back(library)
 
     def settle(self) -> None:
         """After all turns: gives freed pages back where they are more than an eighth of what is used."""
-        library = _glibc()
+        library = glibc()
         if library is None:
             return
-        used = _used(library)
-        if _resident() - self._other > used + used // KEPT:
+        used = heap_bytes()
+        if resident_bytes() - self._other > used + used // KEPT:
             self._give_back(library)
 
     def _give_back(self, library: Any) -> None:
-        used = _used(library)
+        used = heap_bytes()
         library.malloc_trim(0)
-        self._used, self._other = max(self._used, used), _resident() - used
-
-
-def _used(library: Any) -> int:
-    """Bytes that are not freed."""
-    figures = library.mallinfo2()
-    return int(figures.uordblks + figures.hblkhd)
-
-
-def _resident() -> int:
-    """Bytes of this process in memory."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * mmap.PAGESIZE
+        self._used, self._other = max(self._used, used), resident_bytes() - used

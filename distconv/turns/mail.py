@@ -37,7 +37,7 @@ class State(IntEnum):
 
 
 class Letter(NamedTuple):
-    """Tensors, and what they are: numbers, words, and lists of these."""
+    """Tensors, and a description of them made of numbers, words, and lists of these."""
 
     about: list[Any]
     tensors: list[Tensor]
@@ -61,7 +61,7 @@ class Delivery:
 
 
 class Mail:
-    """That of this rank. ``mesh``: of all ranks of the job."""
+    """The mail of this rank. ``mesh``: the mesh of all ranks of the job."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks, self.rank = mesh.size(), dist.get_rank()
@@ -70,7 +70,7 @@ class Mail:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing that was to be sent is."""
+        """Drops all that was to be sent."""
         self._letters: list[list[Letter]] = [[] for _ in range(self.ranks)]
 
     def send(self, to: int, about: list[Any], tensors: Sequence[Tensor]) -> None:
@@ -129,7 +129,7 @@ def _told(error: BaseException) -> list[Any]:
 
 
 def _text(letters: Sequence[Letter], failure: list[Any] | None) -> bytes:
-    """What a rank says of its letters to another one; empty where there is nothing to say."""
+    """The descriptions of the letters to one rank, and a failure, as text; empty where there are none."""
     if not letters and failure is None:
         return b""
     kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape)] for x in letter.tensors] for letter in letters]
@@ -147,7 +147,7 @@ def _pieces(text: bytes, letters: Sequence[Letter], device: torch.device) -> lis
 
 
 def _read(body: Tensor, said: int) -> tuple[list[Letter], list[Any] | None]:
-    """The letters of which a rank sends the bytes, the first of them being what it says; and why it failed."""
+    """The letters from one rank, and why it failed. ``said``: how many of the bytes, the first ones, are the text."""
     if not said:
         return [], None
     (abouts, kinds), failure = json.loads(body[:said].cpu().numpy().tobytes())

@@ -55,7 +55,7 @@ def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
 
 @contextlib.contextmanager
 def methods_of_new_modules(turning: Turning) -> Iterator[None]:
-    """Within it, those of the class of every module that is made."""
+    """A context in which the methods of the class of every module that is made are computed in turn."""
     init = nn.Module.__init__
 
     @functools.wraps(init)
@@ -102,7 +102,7 @@ def _versions(module: nn.Module) -> list[int]:
 
 @contextlib.contextmanager
 def _as_forward(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Within it a call of the module is one of the method."""
+    """A context in which a call of the module calls the method."""
     own = module.__dict__
     before = own.get("forward")
     own["forward"] = functools.partial(function, module)

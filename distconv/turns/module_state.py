@@ -1,4 +1,4 @@
-"""What every part has of its own of a model: what its modules hold besides parameters."""
+"""What the modules of a model hold besides parameters: every part has its own."""
 
 from __future__ import annotations
 
@@ -124,26 +124,22 @@ class _Leaving:
         if self._originals is None:
             return x
         found = self._originals.get(id(x), x)
+        if _holds(found, items):
+            return found
         if isinstance(x, tuple):
-            same = len(found) == len(items) and all(a is b for a, b in zip(found, items, strict=True))
-            return found if same else _like(x, iter(items))
+            return _like(x, iter(items))
+        found.clear()
         if isinstance(x, dict | set):
-            if x is not found or any(items[key] is not x[key] for key in (x if isinstance(x, dict) else ())):
-                _refill(found, items)
-        elif len(found) != len(items) or any(a is not b for a, b in zip(found, items, strict=True)):
-            found.clear()
+            found.update(items)
+        else:
             found.extend(items)
         return found
 
 
-def _refill(found: Any, items: Any) -> None:
-    if isinstance(found, dict):
-        if list(found) == list(items) and all(found[key] is items[key] for key in found):
-            return
-        copied: Any = dict(items)
-    else:
-        if found == items:
-            return
-        copied = set(items)
-    found.clear()
-    found.update(copied)
+def _holds(container: Any, items: Any) -> bool:
+    """Whether a container holds the very items, in their order."""
+    if isinstance(container, set):
+        return bool(container == items)
+    if isinstance(container, dict):
+        return list(container) == list(items) and all(container[key] is item for key, item in items.items())
+    return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))

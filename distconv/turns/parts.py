@@ -35,13 +35,13 @@ _numbers = itertools.count(1)
 
 
 class State(Protocol):
-    """What every part has of its own, and is in place while that part runs."""
+    """State of which every part has its own; it is in place while that part runs."""
 
     def arrive(self, part: int) -> None:
-        """Puts a part's in place."""
+        """Puts the state of a part in place."""
 
     def leave(self, part: int) -> None:
-        """Keeps a part's, which is in place."""
+        """Keeps the state of the part that is in place."""
 
 
 class Parts:
@@ -51,6 +51,7 @@ class Parts:
         count: of the parts of this process.
         ranks: the mesh of the ranks of a job that have as many each; None: there is this process alone.
         mail: what these ranks send each other by.
+        meetings: where the parts here meet each other; they count the bytes that parts get and send.
         meshes: that of each part here, the same parts in all of them.
 
     ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed.
@@ -63,14 +64,14 @@ class Parts:
         self.meshes: list[DeviceMesh] = []
         self.mail = None if ranks is None else Mail(ranks)
         self._outer = (imagined or Partition(())) if ranks is None else partition_of(ranks)
-        self._meetings = Meetings(self.mail)
+        self.meetings = Meetings(self.mail)
         first = 0 if self.mail is None else self.mail.rank * self.count
         self._members = [
-            Part(first + number, self._outer.ranks * self.count, self._meetings, (first, self.count))
+            Part(first + number, self._outer.ranks * self.count, self.meetings, (first, self.count))
             for number in range(self.count)
         ]
-        outside = None if self.mail is None else self._meetings.exchange
-        self._baton = self._meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
+        outside = None if self.mail is None else self.meetings.exchange
+        self._baton = self.meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
         self._states: Sequence[State] = ()
         self._work: Callable[[int], Any] = self._enter
         self._results: list[Any] = []
@@ -84,10 +85,10 @@ class Parts:
     def run(
         self, work: Callable[[int], T], states: Sequence[State] = (), surroundings: Surroundings | None = None
     ) -> list[T]:
-        """What every part here gives, when its number is given to ``work`` in its thread. Raises what the first one
-        raises that fails; by then all have ended, also on other ranks, which raise the same. Collective over the ranks.
+        """Calls ``work`` with the number of every part here, in that part's thread, and returns the results.
 
-        ``surroundings``: of the caller, by default now.
+        If a part fails, all parts end, also those of other ranks, and every rank raises the error of the first one that
+        failed. Collective over the ranks. ``surroundings``: those of the caller, by default as they are now.
         """
         surroundings = surroundings or Surroundings.now(self.device_type)
 
@@ -100,23 +101,13 @@ class Parts:
                 self._baton.run()
                 return self._results
             except BaseException:
-                self._meetings.forget()
+                self.meetings.forget()
                 for group in itertools.chain.from_iterable(member.groups for member in self._members):
                     group.restart()
                 raise
             finally:
                 self._work, self._states, self._results = self._enter, (), []
                 self._heap.settle()
-
-    @property
-    def moved(self) -> int:
-        """The bytes that parts have got from each other so far."""
-        return self._meetings.moved
-
-    @property
-    def sent(self) -> int:
-        """The bytes that they have sent to parts of other ranks in calls, besides gradients and results."""
-        return self._meetings.sent
 
     def _serve(self, number: int) -> None:
         """What a thread does: a part's work, whenever the baton comes for the first time in a run."""
@@ -162,7 +153,7 @@ _parts: dict[tuple[object, ...], Parts] = {}
 def parts_of(
     partition: Partition, device_type: str, ranks: DeviceMesh | None = None, imagined: Partition | None = None
 ) -> Parts:
-    """Those of a partition, in this process, and in every rank of a mesh; collective over these."""
+    """The parts of a partition in this process, or in every rank of a mesh; collective over its ranks."""
     key = os.getpid(), partition, device_type, ranks, imagined
     if key not in _parts:
         _parts[key] = Parts(partition, device_type, ranks, imagined)

@@ -1,10 +1,10 @@
-"""What Python and torch keep for each thread and the caller has set: a part computes as the caller would."""
+"""Settings of Python and torch that belong to a thread: a part computes with those of the caller's thread."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of the caller, at the moment of a call."""
+    """The settings of the caller's thread at the moment of a call."""
 
     grad: bool
     inference: bool
@@ -51,11 +51,6 @@ class Surroundings:
         return self.variables.copy().run(self._within, work)
 
     def _within(self, work: Callable[[], T]) -> T:
-        with self._again():
-            return work()
-
-    @contextlib.contextmanager
-    def _again(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
             around.enter_context(torch.inference_mode(self.inference))
             # After the inference mode, which sets this switch, too. Else a backward of a GPU's tensors would wait for
@@ -71,4 +66,4 @@ class Surroundings:
                 around.enter_context(torch.cuda.stream(self.stream))
             for mode in self.modes:
                 around.enter_context(mode)
-            yield
+            return work()

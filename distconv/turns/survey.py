@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from distconv.settings.partition import Partition
-from distconv.turns.automatic import followed_as, kind_of
-from distconv.turns.following import Followed, follow
+from distconv.turns.automatic import followed_as
+from distconv.turns.following import Followed, follow, kind_of
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,9 +21,10 @@ from distconv.direct.paths import is_open
 from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
 from distconv.model.whole_calls import is_for_whole, run_whole
+from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
-from distconv.turns.automatic import AUTO, chosen, followed_as
+from distconv.turns.automatic import chosen, followed_as
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
@@ -163,7 +165,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     except ValueError as error:
         if module in _turning:
             raise
-        _tell_whole(module, str(error))
+        _tell_whole(type(module).__name__, str(error))
         return NotImplemented
     if before is not None:
         with script_in_turn(_NOT_IN_TURN):
@@ -179,11 +181,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 _OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
 
-_told: set[str] = set()
 
-
-def _tell_whole(module: nn.Module, why: str) -> None:
-    name = type(module).__name__
-    if name not in _told:
-        _told.add(name)
-        print(f"distconv: --parts: {name} runs whole: {why}", file=sys.stderr, flush=True)
+@functools.cache
+def _tell_whole(name: str, why: str) -> None:
+    print(f"distconv: --parts: {name} runs whole: {why}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What the parts have made, as whole tensors: every part writes what it has computed of each."""
+"""Whole tensors of the results of the parts: every part writes its own box of each tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distconv.turns.mail import Mail, State
 
 
 class Wholes:
-    """Those of one run. Every part makes the same ones in the same order; they are filled when all have ended."""
+    """The whole tensors of one run, filled when all parts have ended. Every part makes the same ones in one order."""
 
     def __init__(self, parts: int, zero: bool = False) -> None:
         self.made: dict[int, Tensor] = {}

@@ -72,10 +72,6 @@ _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 """What torch's worlds keep of their groups in one place for all of them, and forget when a program destroys its own."""
 
 
-def _world_of_its_own(kind: type) -> Any:
-    return type("PartWorld", (kind,), {**{name: {} for name in _KEPT}, "group_count": 0})()
-
-
 @functools.cache
 def _open() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
@@ -95,7 +91,9 @@ def groups_of_parts() -> Iterator[None]:
 
 def enter(part: Part) -> None:
     """This thread is a part from now on, and torch.distributed its ranks."""
-    thread.part, thread.world = part, _world_of_its_own(type(distributed_c10d._world.of_process))  # type: ignore[attr-defined]
+    kind = type(distributed_c10d._world.of_process)  # type: ignore[attr-defined]
+    thread.part = part
+    thread.world = type("PartWorld", (kind,), {**{name: {} for name in _KEPT}, "group_count": 0})()
     hook = sys.excepthook
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=part.number, world_size=part.parts)

@@ -26,19 +26,15 @@ class Recorder(Protocol):
 
     def start(self) -> bool:
         """Starts to count. The answer is False where that is impossible now, because the program has a profiler on."""
-        ...
 
     def step(self) -> None:
         """Ends the step before, if there is one, and begins the next."""
-        ...
 
     def mark(self, size: int) -> None:
         """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
-        ...
 
     def stop(self) -> list[Timeline]:
         """Stops counting and returns a timeline for each whole step, in bytes of all that the program holds."""
-        ...
 
 
 class HostRecorder:
@@ -119,7 +115,8 @@ class GpuRecorder:
 
     def mark(self, size: int) -> None:
         if self._steps:
-            self._steps[-1].append(self._device.held() + _rounded(size))
+            # The allocator of a GPU gives blocks of 512 bytes.
+            self._steps[-1].append(self._device.held() + -(-size // 512) * 512)
 
     def stop(self) -> list[Timeline]:
         return [
@@ -131,8 +128,3 @@ class GpuRecorder:
 def recorder(device: Device) -> Recorder:
     """The recorder of a device's memory."""
     return GpuRecorder(device) if isinstance(device, Gpu) else HostRecorder(device)
-
-
-def _rounded(size: int) -> int:
-    """Bytes that the allocator of a GPU takes for so many: it gives blocks of 512."""
-    return -(-size // 512) * 512

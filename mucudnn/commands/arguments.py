@@ -11,16 +11,7 @@ from typing import Any, NoReturn
 from mucudnn.program import NotFound
 from mucudnn.settings import SETTINGS, SettingError, Settings
 
-METAVARS = {
-    "workspace_limit": "BYTES",
-    "memory_limit": "BYTES",
-    "total_workspace_size": "BYTES",
-    "policy": "NAME",
-    "planning": "WHEN",
-    "database": "PATH",
-    "progress": "WHEN",
-    "log": "LEVEL",
-}
+OPTIONS = [name for name, setting in SETTINGS.items() if setting.metavar]
 """The settings that are options of the commands."""
 
 _SHORT = {"workspace_limit": "--limit", "total_workspace_size": "--total"}
@@ -60,14 +51,14 @@ def flags(name: str) -> list[str]:
 
 def add_settings(parser: Parser, *names: str) -> None:
     """Options for settings; all of them if none is named."""
-    for name in names or METAVARS:
+    for name in names or OPTIONS:
         setting = SETTINGS[name]
         default = setting.default()
         told = f"{setting.variable}{f', else {default}' if default is not None else ''}"
         parser.add_argument(
             *flags(name),
             type=_checked(name),
-            metavar=METAVARS[name],
+            metavar=setting.metavar,
             help=f"{setting.meaning}: {setting.accepted} (default: {told})".replace("%", "%%"),
         )
 
@@ -79,7 +70,7 @@ def add_json(parser: Parser) -> None:
 
 def settings(arguments: Any) -> Settings:
     """The settings from the options, the environment and the defaults."""
-    given = {name: getattr(arguments, name, None) for name in METAVARS}
+    given = {name: getattr(arguments, name, None) for name in OPTIONS}
     return Settings.from_environment(**given)
 
 

@@ -48,7 +48,9 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
         "wrong": wrong_results(store),
         "settings": {
             name: {
-                "value": _plain(getattr(settings, name)),
+                "value": "unlimited"
+                if (value := getattr(settings, name)) == math.inf
+                else value,  # JSON has no infinity
                 "from": settings.sources[name],
                 "variable": setting.variable,
             }
@@ -99,8 +101,3 @@ def _accelerators() -> list[str]:
         return [device_of(place).name for place in Gpu.all()]
     except RuntimeError:  # "cuDNN" says why
         return []
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold: it has no infinity."""
-    return "unlimited" if value == math.inf else value

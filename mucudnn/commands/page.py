@@ -73,20 +73,20 @@ def bars(records: Sequence[Record]) -> str:
     """For each convolution what torch's own kernel takes, as an outline, and what was chosen, filled: an SVG."""
     drawn = sorted(records, key=lambda record: -record.stock_seconds)[:MOST_BARS]
     scale = (_WIDTH - _LEFT - 90) / max(max(record.stock_seconds, record.seconds) for record in drawn)
-    lines = []
+    groups = []
     for place, record in enumerate(drawn):
         top, stock, chosen = _ROW * place, scale * record.stock_seconds, scale * record.seconds
         colour = "#e69f00" if record.is_divided else "#9a9a9a" if record.seconds == record.stock_seconds else "#0072b2"
         name = escape(f"{record.direction.replace('_', ' ')} {record.problem}")
-        lines += [
-            f"<title>{escape(record.division)}</title>",
-            f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{name}</text>',
-            f'<rect x="{_LEFT}" y="{top + 5}" width="{chosen:.1f}" height="12" fill="{colour}"/>',
-            f'<rect x="{_LEFT}" y="{top + 3}" width="{stock:.1f}" height="16" fill="none" stroke="#555"/>',
+        groups.append(
+            f"<g><title>{escape(record.division)}</title>"
+            f'<text x="{_LEFT - 8}" y="{top + 15}" text-anchor="end">{name}</text>'
+            f'<rect x="{_LEFT}" y="{top + 5}" width="{chosen:.1f}" height="12" fill="{colour}"/>'
+            f'<rect x="{_LEFT}" y="{top + 3}" width="{stock:.1f}" height="16" fill="none" stroke="#555"/>'
             f'<text x="{_LEFT + max(stock, chosen) + 6:.1f}" y="{top + 15}">{record.seconds * 1e3:.3g} of '
-            f"{record.stock_seconds * 1e3:.3g}</text>",
-        ]
-    grouped = "\n".join(f"<g>{''.join(lines[i : i + 5])}</g>" for i in range(0, len(lines), 5))
+            f"{record.stock_seconds * 1e3:.3g}</text></g>"
+        )
+    grouped = "\n".join(groups)
     height = _ROW * len(drawn) + 24
     legend = (
         f'<text x="{_LEFT}" y="{height - 6}">outline: torch\'s own kernel; orange: divided; blue: another algorithm, '

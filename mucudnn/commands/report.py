@@ -58,14 +58,12 @@ def _report(arguments: Any) -> int:
     if arguments.html is not None:
         Path(arguments.html).write_text(page.of_a_database(known_tables(contents), told))
     elif arguments.json:
-        print_json([{"key": key, "launches": [_plain(option) for option in options]} for key, options in contents])
+        names = ("extent", "algorithm", "seconds", "workspace")
+        launches = [[{name: getattr(each, name) for name in names} for each in options] for _, options in contents]
+        print_json([{"key": key, "launches": of} for (key, _), of in zip(contents, launches, strict=True)])
     else:
         show(sys.stdout, *known_tables(contents), told, wide=arguments.wide)
     return 0
-
-
-def _plain(option: Any) -> dict[str, Any]:
-    return {name: getattr(option, name) for name in ("extent", "algorithm", "seconds", "workspace")}
 
 
 def read(path: str) -> Outcome:

@@ -9,7 +9,7 @@ from typing import Any
 
 import mucudnn
 from mucudnn import program
-from mucudnn.commands.arguments import METAVARS, Commands, add_settings, check_writable, flags, settings, usage
+from mucudnn.commands.arguments import OPTIONS, Commands, add_settings, check_writable, flags, settings, usage
 from mucudnn.commands.output import add_wide, show
 from mucudnn.reporting.gain import gained
 from mucudnn.reporting.run_file import Outcome
@@ -44,7 +44,7 @@ def separated(words: list[str]) -> tuple[list[str], list[str]]:
     """The words of `run` that are its own, and those from SCRIPT or -mMODULE on, which may look like options too."""
     if words[:1] != ["run"]:
         return words, []
-    with_value = {flag for name in METAVARS for flag in flags(name)} | {"--report"}
+    with_value = {flag for name in OPTIONS for flag in flags(name)} | {"--report"}
     at = 1
     while at < len(words) and words[at].startswith("-") and words[at] != "--" and not words[at].startswith("-m"):
         at += 2 if words[at] in with_value else 1
@@ -65,7 +65,7 @@ def _run(arguments: Any) -> int:
             check_writable("--report", arguments.report)
         name, *rest = arguments.program
         wanted = program.module(name.removeprefix("-m")) if name.startswith("-m") else program.script(name)
-    overrides = {setting: getattr(chosen, setting) for setting in METAVARS}
+    overrides = {setting: getattr(chosen, setting) for setting in OPTIONS}
     process = os.getpid()
     with mucudnn.patched(**overrides) as session:
         try:

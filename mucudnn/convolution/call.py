@@ -39,6 +39,11 @@ class Call:
     before: Callable[[], None] | None = None
     by_torch: Callable[[], torch.Tensor] | None = None
 
+    @property
+    def geometry(self) -> tuple[Shape, Shape, Shape, bool, Shape, int]:
+        """(stride, padding, dilation, transposed, output_padding, groups), as `aten::convolution` takes them."""
+        return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
+
     def operands(self, target: torch.Tensor | None = None) -> Operands:
         """The tensors by their roles, the direction's target among them if there is one yet."""
         source, w, output = self.input, self.weight, self.grad_output
@@ -86,17 +91,7 @@ class Call:
 
     def is_for_cudnn(self) -> bool:
         """Whether torch would give the call to cuDNN; what it gives to kernels of its own stays with them."""
-        backend = torch._C._select_conv_backend(
-            self.input,
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.transposed,
-            self.output_padding,
-            self.groups,
-        )
+        backend = torch._C._select_conv_backend(self.input, self.weight, self.bias, *self.geometry)
         return backend.name in ("Cudnn", "CudnnTranspose")
 
 
@@ -110,8 +105,7 @@ class Outline:
             None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
             for tensor in (call.input, call.weight, call.grad_output, result)
         ]
-        geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
-        self._call = call.direction, geometry
+        self._call = call.direction, call.geometry
 
     def problem(self) -> ConvProblem | None:
         """The problem that is solved; `None` for one that mucudnn does not divide."""
@@ -125,10 +119,17 @@ class Outline:
         return Call(direction, input, weight, None, grad_output, *geometry).problem(result)
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dims."""
+
+
+def torch_format(name: str, dims: int) -> torch.memory_format:
+    """Torch's own of the memory format "contiguous" or "channels_last"."""
+    return _CHANNELS_LAST[dims] if name == "channels_last" else torch.contiguous_format
+
+
 def _memory_format(tensor: torch.Tensor) -> str:
     if tensor.is_contiguous():
         return "contiguous"
-    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
-    if channels_last is not None and tensor.is_contiguous(memory_format=channels_last):
-        return "channels_last"
-    return "strided"
+    last = _CHANNELS_LAST.get(tensor.dim())
+    return "channels_last" if last is not None and tensor.is_contiguous(memory_format=last) else "strided"

@@ -43,6 +43,9 @@ class Role(enum.StrEnum):
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """The element types that are divided, with their sizes."""
 
+_KEPT = ("stride", "padding", "dilation", "groups", "transposed", "dtype", "formats")
+"""What of a problem its key in a database holds as it is."""
+
 ALIGNMENT = 16
 """Bytes of the largest alignment that any algorithm asks for; tensors of torch's own start at multiples of more."""
 
@@ -227,36 +230,15 @@ class ConvProblem:
 
         The alignment is left out: the same algorithm at another address takes about as long.
         """
-        return {
-            "direction": str(self.direction),
-            "x": self.x_shape[1:],
-            "w": self.w_shape,
-            "y": self.y_shape[1:],
-            "stride": self.stride,
-            "padding": self.padding,
-            "dilation": self.dilation,
-            "groups": self.groups,
-            "transposed": self.transposed,
-            "dtype": self.dtype,
-            "formats": self.formats,
-        }
+        shapes = {"x": self.x_shape[1:], "w": self.w_shape, "y": self.y_shape[1:]}
+        return {"direction": str(self.direction), **shapes, **{name: getattr(self, name) for name in _KEPT}}
 
     @classmethod
     def from_launch_key(cls, key: Mapping[str, Any], extent: int) -> Self:
         """The problem of so many samples that has this `launch_key`, other entries being left aside."""
-        return cls(
-            direction=Direction(key["direction"]),
-            x_shape=(extent, *key["x"]),
-            w_shape=tuple(key["w"]),
-            y_shape=(extent, *key["y"]),
-            stride=tuple(key["stride"]),
-            padding=tuple(key["padding"]),
-            dilation=tuple(key["dilation"]),
-            groups=key["groups"],
-            transposed=key["transposed"],
-            dtype=key["dtype"],
-            formats=tuple(key["formats"]),
-        )
+        kept: dict[str, Any] = {name: tuple(key[name]) if isinstance(key[name], list) else key[name] for name in _KEPT}
+        x, y = (extent, *key["x"]), (extent, *key["y"])
+        return cls(Direction(key["direction"]), x, tuple(key["w"]), y, **kept)
 
     def __str__(self) -> str:
         """The problem in one line, in the caller's words: input, weight and what differs from the plain case."""

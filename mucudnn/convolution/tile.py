@@ -142,8 +142,10 @@ def tile(problem: ConvProblem, dim: Dim, start: int, size: int) -> Tile:
 
 
 def kinds(problem: ConvProblem, dim: Dim, size: int) -> set[ConvProblem]:
-    """The problems that parts of a size are: of a mini-batch the first, and one at the least aligned of its places;
-    along space those at the edges and, at any phase of the stride, between them.
+    """The distinct problems of parts of one size.
+
+    Of a mini-batch these are the first part and one at the least aligned place. Along space they are those at the edges
+    and, at each phase of the stride, those between them.
     """
     starts, room = {0}, extent(problem, dim) - size
     if dim is Dim.BATCH:

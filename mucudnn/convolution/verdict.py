@@ -158,7 +158,7 @@ def _suspects(result: torch.Tensor, other: torch.Tensor, allowed: float) -> list
     rest: list[Shape] = []
     samples = max(1, AT_ONCE * len(result) // result.numel())
     for number, (mine, theirs) in enumerate(zip(result.split(samples), other.split(samples), strict=True)):
-        off = (mine.to(_wide(mine)) - theirs).abs_()
+        off = (mine.to(torch.promote_types(mine.dtype, torch.float32)) - theirs).abs_()
         near = off <= theirs.abs() * unit + allowed / 2
         if bool(near.all()):
             continue
@@ -174,10 +174,6 @@ def _suspects(result: torch.Tensor, other: torch.Tensor, allowed: float) -> list
     worst_first = [place for value, place in sorted(found, key=lambda one: -one[0]) if value > 0]
     some = rest[:: max(1, len(rest) // SUSPECTS)][:SUSPECTS]
     return list(dict.fromkeys([*worst_first[:SUSPECTS], *some]))
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _place(flat: int, start: int, part: torch.Tensor) -> Shape:

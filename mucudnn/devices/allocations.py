@@ -8,16 +8,15 @@ the program's.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from mucudnn.devices.device import Work
+from mucudnn.substitution import environment
 
 _MARK = "mucudnn mark"
-_QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 def can_profile() -> bool:
@@ -30,16 +29,8 @@ def started() -> torch.profiler.profile:
     # Without acc_events, torch 2.12 warns of more cycles than the one that there is.
     activities = [torch.profiler.ProfilerActivity.CPU]
     profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
-    before = {name: os.environ.get(name) for name in _QUIET}
-    os.environ.update(_QUIET)
-    try:
+    with environment(KINETO_LOG_LEVEL="99"):
         profile.__enter__()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
     return profile
 
 

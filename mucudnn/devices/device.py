@@ -22,7 +22,6 @@ class Clock(Protocol):
 
     def first(self, work: Work) -> float:
         """Seconds of a first call, but for what it does more than later ones, such as loading kernels."""
-        ...
 
     def seconds(self, work: Work, expected: float | None = None) -> float:
         """Seconds of one call.
@@ -30,7 +29,6 @@ class Clock(Protocol):
         Args:
             expected: about what it takes, if that is known.
         """
-        ...
 
 
 class Stopwatch(Protocol):
@@ -38,24 +36,20 @@ class Stopwatch(Protocol):
 
     def lap(self) -> None:
         """Ends a lap after all work so far."""
-        ...
 
     def laps(self) -> list[float] | None:
         """Seconds of every lap; `None` while work of them is not done. Never waits."""
-        ...
 
 
 class Device(ABC):
     """A device of this process.
 
     Attributes:
-        dispatch_key: under which torch registers the kernels of this kind of device.
         is_asynchronous: whether a call only enqueues its work, which may still wait when the call has returned.
         uses_cudnn: whether torch computes convolutions by cuDNN there.
         place: what torch calls it.
     """
 
-    dispatch_key: ClassVar[str]
     is_asynchronous: ClassVar[bool]
     uses_cudnn: ClassVar[bool]
 
@@ -81,22 +75,22 @@ class Device(ABC):
         """Physical memory, in bytes."""
 
     @property
-    @abstractmethod
     def cache(self) -> int:
         """Bytes of the cache in which a convolution that is called again and again would find its operands.
 
         0 where there is no such danger when it is timed.
         """
+        return 0
 
     @property
-    @abstractmethod
     def threads(self) -> int:
         """Threads that a call is computed by; 0 where that is not the program's choice."""
+        return 0
 
     @property
-    @abstractmethod
     def is_deterministic(self) -> bool:
         """Whether only deterministic algorithms may run now."""
+        return torch.are_deterministic_algorithms_enabled()
 
     @property
     @abstractmethod
@@ -104,9 +98,9 @@ class Device(ABC):
         """The switches that let a call be computed in a narrower type, or otherwise than usual, as text."""
 
     @property
-    @abstractmethod
     def libraries(self) -> str:
         """Versions of what computes beside torch, as text; empty for nothing."""
+        return ""
 
     @property
     @abstractmethod
@@ -121,10 +115,10 @@ class Device(ABC):
     def held(self) -> int:
         """Bytes that the program holds now."""
 
-    @abstractmethod
     def is_capturing(self) -> bool:
         """Whether calls are recorded rather than run, so that nothing can be measured."""
+        return False
 
-    @abstractmethod
     def peers(self, wanted: Sequence[int]) -> list[torch.device]:
         """The other devices of the same model among the wanted ones, by number; all if none are named."""
+        return []

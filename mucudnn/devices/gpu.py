@@ -79,7 +79,6 @@ class GpuStopwatch:
 class Gpu(Device):
     """A GPU of NVIDIA's."""
 
-    dispatch_key = "CUDA"
     is_asynchronous = True
     uses_cudnn = True
 
@@ -118,21 +117,15 @@ class Gpu(Device):
 
     @property
     def memory(self) -> int:
-        total: int = torch.cuda.get_device_properties(self.place).total_memory
-        return total
+        return int(torch.cuda.get_device_properties(self.place).total_memory)
 
     @property
     def cache(self) -> int:
-        size: int = torch.cuda.get_device_properties(self.place).L2_cache_size
-        return size
-
-    @property
-    def threads(self) -> int:
-        return 0
+        return int(torch.cuda.get_device_properties(self.place).L2_cache_size)
 
     @property
     def is_deterministic(self) -> bool:
-        return torch.are_deterministic_algorithms_enabled() or torch._C._get_cudnn_deterministic()
+        return super().is_deterministic or torch._C._get_cudnn_deterministic()
 
     @property
     def precision(self) -> str:
@@ -155,8 +148,7 @@ class Gpu(Device):
         """Bytes of torch's tensors on it."""
         # `memory_allocated` flattens and sorts all of the allocator's counters first, ten times as much work as this.
         counters = torch.cuda.memory_stats_as_nested_dict(self.place)
-        allocated: int = counters["allocated_bytes"]["all"]["current"] if counters else 0
-        return allocated
+        return int(counters["allocated_bytes"]["all"]["current"]) if counters else 0
 
     def most_held(self) -> int:
         """The most bytes of tensors on it since the program began, or since it reset that figure."""

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from mucudnn.devices.device import Clock, Device, Work
+from mucudnn.devices.process_memory import heap_bytes
 
 
 class HostClock:
@@ -49,7 +48,6 @@ class HostStopwatch:
 class Host(Device):
     """The processor and its memory."""
 
-    dispatch_key = "CPU"
     is_asynchronous = False
     uses_cudnn = False
 
@@ -71,25 +69,13 @@ class Host(Device):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     @property
-    def cache(self) -> int:
-        return 0
-
-    @property
     def threads(self) -> int:
         return torch.get_num_threads()
-
-    @property
-    def is_deterministic(self) -> bool:
-        return torch.are_deterministic_algorithms_enabled()
 
     @property
     def precision(self) -> str:
         enabled = torch._C._get_mkldnn_enabled()
         return f"mkldnn={'on' if enabled else 'off'} fp32={torch._C._get_fp32_precision_getter('mkldnn', 'conv')}"
-
-    @property
-    def libraries(self) -> str:
-        return ""
 
     @property
     def clock(self) -> Clock:
@@ -100,56 +86,12 @@ class Host(Device):
 
     def held(self) -> int:
         """What the process has allocated, in bytes: torch does not count the host's tensors."""
-        return _heap()()
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def peers(self, wanted: Sequence[int]) -> list[torch.device]:
-        return []
+        return heap_bytes()
 
 
 @cache
 def _processor() -> str:
     """The processor's model; Python's own answer is empty on Linux."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-@cache
-def _heap() -> Callable[[], int]:
-    """How a process's heap is asked for its size: the C library where it can tell, else the resident set."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        return _resident
-    library.mallinfo2.restype = _HeapInfo
-
-    def heap() -> int:
-        info = library.mallinfo2()
-        size: int = info.uordblks + info.hblkhd
-        return size
-
-    return heap
-
-
-class _HeapInfo(ctypes.Structure):
-    """`struct mallinfo2` of the GNU C library; `uordblks` and `hblkhd` are the bytes in use, from its two sources."""
-
-    _fields_ = [
-        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")),
-        *((name, ctypes.c_size_t) for name in ("fsmblks", "uordblks", "fordblks", "keepcost")),
-    ]
-
-
-def _resident() -> int:
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

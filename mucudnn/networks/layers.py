@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mucudnn.convolution.problem import ConvProblem, Direction
+from mucudnn.networks.models import NETWORKS, Network
 from mucudnn.planning.planner import Planner
 from mucudnn.program import NotFound
 from mucudnn.reporting.record import Record
@@ -27,27 +29,8 @@ from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.store import Store
 
-NETWORKS = "mucudnn.networks.models"
-"""The module whose `NETWORKS`, a dict by name, holds the networks that have a bare name."""
-
-
 ACCEPTED = "module:attribute, file.py:attribute, or the name of a network that ships with mucudnn: "
 """The forms of a network's name, for people."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A network to look at.
-
-    Attributes:
-        build: makes the module.
-        input_shape: (C, *spatial) of a sample, `None` if unknown.
-        batch: usual number of samples, `None` if unknown.
-    """
-
-    build: Callable[[], nn.Module]
-    input_shape: tuple[int, ...] | None = None
-    batch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +48,7 @@ class LayerCall:
     count: int
 
 
-def find(name: str) -> Subject:
+def find(name: str) -> Network:
     """The network that a name stands for.
 
     Args:
@@ -76,22 +59,20 @@ def find(name: str) -> Subject:
         NotFound: if there is none.
     """
     if ":" not in name:
-        networks: Mapping[str, Any] = getattr(_imported(NETWORKS, name), "NETWORKS", {})
-        if name not in networks:
-            raise NotFound(f"no network {name}: there are {', '.join(networks)}")
-        found = networks[name]
-    else:
-        place, _, attribute = name.rpartition(":")
-        module = _loaded(place) if place.endswith(".py") else _imported(place, name)
-        if not hasattr(module, attribute):
-            raise NotFound(f"no network {name}: {place} has no {attribute!r}")
-        found = getattr(module, attribute)
+        if name not in NETWORKS:
+            raise NotFound(f"no network {name}: there are {', '.join(NETWORKS)}")
+        return NETWORKS[name]
+    place, _, attribute = name.rpartition(":")
+    module = _loaded(place) if place.endswith(".py") else _imported(place, name)
+    if not hasattr(module, attribute):
+        raise NotFound(f"no network {name}: {place} has no {attribute!r}")
+    found = getattr(module, attribute)
     if hasattr(found, "build") and hasattr(found, "input_shape"):
-        return Subject(found.build, tuple(found.input_shape), getattr(found, "batch", None))
+        return Network(found.build, tuple(found.input_shape), getattr(found, "batch", None))
     if isinstance(found, nn.Module):
-        return Subject(lambda: copy.deepcopy(found))
+        return Network(lambda: copy.deepcopy(found))
     if callable(found):
-        return Subject(found)
+        return Network(found)
     raise NotFound(f"no network {name}: it is neither a torch.nn.Module nor something that makes one")
 
 
@@ -148,24 +129,10 @@ class _Calls(TorchDispatchMode):
             self._note(*args)
         return func(*args, **(kwargs or {}))
 
-    def _note(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        stride: list[int],
-        padding: list[int],
-        dilation: list[int],
-        transposed: bool,
-        output_padding: list[int],
-        groups: int,
-    ) -> None:
-        taken = {
-            Direction.FORWARD: True,
-            Direction.BACKWARD_DATA: input.requires_grad,
-            Direction.BACKWARD_FILTER: weight.requires_grad,
-        }
-        for direction in (direction for direction, is_taken in taken.items() if is_taken):
+    def _note(self, input: torch.Tensor, weight: torch.Tensor, bias: object, *geometry: Any) -> None:
+        stride, padding, dilation, transposed, output_padding, groups = geometry
+        taken = (True, input.requires_grad, weight.requires_grad)
+        for direction in itertools.compress(Direction, taken):
             problem = ConvProblem.of_convolution(
                 direction,
                 tuple(input.shape),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -54,11 +54,12 @@ _FAINT = "#d0d0d0"
 
 def desirable_sets(plan: NetworkPlan) -> Figure:
     """Time against workspace of every choice on record, for the kernels that gain most, and what was chosen."""
-    rows = _first_by(plan.rows, lambda row: row.count * (row.record.stock_seconds - row.fastest.seconds))[:MOST_KERNELS]
+    rows = sorted(plan.rows, key=_gain, reverse=True)[:MOST_KERNELS]
     columns = min(3, len(rows))
     lines = -(-len(rows) // columns)
     figure = Figure(figsize=(WIDTH, 0.5 + 2.05 * lines), layout="constrained")
-    for row, axes in zip(rows, _grid(figure, lines, columns), strict=False):
+    grid = np.ravel(figure.subplots(lines, columns, squeeze=False))
+    for row, axes in zip(rows, grid, strict=False):
         stock, set_ = row.choices.stock, row.choices.desirable
         axes.axhline(stock.seconds * 1e3, color=_STOCK, linestyle="--", linewidth=0.8, label="torch's own kernel")
         undivided = [option for option in row.choices.undivided if option.seconds < 3 * stock.seconds]
@@ -76,11 +77,13 @@ def desirable_sets(plan: NetworkPlan) -> Figure:
             s=70, marker="*", color=_COLOURS[1], edgecolors="black", linewidths=0.4, label="chosen", zorder=4,
         )  # fmt: skip
         _bytes_axis(axes, [*workspaces, *(option.workspace / MIB for option in undivided)])
-        axes.set_ylim(0, 1.08 * max([*seconds, *(option.seconds * 1e3 for option in undivided)]))
+        top = 1.08 * max([*seconds, *(option.seconds * 1e3 for option in undivided)])
+        axes.set(ylim=(0, top), xlabel="workspace, MiB", ylabel="ms")
         axes.set_title(_title(row).replace(", ", "\n"), loc="left")
-        axes.set_xlabel("workspace, MiB")
-        axes.set_ylabel("ms")
-    _legend_below(figure)
+    handles = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles) or 1)
     return figure
 
 
@@ -90,29 +93,24 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
     left, right = figure.subplots(1, 2)
     sizes = sorted({choice.workspace / MIB for row in plan.rows for choice in row.choices.desirable})
     end = max(sizes, default=0.0) * 1.3 or 1.0
-    gaining = [row for row in _first_by(plan.rows, _gain) if len(row.choices.desirable) > 1]
-    seen: set[str] = set()
-    for row in gaining:
-        name = _title(row)
-        if name in seen:
-            continue
-        seen.add(name)
-        is_named = len(seen) <= MOST_KERNELS
+    gaining = [row for row in sorted(plan.rows, key=_gain) if len(row.choices.desirable) > 1]
+    by_name = {_title(row): row for row in gaining}  # of several of one name, the one that gains most
+    for place, (name, row) in enumerate(sorted(by_name.items(), key=lambda item: -_gain(item[1]))):
+        is_named = place < MOST_KERNELS
         left.step(
             [*(choice.workspace / MIB for choice in row.choices.desirable), end],
             [row.record.stock_seconds / s for s in (*(c.seconds for c in row.choices.desirable), row.fastest.seconds)],
             where="post",
-            color=_COLOURS[len(seen) - 1] if is_named else _FAINT,
+            color=_COLOURS[place] if is_named else _FAINT,
             linewidth=1.2 if is_named else 0.7,
             zorder=3 if is_named else 2,
             label=name if is_named else None,
         )
     left.axhline(1, color=_STOCK, linestyle="--", linewidth=0.8)
     _bytes_axis(left, [*sizes, end])
-    left.set_xlabel("workspace of the kernel, MiB")
-    left.set_ylabel("speed-up over torch's own kernel")
+    left.set(xlabel="workspace of the kernel, MiB", ylabel="speed-up over torch's own kernel")
     left.set_title("a  each kernel", loc="left")
-    if seen:
+    if by_name:
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", handlelength=1.2)
 
     kernels = [row.choices.desirable for row in plan.rows for _ in range(row.count)]
@@ -129,8 +127,7 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
     right.axhline(1e3 * stock, color=_STOCK, linestyle="--", linewidth=0.8, label="torch's own kernels")
     right.set_xscale("log", base=4)
     right.xaxis.set_major_formatter(FuncFormatter(lambda size, _: _number(size)))
-    right.set_ylim(0, 1.3e3 * stock)
-    right.set_xlabel("workspace of the whole network, MiB")
+    right.set(ylim=(0, 1.3e3 * stock), xlabel="workspace of the whole network, MiB")
     right.set_ylabel("ms per step, all convolutions")
     right.set_title(f"b  the network, {len(kernels)} kernels", loc="left")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower right", handlelength=1.6)
@@ -139,10 +136,12 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
 
 def network_division(plan: NetworkPlan) -> Figure:
     """What each kernel is divided into, its time against torch's own kernel's, and its workspace."""
-    rows = _first_by(plan.rows, lambda row: row.count * row.record.stock_seconds)[:MOST_ROWS]
-    rows = [row for row in plan.rows if any(row is shown for shown in rows)]
-    algorithms = list(dict.fromkeys(option.algorithm for row in rows for option in row.choice.options))
-    colours = _algorithm_colours(algorithms)
+    longest = sorted(plan.rows, key=lambda row: row.count * row.record.stock_seconds, reverse=True)[:MOST_ROWS]
+    rows = [row for row in plan.rows if any(row is shown for shown in longest)]
+    algorithms = dict.fromkeys(option.algorithm for row in rows for option in row.choice.options)
+    others = [name for name in algorithms if name != "stock"]
+    colours = {"stock": _STOCK} if "stock" in algorithms else {}
+    colours |= {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(others)}
     figure = Figure(figsize=(WIDTH, 1.1 + 0.17 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
     places = np.arange(len(rows))
@@ -166,8 +165,7 @@ def network_division(plan: NetworkPlan) -> Figure:
     elif plan.total is not None:
         right.set_title(f"{format_bytes(plan.workspace)} of {format_bytes(plan.total)}", loc="right")
     left.set_yticks(places, [_title(row) for row in rows], fontsize=6)
-    left.set_ylim(len(rows) - 0.4, -0.6)
-    left.set_xlabel("ms per step; one field per launch")
+    left.set(ylim=(len(rows) - 0.4, -0.6), xlabel="ms per step; one field per launch")
     right.set_xlabel("MiB, each kernel" if plan.total is not None else "MiB")
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -192,10 +190,8 @@ def memory_timeline(timeline: Sequence[Moment]) -> Figure:
     axes.stairs(used, edges, baseline=live, fill=True, color=_COLOURS[1], label="workspace")
     axes.stairs(live, edges, baseline=0, fill=True, color="#b8b8b8", label="live tensors")
     axes.axhline(peak, color="black", linestyle="--", linewidth=0.8, label="peak without workspace")
-    axes.set_xlim(-0.5, max(len(timeline) - 0.5, 0.5))
-    axes.set_ylim(0, 1.12 * top)
-    axes.set_xlabel("convolution, in the order of the step")
-    axes.set_ylabel("MiB")
+    axes.set(xlim=(-0.5, max(len(timeline) - 0.5, 0.5)), ylim=(0, 1.12 * top))
+    axes.set(xlabel="convolution, in the order of the step", ylabel="MiB")
     axes.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.16), ncols=4)
     return figure
@@ -215,22 +211,8 @@ def _gain(row: Row) -> float:
     return row.count * (row.record.stock_seconds - row.fastest.seconds)
 
 
-def _first_by(rows: Iterable[Row], value: Any) -> list[Row]:
-    return sorted(rows, key=value, reverse=True)
-
-
 def _title(row: Row) -> str:
     return f"{row.layer.name or 'convolution'}, {row.direction}{f' ×{row.count}' if row.count > 1 else ''}"
-
-
-def _grid(figure: Figure, lines: int, columns: int) -> list[Axes]:
-    return list(np.ravel(figure.subplots(lines, columns, squeeze=False)))
-
-
-def _algorithm_colours(algorithms: Sequence[str]) -> dict[str, str]:
-    others = [algorithm for algorithm in algorithms if algorithm != "stock"]
-    named = {algorithm: _COLOURS[index % len(_COLOURS)] for index, algorithm in enumerate(others)}
-    return ({"stock": _STOCK} if "stock" in algorithms else {}) | named
 
 
 def _bytes_axis(axes: Axes, sizes: Sequence[float]) -> None:
@@ -248,12 +230,3 @@ def _bytes_axis(axes: Axes, sizes: Sequence[float]) -> None:
 
 def _number(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _legend_below(figure: Figure) -> None:
-    """One legend for all axes."""
-    handles: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles) or 1)

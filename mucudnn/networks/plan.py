@@ -10,6 +10,7 @@ from mucudnn.optimizer import Sharing, share
 from mucudnn.planning.on_record import Choice, Choices, Times
 from mucudnn.planning.plan import MARGIN
 from mucudnn.reporting.record import Record
+from mucudnn.reporting.tables import times
 from mucudnn.settings import Settings
 from mucudnn.sizes import format_bytes
 
@@ -86,7 +87,7 @@ class NetworkPlan:
         kernels = sum(row.count for row in self.rows)
         text = (
             f"{kernels} kernels of one step: {_ms(self.seconds)} predicted, "
-            f"{_times(self.stock_seconds, self.seconds)} the speed of torch's own kernels ({_ms(self.stock_seconds)})."
+            f"{times(self.stock_seconds, self.seconds)} the speed of torch's own kernels ({_ms(self.stock_seconds)})."
         )
         if self.sharing is not None and self.sharing.gap > 0:
             text += f" No sharing of this total is faster by more than {self.sharing.gap:.2%}."
@@ -119,7 +120,7 @@ class NetworkPlan:
             helped = max(self.rows, key=lambda row: row.count * (row.choice.seconds - row.fastest.seconds))
             gain = helped.count * (helped.choice.seconds - helped.fastest.seconds)
             sentences.append(
-                f"The {'limit' if self.total is None else 'total'} costs {_times(self.seconds, best)}: without it "
+                f"The {'limit' if self.total is None else 'total'} costs {times(self.seconds, best)}: without it "
                 f"{_ms(best)}. Most would be gained in {helped.layer.name}, {helped.direction}: "
                 f"{_ms(gain)} with {format_bytes(helped.fastest.workspace)} instead of "
                 f"{format_bytes(helped.choice.workspace)}{' each' if helped.count > 1 else ''}."
@@ -188,7 +189,3 @@ def _undivided_bytes(row: Row) -> int | None:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
-
-
-def _times(slower: float, faster: float) -> str:
-    return f"{slower / faster:.2f}x" if faster > 0 else "-"

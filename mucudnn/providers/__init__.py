@@ -4,8 +4,6 @@ from functools import cache
 
 import torch
 
-from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.tile import Part
 from mucudnn.devices import Gpu, device_of
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
@@ -44,8 +42,6 @@ __all__ = [
     "HOST_PROVIDERS",
     "STOCK",
     "Compiling",
-    "Operands",
-    "Part",
     "Provider",
     "Ready",
     "Readying",

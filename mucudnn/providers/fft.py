@@ -12,12 +12,12 @@ import torch
 
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.provider import compute_dtype
+from mucudnn.providers.provider import Provider, compute_dtype
 
 FFT = "fft"
 
 
-class Fft:
+class Fft(Provider):
     """Real transforms of x, w and y, and one complex matrix product per frequency.
 
     With x shifted by the padding, the convolution is the circular correlation y[j] = sum_t x[j + t] w[t] read at every
@@ -32,9 +32,6 @@ class Fft:
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         return (FFT,)
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         lengths = _lengths(problem)

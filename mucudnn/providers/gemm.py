@@ -13,7 +13,7 @@ from torch.nn import functional
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.provider import compute_dtype
+from mucudnn.providers.provider import Provider, compute_dtype
 
 GEMM = "gemm"
 
@@ -24,7 +24,7 @@ MOST_SUMS, SMALL = 8, 4096
 """In how many sums a small matrix of weight gradients is added up at most, and of how many elements it is small."""
 
 
-class Gemm:
+class Gemm(Provider):
     """im2col and a matrix product per group: columns (C/g · taps, N · outputs), copied out of a padded input.
 
     The columns repeat every input once per tap: the workspace grows with the batch and with the kernel.
@@ -32,9 +32,6 @@ class Gemm:
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         return (GEMM,) if math.prod(problem.w_shape[2:]) <= MAX_TAPS else ()
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         size = compute_dtype(problem).itemsize

@@ -9,12 +9,15 @@ from functools import lru_cache
 
 import torch
 
+from mucudnn.convolution.call import torch_format
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.gemm import SMALL
+from mucudnn.providers.onednn import is_inner
 from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Provider
+from mucudnn.providers.stock import torchs_backend
 
 CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
 
@@ -26,7 +29,7 @@ PLAIN = COLUMNS, "SlowDilated2d", "SlowTranspose2d"
 """Torch's kernels of its own that compute in either format. Those for volumes copy channels-last tensors first."""
 
 
-class Layout:
+class Layout(Provider):
     """The algorithms of another provider in the other memory format, on micro-batches.
 
     "stock@channels_last" computes copies of contiguous tensors, "stock@contiguous" copies of channels-last ones. The
@@ -49,9 +52,6 @@ class Layout:
         if there is None or not self._is_offered(there):
             return ()
         return tuple(f"{name}@{there.formats[0]}" for name in self._provider.algorithms(there))
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         read = (getattr(problem, f"{role}_shape") for role in Role if role is not problem.target)
@@ -92,10 +92,10 @@ def in_torch(problem: ConvProblem) -> bool:
     for images may be several times faster in either format, by direction, groups and type.
     """
     is_last = problem.formats[0] == CHANNELS_LAST
-    if problem.dims == 2 and (backend := _backend(problem)) in PLAIN:
+    if problem.dims == 2 and (backend := torchs_backend(problem)) in PLAIN:
         return (backend != COLUMNS or _gains(problem, is_last)) and not (is_last and _is_rough(problem))
     is_grouped = problem.groups > 1 and problem.dtype == "float32" and not problem.transposed
-    return is_last and is_grouped and _is_inner(problem) and _backend(problem) == "Mkldnn"
+    return is_last and is_grouped and is_inner(problem) and torchs_backend(problem) == "Mkldnn"
 
 
 def _gains(problem: ConvProblem, is_last: bool) -> bool:
@@ -112,24 +112,6 @@ def _gains(problem: ConvProblem, is_last: bool) -> bool:
 def _is_rough(problem: ConvProblem) -> bool:
     """Whether a weight's gradient is a small matrix for each group, of whose elements each is one long sum."""
     return problem.target is Role.W and math.prod(problem.w_shape) <= SMALL * problem.groups
-
-
-def _is_inner(problem: ConvProblem) -> bool:
-    """Whether a kernel without strides and dilations fits into the image, and mostly reads within it."""
-    spatial = zip(problem.windows, problem.padding, problem.x_shape[2:], strict=True)
-    return all(
-        window.stride == window.dilation == 1 and 2 * padding < window.reach <= extent
-        for window, padding, extent in spatial
-    )
-
-
-def _backend(problem: ConvProblem) -> str:
-    """The kernel that torch, with its present switches and threads, takes."""
-    # Shapes without memory: one element, expanded.
-    one = torch.empty(1, dtype=getattr(torch, problem.dtype))
-    source, weight = one.expand(problem.input_shape), one.expand(problem.w_shape)
-    name: str = torch._C._select_conv_backend(source, weight, None, *problem.arguments, None).name
-    return name
 
 
 @lru_cache(maxsize=4096)
@@ -153,10 +135,7 @@ def _copies(there: ConvProblem, given: Operands, w: torch.Tensor) -> Operands:
 
 def _copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
     # To a new tensor, as torch takes one with a single channel for contiguous and for channels-last at once.
-    memory_format = torch.contiguous_format
-    if name == CHANNELS_LAST:
-        memory_format = torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
-    return torch.empty_like(tensor, memory_format=memory_format).copy_(tensor)
+    return torch.empty_like(tensor, memory_format=torch_format(name, tensor.dim())).copy_(tensor)
 
 
 def _part(problem: ConvProblem, operands: Operands) -> Part:

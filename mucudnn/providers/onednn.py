@@ -11,7 +11,8 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.padding import evened
-from mucudnn.providers.stock import stock_result
+from mucudnn.providers.provider import Provider, write
+from mucudnn.providers.stock import stock_result, torchs_backend
 
 ONEDNN = "onednn"
 
@@ -22,7 +23,7 @@ SMALL_BUFFERS = 1 << 17
 """Bytes of what oneDNN allocates beside tensors, at most."""
 
 
-class OneDnn:
+class OneDnn(Provider):
     """Torch's oneDNN kernels for convolutions that torch gives to a plain im2col kernel.
 
     Torch decides by a rule of thumb, which sends small mini-batches with large samples (one volume, a slab of an image)
@@ -35,10 +36,7 @@ class OneDnn:
         if not enabled or problem.dtype != "float32":
             return ()
         even = evened(problem).problem
-        return (ONEDNN,) if _is_ordinary(even) and _is_passed_over(even) else ()
-
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
+        return (ONEDNN,) if _is_ordinary(even) and "Mkldnn" not in torchs_backend(even) else ()
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         even = evened(problem)
@@ -62,11 +60,7 @@ class OneDnn:
         for part in parts:
             even = evened(part.problem)
             result = onednn_result(even.problem, even.operands(part.operands))
-            if accumulate:
-                part.target.add_(even.result(result))
-            else:
-                part.target.copy_(even.result(result))
-            accumulate = part.problem.target is Role.W
+            accumulate = write(part, even.result(result), accumulate)
             del result
 
 
@@ -93,9 +87,13 @@ def _is_ordinary(problem: ConvProblem) -> bool:
     torch 2.13), and those for transposed, dilated and strided convolutions take scratch memory of their own. Gradients
     of data may be padded up to the kernel's reach, as those of a slab between others are.
     """
-    most = 1 if problem.target is Role.X else 2
+    return not problem.transposed and is_inner(problem, most=1 if problem.target is Role.X else 2)
+
+
+def is_inner(problem: ConvProblem, most: int = 2) -> bool:
+    """Whether a kernel without strides and dilations fits into the image, and exceeds so many times its padding."""
     spatial = zip(problem.windows, problem.padding, problem.x_shape[2:], strict=True)
-    return not problem.transposed and all(
+    return all(
         window.stride == window.dilation == 1 and most * padding < window.reach <= extent
         for window, padding, extent in spatial
     )
@@ -106,11 +104,3 @@ def _blocked(channels: int, groups: int) -> int:
     if channels == 1:
         return -(-groups // BLOCK) * BLOCK
     return -(-channels // BLOCK) * BLOCK * groups
-
-
-def _is_passed_over(problem: ConvProblem) -> bool:
-    """Whether torch, with its present switches and threads, would take another kernel than oneDNN's."""
-    # Shapes without memory: one element, expanded.
-    source, weight = (torch.empty(1).expand(shape) for shape in (problem.input_shape, problem.w_shape))
-    backend = torch._C._select_conv_backend(source, weight, None, *problem.arguments, None)
-    return "Mkldnn" not in backend.name

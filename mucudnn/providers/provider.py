@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import ConvProblem
+from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
 
 
@@ -22,15 +22,13 @@ class Provider(Protocol):
 
         The padding of the problem need not be the same at both ends (`ConvProblem.padding_after`).
         """
-        ...
 
     def serves(self, problem: ConvProblem, algorithm: str) -> bool:
         """Whether one of the algorithms computes this problem, be it among its `algorithms` or not."""
-        ...
+        return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         """Bytes that a launch of the problem holds at its peak beyond operands and target."""
-        ...
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         """Runs one algorithm on parts of one convolution, one after the other, writing their targets.
@@ -46,7 +44,6 @@ class Provider(Protocol):
         Raises:
             RuntimeError: where the algorithm cannot run after all; the target's contents are then undefined.
         """
-        ...
 
 
 class Archive(Protocol):
@@ -54,7 +51,6 @@ class Archive(Protocol):
 
     def compiled_plan(self, problem: ConvProblem, launch: str) -> str | None:
         """The text of a plan, `None` where none is kept."""
-        ...
 
     def keep_compiled_plan(self, problem: ConvProblem, launch: str, text: str) -> None: ...
 
@@ -75,7 +71,6 @@ class Ready(Protocol):
         Returns:
             Whether it did: `launch` serves any operands.
         """
-        ...
 
 
 @runtime_checkable
@@ -84,7 +79,15 @@ class Readying(Protocol):
 
     def ready(self, algorithm: str, tiles: Sequence[Tile], accumulate: bool) -> Ready:
         """As `launch`, for the parts that tiles are of any whole. Whatever takes long is left to the first run."""
-        ...
+
+
+def write(part: Part, result: torch.Tensor, accumulate: bool) -> bool:
+    """Puts a result into the target of a part, or adds it. Whether that of the next part is to be added, too."""
+    if accumulate:
+        part.target.add_(result)
+    else:
+        part.target.copy_(result)
+    return part.problem.target is Role.W
 
 
 def compute_dtype(problem: ConvProblem) -> torch.dtype:

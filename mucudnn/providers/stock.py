@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from mucudnn.convolution.call import Call
+from mucudnn.convolution.call import Call, torch_format
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.convolution.tile import Part
-from mucudnn.devices import KINDS
 from mucudnn.providers.padding import evened
+from mucudnn.providers.provider import Provider, write
 
 STOCK = "stock"
 """The name of the algorithm that is torch's own kernel."""
@@ -27,47 +27,52 @@ def stock_kernel(operator: str, dispatch_key: str) -> Any:
     return torch.library.get_kernel(f"aten::{operator}", dispatch_key)
 
 
-def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
-    """What torch's own kernel returns for the problem, in torch's own layout; the target tensor is not touched."""
-    dispatch_key = KINDS[operands.w.device.type].dispatch_key
+def _computed(
+    direction: Direction,
+    source: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    produced: torch.Tensor | None,
+    geometry: tuple[Any, ...],
+) -> torch.Tensor:
+    dispatch_key = weight.device.type.upper()
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
-    source, produced = (operands.y, operands.x) if problem.transposed else (operands.x, operands.y)
-    if problem.direction is Direction.FORWARD:
-        result = stock_kernel("convolution", dispatch_key).call_boxed(
-            keys, source, operands.w, operands.bias, *problem.arguments
-        )
-    else:
-        mask = [problem.direction is Direction.BACKWARD_DATA, problem.direction is Direction.BACKWARD_FILTER, False]
-        # The source of a data gradient and the weight of a weight gradient are read for their shapes and layouts only.
-        gradients = stock_kernel("convolution_backward", dispatch_key).call_boxed(
-            keys, produced, source, operands.w, None, *problem.arguments, mask
-        )
-        result = gradients[0 if mask[0] else 1]
-    assert isinstance(result, torch.Tensor)
+    if direction is Direction.FORWARD:
+        kernel = stock_kernel("convolution", dispatch_key)
+        result: torch.Tensor = kernel.call_boxed(keys, source, weight, bias, *geometry)
+        return result
+    mask = [direction is Direction.BACKWARD_DATA, direction is Direction.BACKWARD_FILTER, False]
+    kernel = stock_kernel("convolution_backward", dispatch_key)
+    result = kernel.call_boxed(keys, produced, source, weight, None, *geometry, mask)[0 if mask[0] else 1]
     return result
+
+
+def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
+    """What torch's own kernel returns for the problem, in torch's own layout.
+
+    The target is not touched: that of a gradient is read for its shape and layout only.
+    """
+    source, produced = (operands.y, operands.x) if problem.transposed else (operands.x, operands.y)
+    return _computed(problem.direction, source, operands.w, operands.bias, produced, problem.arguments)
 
 
 def stock_call(call: Call) -> torch.Tensor:
     """What torch's own kernel returns for a call, whose problem need not be known."""
     if call.by_torch is not None:
         return call.by_torch()
-    dispatch_key = KINDS[call.input.device.type].dispatch_key
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
-    geometry = call.stride, call.padding, call.dilation, call.transposed, call.output_padding, call.groups
-    result: torch.Tensor
-    if call.direction is Direction.FORWARD:
-        result = stock_kernel("convolution", dispatch_key).call_boxed(
-            keys, call.input, call.weight, call.bias, *geometry
-        )
-    else:
-        mask = [call.direction is Direction.BACKWARD_DATA, call.direction is Direction.BACKWARD_FILTER, False]
-        result = stock_kernel("convolution_backward", dispatch_key).call_boxed(
-            keys, call.grad_output, call.input, call.weight, None, *geometry, mask
-        )[0 if mask[0] else 1]
-    return result
+    return _computed(call.direction, call.input, call.weight, call.bias, call.grad_output, call.geometry)
 
 
-class Stock:
+def torchs_backend(problem: ConvProblem) -> str:
+    """The kernel that torch, with its present switches and threads, takes on a processor."""
+    # Shapes without memory: one element, expanded.
+    one = torch.empty(1, dtype=getattr(torch, problem.dtype))
+    source, weight = one.expand(problem.input_shape), one.expand(problem.w_shape)
+    name: str = torch._C._select_conv_backend(source, weight, None, *problem.arguments, None).name
+    return name
+
+
+class Stock(Provider):
     """Torch's own kernel on parts.
 
     Undivided, its workspace counts as 0: the program would need the scratch memory that torch takes without mucudnn,
@@ -88,9 +93,6 @@ class Stock:
         # A half-type weight gradient would be rounded once per part.
         return () if problem.is_half and problem.target is Role.W else (STOCK,)
 
-    def serves(self, problem: ConvProblem, algorithm: str) -> bool:
-        return algorithm in self.algorithms(problem)
-
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         even = evened(problem)
         elements = math.prod(even.problem.target_shape)
@@ -106,11 +108,7 @@ class Stock:
             even = evened(part.problem)
             operands = _outlined(part.problem, part.operands) if self._is_outlined else part.operands
             result = even.result(stock_result(even.problem, even.operands(operands)))
-            if accumulate:
-                part.target.add_(result)
-            else:
-                part.target.copy_(result)
-            accumulate = part.problem.target is Role.W
+            accumulate = write(part, result, accumulate)
             del result
 
 
@@ -123,9 +121,7 @@ def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
     if problem.direction is Direction.FORWARD:
         return operands
     target, name = operands.target(problem), dict(zip(Role, problem.formats, strict=True))[problem.target]
-    memory_format = torch.contiguous_format
-    if name == "channels_last":
-        memory_format = torch.channels_last if target.dim() == 4 else torch.channels_last_3d
+    memory_format = torch_format(name, target.dim())
     # Always, since torch tells by the strides: a weight of one element is contiguous and channels-last at once.
     strides = torch.empty(target.shape, device="meta", memory_format=memory_format).stride()
     return replace(operands, **{str(problem.target): target.as_strided(target.shape, strides)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.reporting.record import Record
@@ -23,7 +23,7 @@ class Chain:
 
     format: str
     layers: list[ConvProblem]
-    copied: int = field(default=0)
+    copied: int = 0
 
     @property
     def memory_format(self) -> str:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,8 @@ class Outcome:
     """
 
     records: Sequence[Record]
-    timeline: Sequence[Moment] = field(default=())
-    notices: Sequence[str] = field(default=())
+    timeline: Sequence[Moment] = ()
+    notices: Sequence[str] = ()
     met: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -75,8 +75,7 @@ class Outcome:
                 Moment(**moment | {"budget": math.inf if moment["budget"] is None else moment["budget"]})
                 for moment in values["timeline"]
             ]
-            plans, notices = values["plans"], tuple(map(str, values.get("notices", ())))
-            met = int(values.get("met", 0))
+            notices = tuple(map(str, values.get("notices", ())))
+            return cls(from_json(values["plans"]), timeline, notices, int(values.get("met", 0)))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no report of a run: {type(error).__name__}: {error}") from error
-        return cls(from_json(plans), timeline, notices, met)

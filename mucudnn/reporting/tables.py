@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem
@@ -24,36 +24,31 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
     """
     limits = {record.limit for record in records}
     title = f"workspace limit {format_bytes(*limits)}" if len(limits) == 1 else None
-    shown = _narrow_table(title)
-    if names is not None:
-        shown.add_column("layer", overflow="fold")
-    shown.add_column("convolution", overflow="fold", min_width=8)
-    shown.add_column("direction")
-    shown.add_column("division", overflow="fold")
-    details = ["over\nundivided"] if wide else []
-    for heading in ("ms", *details, "over\nstock", "workspace", *(["limit"] if title is None else [])):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    is_counted = any(record.stock_workspace is not None for record in records)
-    if is_counted:
-        shown.add_column("stock\nholds", justify="right", no_wrap=True)
     is_live = wide and any(record.trials for record in records)
-    if is_live:
-        shown.add_column("tried", overflow="fold")
-        shown.add_column("trials\nsaved ms", justify="right", no_wrap=True)
-    for index, record in enumerate(records):
-        shown.add_row(
-            *([] if names is None else [names[index]]),
-            str(record.problem),
-            _spaced(record.direction),
-            _division(record),
-            f"{record.seconds * 1e3:.3f}",
-            *([_times(record.undivided_seconds, record.seconds)] if wide else []),
-            _times(record.stock_seconds, record.seconds),
-            format_bytes(record.workspace),
-            *([format_bytes(record.limit)] if title is None else []),
-            *([_held(record)] if is_counted else []),
-            *([_tried(record), f"{-record.cost * 1e3:+.1f}"] if is_live else []),
-        )
+    is_counted = any(record.stock_workspace is not None for record in records)
+    name = iter(names or ())
+    text: dict[str, Any] = {"overflow": "fold"}
+    number: dict[str, Any] = {"justify": "right", "no_wrap": True}
+    columns: list[tuple[bool, str, dict[str, Any], Callable[[Record], str]]] = [
+        (names is not None, "layer", text, lambda _: next(name)),
+        (True, "convolution", text | {"min_width": 8}, lambda record: str(record.problem)),
+        (True, "direction", {}, lambda record: _spaced(record.direction)),
+        (True, "division", text, _division),
+        (True, "ms", number, lambda record: f"{record.seconds * 1e3:.3f}"),
+        (wide, "over\nundivided", number, lambda record: times(record.undivided_seconds, record.seconds)),
+        (True, "over\nstock", number, lambda record: times(record.stock_seconds, record.seconds)),
+        (True, "workspace", number, lambda record: format_bytes(record.workspace)),
+        (title is None, "limit", number, lambda record: format_bytes(record.limit)),
+        (is_counted, "stock\nholds", number, _held),
+        (is_live, "tried", text, _tried),
+        (is_live, "trials\nsaved ms", number, lambda record: f"{-record.cost * 1e3:+.1f}"),
+    ]
+    shown = _narrow_table(title)
+    for is_shown, heading, style, _ in columns:
+        if is_shown:
+            shown.add_column(heading, **style)
+    for record in records:
+        shown.add_row(*(cell(record) for is_shown, _, _, cell in columns if is_shown))
     return shown
 
 
@@ -80,8 +75,8 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met:
     calls = "One call of each" if counts is None else "All calls of one pass"
     gain = (
         f"{len(records)} convolution{'s' * (len(records) > 1)}, {divided} of them divided. {calls}: "
-        f"{seconds * 1e3:.3f} ms predicted, {_times(stock, seconds)} the speed of torch's own kernels "
-        f"({stock * 1e3:.3f} ms) and {_times(undivided, seconds)} that of the best undivided algorithms within the "
+        f"{seconds * 1e3:.3f} ms predicted, {times(stock, seconds)} the speed of torch's own kernels "
+        f"({stock * 1e3:.3f} ms) and {times(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
     return " ".join(
@@ -203,7 +198,7 @@ def _spaced(direction: str) -> str:
     return direction.replace("_", " ")
 
 
-def _times(slower: float, faster: float) -> str:
+def times(slower: float, faster: float) -> str:
     """A speed-up for people."""
     return f"{slower / faster:.2f}x" if faster > 0 else "-"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def _parse_database(value: object) -> str:
     return os.path.expanduser(path)
 
 
-def _one_of(*words: str) -> Callable[[object], str]:
+def one_of(*words: str) -> Callable[[object], str]:
     """Parses one of some words, in capitals or not."""
 
     def parse(value: object) -> str:
@@ -73,18 +73,10 @@ def _parse_switch(value: object) -> bool:
     return ("off", "on").index(_parse_progress(value)) == 1
 
 
-def _default_database() -> str:
-    return str(cache_folder() / "times.sqlite")
-
-
 def cache_folder() -> Path:
-    """Where this system keeps what can be computed again; without platformdirs, where the XDG standard says."""
-    try:
-        import platformdirs
-    except ModuleNotFoundError:
-        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        return (given if given.is_absolute() else Path.home() / ".cache") / "mucudnn"
-    return Path(platformdirs.user_cache_dir("mucudnn", appauthor=False))
+    """Where this system keeps what can be computed again, as the XDG standard says."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (given if given.is_absolute() else Path.home() / ".cache") / "mucudnn"
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,8 @@ class Setting:
         default: makes the text it has if nobody gives a value; `None` for nothing.
         accepted: the values it takes, for people.
         meaning: what it does, for people.
-        parse: the value from what was given; raises ValueError.
+        parse: the value from what was given. Raises ValueError, or SettingError where it tells more than `accepted`.
+        metavar: what the value of its option of a command looks like, for help texts; "" for a setting without one.
     """
 
     variable: str
@@ -104,6 +97,7 @@ class Setting:
     accepted: str
     meaning: str
     parse: Callable[[object], Any]
+    metavar: str = ""
 
     def value(self, name: str, given: object) -> Any:
         """The value from what was given under `name`, an argument's or a variable's.
@@ -113,8 +107,20 @@ class Setting:
         """
         try:
             return self.parse(given)
+        except SettingError as error:
+            raise SettingError(f"{name}: {error}") from None
         except (ValueError, OverflowError):
             raise SettingError(f"{name}={given!r}: accepted is {self.accepted}") from None
+
+    def sourced(self, environ: Mapping[str, str]) -> tuple[Any, str]:
+        """The value without an argument, and where it comes from: the variable's name, or "default".
+
+        An empty variable counts as unset. None is the value of a setting without a default.
+        """
+        if environ.get(self.variable):
+            return self.value(self.variable, environ[self.variable]), self.variable
+        default = self.default()
+        return None if default is None else self.value(self.variable, default), "default"
 
 
 SETTINGS = {
@@ -124,6 +130,7 @@ SETTINGS = {
         "a number of bytes, alone or with a unit (67108864, 64MiB, 1GB), unlimited, or peak",
         "scratch memory that one convolution may use; peak: what does not raise a step's peak; 0: nothing is divided",
         parse_limit,
+        "BYTES",
     ),
     "memory_limit": Setting(
         "MUCUDNN_MEMORY_LIMIT",
@@ -131,6 +138,7 @@ SETTINGS = {
         "a number of bytes, alone or with a unit (10737418240, 10GiB), or unlimited",
         "memory that the program may fill: each convolution may use what is free at its moment of a step",
         parse_bytes,
+        "BYTES",
     ),
     "total_workspace_size": Setting(
         "MUCUDNN_TOTAL_WORKSPACE_SIZE",
@@ -138,34 +146,38 @@ SETTINGS = {
         "a number of bytes, alone or with a unit (536870912, 512MiB, 2GB), or unlimited",
         "scratch memory that all convolutions together may use, each layer its own; unset, they reuse the same",
         parse_bytes,
+        "BYTES",
     ),
     "policy": Setting(
         "MUCUDNN_BATCH_SIZE_POLICY",
         lambda: "powerOfTwo",
         f"one of {', '.join(POLICIES)}",
         "the micro-batch sizes that are tried",
-        _one_of(*POLICIES),
+        one_of(*POLICIES),
+        "NAME",
     ),
     "planning": Setting(
         "MUCUDNN_PLANNING",
         lambda: "auto",
         "auto, ahead or live",
         "when algorithms are measured: before a convolution's first call, or on its calls; auto: live on a processor",
-        _one_of("auto", "ahead", "live"),
+        one_of("auto", "ahead", "live"),
+        "WHEN",
     ),
     "database": Setting(
         "MUCUDNN_DATABASE",
-        _default_database,
+        lambda: str(cache_folder() / "times.sqlite"),
         f"the path of a file (not of a directory) or {MEMORY}",
         "where measured times are kept",
         _parse_database,
+        "PATH",
     ),
     "engines": Setting(
         "MUCUDNN_ENGINES",
         lambda: "heuristic",
         "heuristic or all",
         "the engines of cuDNN that are tried: the best that its heuristics propose, or all that serve",
-        _one_of("heuristic", "all"),
+        one_of("heuristic", "all"),
     ),
     "benchmark_devices": Setting(
         "MUCUDNN_BENCHMARK_DEVICES",
@@ -194,13 +206,15 @@ SETTINGS = {
         "auto, on or off",
         "a progress bar while measuring; auto shows it on a terminal",
         _parse_progress,
+        "WHEN",
     ),
     "log": Setting(
         "MUCUDNN_LOG",
         lambda: None,
         f"one of {', '.join(_LEVELS)}",
         "the least level of log lines that go to stderr; unset leaves logging to the program",
-        _one_of(*_LEVELS),
+        one_of(*_LEVELS),
+        "LEVEL",
     ),
 }
 """Every setting by its name in `patch`."""

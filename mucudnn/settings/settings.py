@@ -31,22 +31,11 @@ class Given(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one `patch`.
+    """The settings of one `patch`, which says what they mean. `math.inf` is no limit, `None` what nobody asked for.
 
     Attributes:
-        workspace_limit: bytes that one convolution may use beyond its operands and result; `math.inf` for no limit.
-            Where only a total is given, that is the limit. `PEAK`: what does not raise the peak memory of a step.
-        memory_limit: bytes that all of the program's memory may come to; `None` where nobody asked for it.
-        total_workspace_size: bytes that the workspaces of all convolutions may add up to; `None` where they reuse one.
-        policy: the micro-batch sizes that are tried, a name of `optimizer.POLICIES`.
-        planning: "ahead", measured before a convolution's first call, "live", on the calls themselves, or "auto".
-        database: path of the database of times, or `:memory:`.
-        engines: of cuDNN that are tried: "heuristic", those that it proposes, or "all".
-        benchmark_devices: GPUs that share the measuring, all if empty; `None` for a call's own alone.
-        check: whether the results of algorithms are checked before these are used.
-        count_stock: whether the scratch memory of torch's own kernels counts within the limit.
-        progress: "auto" (a bar on a terminal), "on" or "off".
-        log: the least level of log lines that go to stderr; `None` leaves logging as the program has it.
+        workspace_limit: where only a total is given, that; `PEAK`: what does not raise the peak memory of a step.
+        benchmark_devices: numbers of GPUs, all if empty; `None` for a call's own alone.
         sources: for every setting, what gave its value: "argument", the environment variable's name, or "default".
     """
 
@@ -86,13 +75,8 @@ class Settings:
         for name, setting in SETTINGS.items():
             if overrides.get(name) is not None:
                 values[name], sources[name] = setting.value(name, overrides[name]), "argument"
-            elif environ.get(setting.variable):
-                values[name] = setting.value(setting.variable, environ[setting.variable])
-                sources[name] = setting.variable
             else:
-                default = setting.default()
-                values[name] = None if default is None else setting.value(setting.variable, default)
-                sources[name] = "default"
+                values[name], sources[name] = setting.sourced(environ)
         alone = sources["workspace_limit"] == "default"
         total = values["total_workspace_size"]
         by_step = [name for name in ("workspace_limit", "memory_limit") if _is_by_step(name, values[name])]

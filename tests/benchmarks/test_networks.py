@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from mucudnn.networks.models import NETWORKS, AlexNet, CosmoFlow, DenseNet, Layer, Network, ResNet, UNet3d, convolutions
+from benchmarks.layers.layer import Layer, convolutions
+from benchmarks.networks import NETWORKS, Network
+from mucudnn.networks import models
+from mucudnn.networks.models import AlexNet, CosmoFlow, DenseNet, ResNet, UNet3d
 
 
 def parameters(model: nn.Module) -> int:
@@ -34,7 +37,7 @@ SMALL_OUTPUTS = {
 
 
 def test_every_network_is_in_the_table() -> None:
-    assert NETWORKS.keys() == FULL.keys()
+    assert NETWORKS.keys() == FULL.keys() == models.NETWORKS.keys()
     assert all(network.name == name for name, network in NETWORKS.items())
 
 

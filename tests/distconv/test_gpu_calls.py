@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ranks import missing_for_mpi
 from torch.utils.data import DataLoader, TensorDataset
 
+from distconv.interface import _take_gpu
 from distconv.job import data
 from distconv.job.data import loading
 from distconv.job.to_device import ToDevice
 from distconv.model import parallelize
-from distconv.place.gpu import take_gpu
 
 
 def test_what_ranks_import_before_they_are_forked_asks_for_no_gpu() -> None:
@@ -88,7 +88,7 @@ def test_a_rank_takes_the_gpu_of_its_local_rank(how: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    take_gpu()
+    _take_gpu()
     assert taken[-1] == expected
 
 

@@ -37,17 +37,17 @@ def test_values_and_what_counts_as_unset() -> None:
     ("name", "text", "accepted"),
     [
         ("partition", "hight=2", "axes sample, channel, filter, depth, height, width"),
-        ("backend", "smoke", "accepted: gloo, nccl, mpi"),
-        ("channel_algorithm", "z", "accepted: x, y, w, auto"),
-        ("random", "other", "accepted: same, apart"),
-        ("halo", "chain=", "accepted: layer, chain, chain=ROWS"),
+        ("backend", "smoke", "accepted is gloo, nccl, mpi"),
+        ("channel_algorithm", "z", "accepted is x, y, w, auto"),
+        ("random", "other", "accepted is same, apart"),
+        ("halo", "chain=", "accepted is layer, chain, chain=ROWS"),
     ],
 )
 def test_bad_values_are_one_line_that_names_their_source(name: str, text: str, accepted: str) -> None:
     variable = settings.SETTINGS[name].variable
-    with pytest.raises(settings.SettingError, match=f"^{variable}: .*{text}.*{accepted}$"):
+    with pytest.raises(settings.SettingError, match=f"^{variable}[:=].*{text}.*{accepted}$"):
         settings.value(name, environ={variable: text})
-    with pytest.raises(settings.SettingError, match=f"^--{name.replace('_', '-')}: .*{text}.*{accepted}$"):
+    with pytest.raises(settings.SettingError, match=f"^--{name.replace('_', '-')}[:=].*{text}.*{accepted}$"):
         settings.options({name: text}).__enter__()
 
 

@@ -19,7 +19,8 @@ import mucudnn
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
-from mucudnn.networks.models import NETWORKS, convolutions
+from mucudnn.networks.layers import convolutional
+from mucudnn.networks.models import NETWORKS
 from mucudnn.providers import stock_result
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.providers.layout import Layout, in_torch
@@ -177,13 +178,9 @@ def test_ordinary_networks_are_offered_nothing_more(network: str, threads: int) 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for layer in convolutions(NETWORKS[network], 4):
+        for layer in convolutional(NETWORKS[network].build, (4, *NETWORKS[network].input_shape)):
             for direction, name in itertools.product(Direction, FORMATS):
-                geometry = {"stride": layer.stride, "padding": layer.padding, "dilation": layer.dilation}
-                problem = ConvProblem.of_convolution(
-                    direction, layer.input, layer.weight, **geometry, formats=(name,) * 3
-                )
-                assert not STOCKS.algorithms(problem)
+                assert not STOCKS.algorithms(replace(layer.problem, direction=direction, formats=(name,) * 3))
     finally:
         torch.set_num_threads(before)
 

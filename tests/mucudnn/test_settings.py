@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mucudnn import log
+from mucudnn.patching import log_to_stderr
 from mucudnn.settings import SETTINGS, Given, SettingError, Settings
 from mucudnn.sizes import format_bytes, parse_bytes
 
@@ -187,11 +187,11 @@ def test_an_unknown_override() -> None:
 
 def test_the_log_goes_to_stderr_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("mucudnn")
-    log.to_stderr("info")
-    log.to_stderr("info")
+    log_to_stderr("info")
+    log_to_stderr("info")
     logger.info("measured")
     logger.debug("unseen")
-    log.to_stderr(None)
+    log_to_stderr(None)
     logger.info("unheard")
     assert capsys.readouterr().err == "mucudnn INFO: measured\n"
     assert (logger.level, logger.propagate) == (logging.NOTSET, True)

@@ -16,7 +16,7 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import relaid
-from distconv.transfer.transfer import Transfer
+from distconv.transfer.route import Transfer
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from pathlib import Path
 
@@ -20,11 +19,8 @@ def free_on_host(mesh: DeviceMesh) -> int:
     """Bytes of main memory for this rank, the same share for each rank of its machine. Collective."""
     names: list[str] = [""] * mesh.size()
     dist.all_gather_object(names, socket.gethostname(), group=whole_group(mesh))
-    try:
-        with open("/proc/meminfo") as lines:
-            free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with open("/proc/meminfo") as lines:
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
     with contextlib.suppress(OSError, ValueError):  # a container without a limit says "max"
         limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         free = min(free, max(limit - used, 0))

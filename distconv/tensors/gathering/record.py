@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections import Counter
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,36 +23,21 @@ MOST_PLACES = 3
 """The most lines of the script that the summary names."""
 
 
-@dataclass
-class Place:
-    """The bytes that one line of the script has gathered.
-
-    Attributes:
-        line: of the script.
-        operator: for which tensors were gathered there.
-        bytes: that each rank has received or held of them, in all.
-    """
-
-    line: str
-    operator: str
-    bytes: int = 0
-
-
 class Record:
     """The bytes that a job has gathered for its script so far."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[str, str], Place] = {}
+        self.places: Counter[tuple[str, str]] = Counter()
+        """By line of the script and operator there: the bytes that each rank has received or held for it, in all."""
         self.steps = 0
         """Steps that optimizers have taken."""
 
     def add(self, operator: str, size: int) -> None:
         """Count bytes that are gathered for an operator. Tell of the line if they are many and are its first."""
         line = asked_for()
-        known = (line, operator) in self.places
-        place = self.places.setdefault((line, operator), Place(line, operator))
-        place.bytes += size
-        if size > MUCH and not known and dist.get_rank() == 0:
+        is_known = (line, operator) in self.places
+        self.places[line, operator] += size
+        if size > MUCH and not is_known and dist.get_rank() == 0:
             print(
                 f"distconv: {operator} {line} needs whole tensors: {format_bytes(size)} are gathered on every rank each"
                 f" time; {advice(operator)}",
@@ -67,11 +52,11 @@ class Record:
         """One line for people; empty where nothing was gathered."""
         if not self.places:
             return ""
-        places = sorted(self.places.values(), key=lambda place: -place.bytes)
-        total = sum(place.bytes for place in places)
+        total = self.places.total()
         each = f"{format_bytes(total / self.steps)} a step" if self.steps else f"{format_bytes(total)} in all"
-        told = ", ".join(f"{format_bytes(p.bytes)} {p.line} ({p.operator})" for p in places[:MOST_PLACES])
-        more = f", and at {len(places) - MOST_PLACES} more lines" if len(places) > MOST_PLACES else ""
+        most = self.places.most_common(MOST_PLACES)
+        told = ", ".join(f"{format_bytes(size)} {line} ({operator})" for (line, operator), size in most)
+        more = f", and at {len(self.places) - MOST_PLACES} more lines" if len(self.places) > MOST_PLACES else ""
         return f"outside models every rank gathered {each}; in all {told}{more}"
 
 

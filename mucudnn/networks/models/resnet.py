@@ -10,8 +10,6 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 
 
 class _Block(nn.Module):
-    outputs: int
-
     def __init__(self, inputs: int, outputs: int, stride: int, residual: nn.Module) -> None:
         super().__init__()
         self.residual = residual
@@ -23,29 +21,21 @@ class _Block(nn.Module):
         return self.relu(self.residual(x) + self.shortcut(x))
 
 
-class _Basic(_Block):
-    def __init__(self, inputs: int, width: int, inner: int, stride: int) -> None:
-        residual = nn.Sequential(
-            _convolution(inputs, inner, 3, stride), nn.ReLU(inplace=True), _convolution(inner, inner, 3)
-        )
-        super().__init__(inputs, inner, stride, residual)
-        self.outputs = inner
+def _basic(inputs: int, width: int, outputs: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(_convolution(inputs, width, 3, stride), nn.ReLU(inplace=True), _convolution(width, outputs, 3))
 
 
-class _Bottleneck(_Block):
-    def __init__(self, inputs: int, width: int, inner: int, stride: int) -> None:
-        residual = nn.Sequential(
-            _convolution(inputs, inner, 1),
-            nn.ReLU(inplace=True),
-            _convolution(inner, inner, 3, stride),
-            nn.ReLU(inplace=True),
-            _convolution(inner, 4 * width, 1),
-        )
-        super().__init__(inputs, 4 * width, stride, residual)
-        self.outputs = 4 * width
+def _bottleneck(inputs: int, width: int, outputs: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(
+        _convolution(inputs, width, 1),
+        nn.ReLU(inplace=True),
+        _convolution(width, width, 3, stride),
+        nn.ReLU(inplace=True),
+        _convolution(width, outputs, 1),
+    )
 
 
-_BLOCKS = {18: (_Basic, (2, 2, 2, 2)), 34: (_Basic, (3, 4, 6, 3)), 50: (_Bottleneck, (3, 4, 6, 3))}
+_KINDS = {18: (_basic, (2, 2, 2, 2)), 34: (_basic, (3, 4, 6, 3)), 50: (_bottleneck, (3, 4, 6, 3))}
 
 
 class ResNet(nn.Module):
@@ -62,9 +52,9 @@ class ResNet(nn.Module):
 
     def __init__(self, depth: int = 18, classes: int = 1000, width: int = 64, width_factor: int = 1) -> None:
         super().__init__()
-        if depth not in _BLOCKS:
-            raise ValueError(f"depth of a ResNet: {depth}, not one of {', '.join(map(str, _BLOCKS))}")
-        block, repeats = _BLOCKS[depth]
+        if depth not in _KINDS:
+            raise ValueError(f"depth of a ResNet: {depth}, not one of {', '.join(map(str, _KINDS))}")
+        residual, repeats = _KINDS[depth]
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False),
             nn.BatchNorm2d(width),
@@ -74,12 +64,12 @@ class ResNet(nn.Module):
         channels = width
         stages: list[nn.Module] = []
         for stage, count in enumerate(repeats):
-            stage_width = width * 2**stage
+            inner = width * 2**stage * width_factor
+            outputs = inner if residual is _basic else 4 * width * 2**stage
             for index in range(count):
                 stride = 2 if index == 0 and stage > 0 else 1
-                made = block(channels, stage_width, stage_width * width_factor, stride)
-                channels = made.outputs
-                stages.append(made)
+                stages.append(_Block(channels, outputs, stride, residual(channels, inner, outputs, stride)))
+                channels = outputs
         self.stages = nn.Sequential(*stages)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Linear(channels, classes)

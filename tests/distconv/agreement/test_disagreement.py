@@ -5,7 +5,7 @@ from __future__ import annotations
 from distconv.agreement.disagreement import Note, Site, explain
 
 
-def noted(what: str = "input 1 of Net.forward", checksum: int = 7, shard: int = 0, line: str = "a.py:3") -> Note:
+def noted(what: str = "input 1 of Net.forward", checksum: int = 7, shard: int = 0, line: str = "a.py:3") -> Note[int]:
     return Note(Site(what, (4, 3), "torch.float32", line), checksum, shard)
 
 

@@ -13,9 +13,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import distconv
+from benchmarks.networks import NETWORKS
 from distconv.model import homes
 from distconv.rules.convolution import plan
-from mucudnn.networks.models import NETWORKS
 
 STEPS = 2
 

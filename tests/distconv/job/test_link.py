@@ -79,7 +79,7 @@ def test_a_store_that_does_not_answer_cuts_off() -> None:
 @pytest.mark.parametrize("given", ["0", "soon", "-3", "inf"])
 def test_how_long_a_machine_may_be_silent(given: str) -> None:
     with pytest.raises(
-        settings.SettingError, match=r"lost_after .*: accepted: a number of seconds, at least 1, or never"
+        settings.SettingError, match=r"LOST_AFTER=.*: accepted is a number of seconds, at least 1, or never"
     ):
         settings.value("lost_after", environ={"DISTCONV_LOST_AFTER": given})
     assert settings.value("lost_after", environ={}) == 8.0

@@ -12,8 +12,8 @@ from ranks import Ranks
 from torch import Tensor
 
 import distconv
+from benchmarks.networks import NETWORKS
 from distconv.model.strategy import Strategy
-from mucudnn.networks.models import NETWORKS
 
 Steps = list[tuple[float, dict[str, Tensor]]]
 

@@ -221,7 +221,7 @@ def told(partition: str) -> tuple[str, list[tuple[str, int]], str]:
         x.numpy()
     finally:
         whole.MOST_BYTES = most
-    counted = [(p.operator, p.bytes) for key, p in record.record.places.items() if key not in before]
+    counted = [(key[1], size) for key, size in record.record.places.items() if key not in before]
     return refusal, counted, distconv.layout(x)
 
 

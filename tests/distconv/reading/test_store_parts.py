@@ -56,5 +56,5 @@ def test_what_store_accepts(text, gib, disk):
 
 @pytest.mark.parametrize("text", ["", "disk", "memory=", "memory=-1", "memory=2GB", "on"])
 def test_what_store_refuses(text):
-    with pytest.raises(ValueError, match="accepted: memory, memory=GIB, memory\\+disk"):
-        SETTINGS["store"].parse(text)
+    with pytest.raises(ValueError, match="accepted is memory, memory=GIB, memory\\+disk"):
+        SETTINGS["store"].value("--store", text)

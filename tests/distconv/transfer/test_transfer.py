@@ -18,7 +18,7 @@ from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import redistribution
 from distconv.transfer.reshuffle import make_reshuffle
-from distconv.transfer.transfer import Transfer
+from distconv.transfer.route import Transfer
 
 SHAPE = (2, 3, 7, 5)
 ROWS, COLUMNS, FLAT = (Shard(2), Replicate()), (Shard(3), Replicate()), (Shard(1), Replicate())

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import distconv
+from benchmarks.networks import NETWORKS
 from distconv.__main__ import main
 from distconv.settings.partition import Partition
 from distconv.tensors.memory import Memory
 from distconv.turns import pager
 from distconv.turns.following import follow
 from distconv.turns.parts import parts_of
-from mucudnn.networks.models import NETWORKS
 from tests.forked_python import run_python
 
 LIMIT = 1 << 21

@@ -7,12 +7,13 @@ import ctypes
 import pytest
 
 from distconv.turns import heap
+from mucudnn.devices.process_memory import glibc, resident_bytes
 
 BLOCK, COUNT, BETWEEN = 100_000, 5000, 4000
 """Bytes of the blocks that are freed, how many there are, and bytes of those that stay, between them."""
 
 
-@pytest.mark.skipif(heap._glibc() is None, reason="the C library is not glibc 2.33 or later")
+@pytest.mark.skipif(glibc() is None, reason="the C library is not glibc 2.33 or later")
 def test_freed_blocks_go_back_where_the_process_would_become_larger() -> None:
     library = ctypes.CDLL(None)
     library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -28,21 +29,21 @@ def test_freed_blocks_go_back_where_the_process_would_become_larger() -> None:
 
     pairs = [made(BLOCK, 1) + made(BETWEEN, 1) for _ in range(COUNT)]
     watch.tidy()
-    before = heap._resident()
+    before = resident_bytes()
     for block, _ in pairs[: COUNT // 100]:
         library.free(block)
     watch.settle()
-    assert before - heap._resident() < BLOCK  # they are few
+    assert before - resident_bytes() < BLOCK  # they are few
     for block, _ in pairs[COUNT // 100 :]:
         library.free(block)
     watch.tidy()
-    assert before - heap._resident() < BLOCK  # others may fit there
+    assert before - resident_bytes() < BLOCK  # others may fit there
     larger = made(2 * BLOCK, COUNT // 2)
     watch.tidy()
-    assert heap._resident() < before + BLOCK * COUNT // 4
+    assert resident_bytes() < before + BLOCK * COUNT // 4
     for block in larger:
         library.free(block)
     watch.settle()
-    assert before - heap._resident() > BLOCK * COUNT // 2
+    assert before - resident_bytes() > BLOCK * COUNT // 2
     for _, between in pairs:
         library.free(between)

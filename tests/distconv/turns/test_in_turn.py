@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import distconv
 from benchmarks.campaign.in_turn import case_of, tried
 from benchmarks.campaign.trial import Rank
+from benchmarks.networks import NETWORKS
 from distconv.turns import pager
-from mucudnn.networks.models import NETWORKS
 
 TOLERANCE = 1e-10
 

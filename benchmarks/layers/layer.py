@@ -1,3 +1,5 @@
+"""The distinct convolutions of a network, each with its shapes, geometry and number of calls."""
+
 from __future__ import annotations
 
 from collections import Counter
@@ -6,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .network import Network
+from benchmarks.networks import Network
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 

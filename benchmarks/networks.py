@@ -1,14 +1,20 @@
+"""The networks that mucudnn ships as they are trained: samples, targets, losses, and a small form in float64."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mucudnn.networks import models
+
 Task = Literal["classification", "segmentation", "regression"]
+
+SMALL_BATCH = 4
 
 
 @dataclass(frozen=True)
@@ -61,3 +67,40 @@ class Network:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The usual loss of the task, averaged over the batch: cross entropy or mean squared error."""
         return F.mse_loss(outputs, targets) if self.task == "regression" else F.cross_entropy(outputs, targets)
+
+
+def _network(name: str, task: Task, narrow: dict[str, Any], shape: tuple[int, ...]) -> Network:
+    """A network in float32. Its small form has arguments that make it narrow, and samples of another shape."""
+    shipped = models.NETWORKS[name]
+    small = Network(
+        f"{name}-small",
+        lambda **given: shipped.build(**(narrow | given)).to(torch.float64),
+        shape,
+        SMALL_BATCH,
+        task,
+        torch.float64,
+    )
+    assert shipped.input_shape is not None and shipped.batch is not None
+    return Network(name, shipped.build, shipped.input_shape, shipped.batch, task, reduced=small)
+
+
+_NARROW = {"classes": 5, "width": 4}
+_NARROW_ENDS = _NARROW | {"hidden": 16, "pooled": 2, "dropout": 0.0}
+_NARROW_CUBES = {"size": 16, "width": 2, "hidden": (16, 8), "dropout": 0.0}
+
+NETWORKS = {
+    network.name: network
+    for network in (
+        _network("alexnet", "classification", _NARROW_ENDS, (3, 96, 96)),
+        _network("vgg16", "classification", _NARROW_ENDS, (3, 64, 64)),
+        _network("resnet18", "classification", _NARROW, (3, 64, 64)),
+        _network("resnet50", "classification", _NARROW, (3, 64, 64)),
+        _network("wide_resnet50", "classification", _NARROW, (3, 64, 64)),
+        _network("densenet40", "classification", _NARROW | {"depth": 10, "growth": 3}, (3, 16, 16)),
+        _network("unet3d", "segmentation", {"width": 2, "levels": 3}, (1, 16, 16, 16)),
+        _network("cosmoflow", "regression", _NARROW_CUBES, (4, 16, 16, 16)),
+        _network("meshtangling1k", "segmentation", {"widths": (4, 6, 4)}, (18, 64, 64)),
+        _network("meshtangling2k", "segmentation", {"widths": (4, 6, 4)}, (18, 64, 64)),
+    )
+}
+"""Every network by name."""
