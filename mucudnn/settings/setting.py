@@ -74,9 +74,13 @@ def _parse_switch(value: object) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where this system keeps what can be computed again, as the XDG standard says."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (given if given.is_absolute() else Path.home() / ".cache") / "mucudnn"
+    """Where this system keeps what can be computed again; without platformdirs, where the XDG standard says."""
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (given if given.is_absolute() else Path.home() / ".cache") / "mucudnn"
+    return Path(platformdirs.user_cache_dir("mucudnn", appauthor=False))
 
 
 @dataclass(frozen=True)
