@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from mucudnn.convolution.call import Call
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Shape
 from mucudnn.planning.plan import Plan
 from mucudnn.reporting.record import Record
@@ -37,11 +39,14 @@ class FixedLimit:
         self._shape, self._strides = plan.problem.target_shape, strides
         self._warned = False
         self.calls = 0
+        self._launch: Callable[[Operands], None] | None = None
 
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
+        # A call asks neither the plan nor its schedule: between two calls the processor's caches forget them.
+        self._launch = None if plan.is_stock else plan.schedule.launch
         if self._is_lasting and not plan.is_stock:
             _adopted.append(plan.schedule)
 
@@ -60,20 +65,21 @@ class FixedLimit:
 
         `None` where torch's own kernel is to compute it.
         """
-        while not (plan := self.plan).is_stock:
+        while (launch := self._launch) is not None:
             target = call.input.new_empty_strided(self._shape, self._strides)
             try:
                 operands = call.operands(target)
-                plan.schedule.launch(operands)
-                if self._is_next_best and plan.checks:
-                    check(plan.schedule, operands, None)  # memory may be short: a sample must do
-                self._is_next_best = False
+                launch(operands)
+                if self._is_next_best:
+                    if self.plan.checks:
+                        check(self.plan.schedule, operands, None)  # memory may be short: a sample must do
+                    self._is_next_best = False
                 self.calls += 1
                 return target
             except LaunchError as error:
                 del target
                 self._warn(error)
-                self._adopt(plan.without(error))
+                self._adopt(self.plan.without(error))
                 self._is_next_best = True
         return None
 
