@@ -148,6 +148,12 @@ class Gpu(Device):
     def clock(self) -> Clock:
         return GpuClock(self.place)
 
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if torch._C._cuda_getDevice() != self.index:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self.place)
+        memory: torch.Tensor = torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined]
+        return memory
+
     def stopwatch(self) -> GpuStopwatch:
         return GpuStopwatch(self.place)
 

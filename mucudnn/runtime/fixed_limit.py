@@ -10,6 +10,7 @@ import torch
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Shape
+from mucudnn.devices import Device
 from mucudnn.planning.plan import Plan
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule, check
@@ -28,13 +29,13 @@ class FixedLimit:
         calls: how many it has computed.
     """
 
-    def __init__(self, plan: Plan, strides: Shape, is_lasting: bool = False) -> None:
+    def __init__(self, plan: Plan, strides: Shape, device: Device) -> None:
         """
         Args:
             strides: of what torch's own kernel returns, and so of the results.
-            is_lasting: whether what runs outlives this object, as what a GPU was given does.
+            device: where the convolutions are computed.
         """
-        self._is_lasting = is_lasting
+        self._empty, self._is_lasting = device.empty, device.is_asynchronous
         self._is_next_best = False
         self._shape, self._strides = plan.problem.target_shape, strides
         self._warned = False
@@ -66,7 +67,7 @@ class FixedLimit:
         `None` where torch's own kernel is to compute it.
         """
         while (launch := self._launch) is not None:
-            target = call.input.new_empty_strided(self._shape, self._strides)
+            target = self._empty(self._shape, self._strides, call.input.dtype)
             try:
                 operands = call.operands(target)
                 launch(operands)

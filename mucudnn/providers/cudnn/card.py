@@ -67,7 +67,7 @@ class Card:
 
     def is_current(self) -> bool:
         """Whether this is the current GPU."""
-        return torch.cuda.current_device() == self.index
+        return bool(torch._C._cuda_getDevice() == self.index)
 
     def current(self) -> AbstractContextManager[object]:
         """Makes this the current GPU, as cuDNN needs it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
 
 import torch
 
@@ -12,8 +13,8 @@ from mucudnn.convolution.tile import Tile
 from mucudnn.providers.cudnn.form import Form, form
 from mucudnn.providers.cudnn.launch import Place, Prepared, Preparing
 
-Plans = Sequence[tuple[Prepared, int, int]]
-"""Of each part: its plan, and the bytes before its x and y."""
+Plan = tuple[Callable[[c_void_p, int, int, int, int], None], int, int]
+"""Of a part: what executes its plan, and the bytes before its x and y."""
 
 
 class ReadyLaunch:
@@ -38,7 +39,8 @@ class ReadyLaunch:
         self._target = str(first.target)
         self._at, self._length = tiles[0].at, sum(tile.extent for tile in tiles)
         self._start = (tiles[0].x if first.target is Role.X else tiles[0].y)[0]
-        self._plans: Plans | None = None
+        self._prepared: list[Prepared] = []
+        self._plans: Sequence[Plan] | None = None
         self._workspace, self._mask = 0, 0
         self._copies: Form | None = None
 
@@ -72,8 +74,8 @@ class ReadyLaunch:
         scratch = place.scratch(self._workspace) if self._workspace else None
         workspace = 0 if scratch is None else scratch.data_ptr()
         handle = place.handle()
-        for prepared, x_offset, y_offset in plans:
-            prepared.execute(handle, x + x_offset, w, y + y_offset, workspace)
+        for execute, x_offset, y_offset in plans:
+            execute(handle, x + x_offset, w, y + y_offset, workspace)
         if operands.bias is not None:
             target: torch.Tensor = getattr(operands, self._target)
             if self._length < target.shape[self._at]:
@@ -88,9 +90,10 @@ class ReadyLaunch:
             setattr(views, role, getattr(views, role).contiguous(memory_format=form.memory_format))
         return views
 
-    def _made(self) -> Plans:
+    def _made(self) -> Sequence[Plan]:
         """The plans, held as long as this launch; none where this class does not serve the parts."""
-        made, accumulate = [], self._accumulate
+        made: list[Plan] = []
+        accumulate = self._accumulate
         for tile in self._tiles:
             put = form(tile.problem)
             if put is None:
@@ -102,7 +105,8 @@ class ReadyLaunch:
             prepared = self._provider.prepared(tile.problem, self._algorithm, accumulate)
             at = tile.at and tile.at + len(put.shapes[0]) - len(tile.problem.x_shape)  # one spatial dim becomes two
             x, _, y = (strides[at] * tile.problem.element_bytes for strides in put.strides)
-            made.append((prepared, 0, 0) if put.copied else (prepared, tile.x[0] * x, tile.y[0] * y))
+            made.append((prepared.execute, *((0, 0) if put.copied else (tile.x[0] * x, tile.y[0] * y))))
+            self._prepared.append(prepared)
             self._workspace = max(self._workspace, prepared.workspace)
             self._mask |= prepared.alignment - 1
             accumulate = tile.problem.target is Role.W
