@@ -39,7 +39,7 @@ class ReadyLaunch:
         self._target = str(first.target)
         self._at, self._length = tiles[0].at, sum(tile.extent for tile in tiles)
         self._start = (tiles[0].x if first.target is Role.X else tiles[0].y)[0]
-        self._prepared: list[Prepared] = []
+        self._prepared: Sequence[Prepared] = ()
         self._plans: Sequence[Plan] | None = None
         self._workspace, self._mask = 0, 0
         self._copies: Form | None = None
@@ -57,13 +57,14 @@ class ReadyLaunch:
         Raises:
             RuntimeError: as `Provider.launch`.
         """
-        plans = self._plans
+        # The sum of parts of a half type is float32: see `launch`.
+        if operands.w.dtype is not self._dtype:
+            return False
+        plans, place = self._plans, self._place
         if plans is None:
             plans = self._plans = self._made()
-        # The sum of parts of a half type is float32: see `launch`.
-        if not plans or operands.w.dtype is not self._dtype:
+        if not plans:
             return False
-        place = self._place
         if not place.is_current():
             with place.current():
                 return self.run(operands)
@@ -93,6 +94,7 @@ class ReadyLaunch:
     def _made(self) -> Sequence[Plan]:
         """The plans, held as long as this launch; none where this class does not serve the parts."""
         made: list[Plan] = []
+        held: list[Prepared] = []
         accumulate = self._accumulate
         for tile in self._tiles:
             put = form(tile.problem)
@@ -106,8 +108,9 @@ class ReadyLaunch:
             at = tile.at and tile.at + len(put.shapes[0]) - len(tile.problem.x_shape)  # one spatial dim becomes two
             x, _, y = (strides[at] * tile.problem.element_bytes for strides in put.strides)
             made.append((prepared.execute, *((0, 0) if put.copied else (tile.x[0] * x, tile.y[0] * y))))
-            self._prepared.append(prepared)
+            held.append(prepared)
             self._workspace = max(self._workspace, prepared.workspace)
             self._mask |= prepared.alignment - 1
             accumulate = tile.problem.target is Role.W
+        self._prepared = held
         return made
