@@ -108,6 +108,10 @@ class Device(ABC):
         """What times work there."""
 
     @abstractmethod
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A new tensor, in the least time: every result of a planned convolution is one."""
+
+    @abstractmethod
     def stopwatch(self) -> Stopwatch:
         """A new one, on the current stream."""
 

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 
 import torch
 
 from mucudnn.devices.device import Clock, Device, Work
+
+# What every convolution calls: to find these functions in torch would take as long again.
+_is_deterministic, _uses_cudnn = torch._C._get_deterministic_algorithms, torch._C._get_cudnn_enabled
+_is_deterministic_in_cudnn, _measures = torch._C._get_cudnn_deterministic, torch._C._get_cudnn_benchmark
+_precision = torch._C._get_fp32_precision_getter
+# A torch without CUDA lacks these two.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+empty_strided: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", torch.empty_strided
+)
 
 LEAST_BATCH = 5e-4
 """Seconds of work between two events, so that these weigh little."""
@@ -85,11 +95,11 @@ class Gpu(Device):
     @staticmethod
     def switches() -> tuple[object, ...]:
         return (
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_cudnn_enabled(),
-            torch._C._get_cudnn_deterministic(),
-            torch._C._get_cudnn_benchmark(),
-            torch._C._get_fp32_precision_getter("cuda", "conv"),
+            _is_deterministic(),
+            _uses_cudnn(),
+            _is_deterministic_in_cudnn(),
+            _measures(),
+            _precision("cuda", "conv"),
         )
 
     @staticmethod
@@ -140,6 +150,11 @@ class Gpu(Device):
     @property
     def clock(self) -> Clock:
         return GpuClock(self.place)
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if current_device() != self.index:
+            return torch.empty_strided(shape, strides, dtype=dtype, device=self.place)
+        return empty_strided(shape, strides, dtype)
 
     def stopwatch(self) -> GpuStopwatch:
         return GpuStopwatch(self.place)

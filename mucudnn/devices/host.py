@@ -81,6 +81,9 @@ class Host(Device):
     def clock(self) -> Clock:
         return HOST_CLOCK
 
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype)
+
     def stopwatch(self) -> HostStopwatch:
         return HostStopwatch()
 

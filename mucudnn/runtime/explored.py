@@ -91,7 +91,7 @@ class Explored:
         self.fixed: FixedLimit | None = None
         kept = search.kept()
         if kept is not None:
-            self.fixed = FixedLimit(kept, strides, self._device.is_asynchronous)
+            self.fixed = FixedLimit(kept, strides, self._device)
 
     @property
     def workspace(self) -> int:
@@ -155,7 +155,7 @@ class Explored:
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
         if self._search.is_too_short(stock_seconds):
-            self.fixed = FixedLimit(self._search.stock(stock_seconds), self._strides)
+            self.fixed = FixedLimit(self._search.stock(stock_seconds), self._strides, self._device)
         elif overhead.grants(preparing):
             start = time.perf_counter()
             self._exploration = self._search.exploration(self._stock, overhead, self._launches)
@@ -167,7 +167,7 @@ class Explored:
         if exploration.settled is not None and self.fixed is None:
             start = time.perf_counter()
             plan = self._search.found(exploration, exploration.settled)
-            self.fixed = FixedLimit(plan, self._strides, self._device.is_asynchronous)
+            self.fixed = FixedLimit(plan, self._strides, self._device)
             self._search.keep(plan, exploration)
             self._budget.overhead.count(0, time.perf_counter() - start)
 

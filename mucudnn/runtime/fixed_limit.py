@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from mucudnn.convolution.call import Call
+from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Shape
+from mucudnn.devices import Device
 from mucudnn.planning.plan import Plan
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule, check
@@ -26,22 +29,25 @@ class FixedLimit:
         calls: how many it has computed.
     """
 
-    def __init__(self, plan: Plan, strides: Shape, is_lasting: bool = False) -> None:
+    def __init__(self, plan: Plan, strides: Shape, device: Device) -> None:
         """
         Args:
             strides: of what torch's own kernel returns, and so of the results.
-            is_lasting: whether what runs outlives this object, as what a GPU was given does.
+            device: where the convolutions are computed.
         """
-        self._is_lasting = is_lasting
+        self._empty, self._is_lasting = device.empty, device.is_asynchronous
         self._is_next_best = False
         self._shape, self._strides = plan.problem.target_shape, strides
         self._warned = False
         self.calls = 0
+        self._launch: Callable[[Operands], None] | None = None
 
         self._adopt(plan)
 
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
+        # A call asks neither the plan nor its schedule: between two calls the processor's caches forget them.
+        self._launch = None if plan.is_stock else plan.schedule.launch
         if self._is_lasting and not plan.is_stock:
             _adopted.append(plan.schedule)
 
@@ -60,20 +66,21 @@ class FixedLimit:
 
         `None` where torch's own kernel is to compute it.
         """
-        while not (plan := self.plan).is_stock:
-            target = call.input.new_empty_strided(self._shape, self._strides)
+        while (launch := self._launch) is not None:
+            target = self._empty(self._shape, self._strides, call.input.dtype)
             try:
                 operands = call.operands(target)
-                plan.schedule.run(operands)
-                if self._is_next_best and plan.checks:
-                    check(plan.schedule, operands, None)  # memory may be short: a sample must do
-                self._is_next_best = False
+                launch(operands)
+                if self._is_next_best:
+                    if self.plan.checks:
+                        check(self.plan.schedule, operands, None)  # memory may be short: a sample must do
+                    self._is_next_best = False
                 self.calls += 1
                 return target
             except LaunchError as error:
                 del target
                 self._warn(error)
-                self._adopt(plan.without(error))
+                self._adopt(self.plan.without(error))
                 self._is_next_best = True
         return None
 

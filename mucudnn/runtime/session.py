@@ -221,7 +221,7 @@ class Session:
                 return None
             if plan.is_over:
                 warn(plan.record.excess)
-            return FixedLimit(plan, measurement.strides, is_lasting=measurement.device.is_asynchronous)
+            return FixedLimit(plan, measurement.strides, measurement.device)
 
     def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
         """The planner of a call and its measurement; None for a call that is not divided."""

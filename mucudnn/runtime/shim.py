@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ from mucudnn.providers import stock_kernel
 from mucudnn.runtime.session import Session
 
 _UNDECIDED: Any = object()
+_BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
+"""The dims of an output over which the gradient of a bias is summed, by their number."""
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
 _session: Session | None = None
@@ -86,7 +87,11 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
         session = _session
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-            key = (forward, _look(input), _look(weight), geometry, switches())
+            looks = (
+                input.shape, input.stride(), input.dtype, input.get_device(),
+                weight.shape, weight.stride(), weight.dtype, weight.get_device(), geometry, switches(),
+            )  # fmt: skip
+            key = forward, looks
             decision = session.decisions.get(key, _UNDECIDED)
             if decision is not None and not (decision is _UNDECIDED and session.awaits(key, input.device)):
                 call = Call(forward, input, weight, bias, None, *geometry)
@@ -113,7 +118,7 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
 
 def _convolution_backward(stock: Any, device: type[Device]) -> Any:
     """The kernel of `aten::convolution_backward` above torch's own."""
-    switches = device.switches
+    backward_data, backward_filter, switches = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER, device.switches
 
     def convolution_backward(
         keyset: Any,
@@ -132,13 +137,17 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
         session = _session
         if session is not None:
             geometry = (tuple(stride), tuple(padding), tuple(dilation), transposed, tuple(output_padding), groups)
-            looks = (_look(grad_output), _look(input), _look(weight), geometry, switches())
+            looks = (
+                grad_output.shape, grad_output.stride(), grad_output.dtype, grad_output.get_device(),
+                input.shape, input.stride(), input.dtype, input.get_device(),
+                weight.shape, weight.stride(), weight.dtype, weight.get_device(), geometry, switches(),
+            )  # fmt: skip
             wants_data, wants_filter, _ = output_mask
-            data = _decision(session, (Direction.BACKWARD_DATA, *looks), input) if wants_data else None
-            filter = _decision(session, (Direction.BACKWARD_FILTER, *looks), input) if wants_filter else None
+            data = _decision(session, (backward_data, looks), input) if wants_data else None
+            filter = _decision(session, (backward_filter, looks), input) if wants_filter else None
             if data is not None or filter is not None:
-                by_torch = partial(stock.call_boxed, keyset, grad_output, input, weight, bias_sizes, *geometry)
-                gradients = _Gradients(by_torch, output_mask, (input, weight, None, grad_output, *geometry))
+                arguments = grad_output, input, weight, bias_sizes, *geometry
+                gradients = _Gradients(stock, (keyset, *arguments), output_mask)
                 return gradients.served(session, data, filter, looks)
         every: Sequence[torch.Tensor | None] = stock.call_boxed(
             keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
@@ -158,16 +167,15 @@ def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> An
 class _Gradients:
     """Those of one call of `aten::convolution_backward`: some by what was decided, the others by torch at once."""
 
-    __slots__ = ("_arguments", "_by_torch", "_found", "_left", "_mask")
+    __slots__ = ("_arguments", "_found", "_left", "_stock")
 
-    def __init__(
-        self, by_torch: Callable[..., Sequence[torch.Tensor | None]], mask: Sequence[bool], arguments: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, stock: Any, arguments: tuple[Any, ...], mask: Sequence[bool]) -> None:
         """
         Args:
-            arguments: of a `Call` behind its direction.
+            stock: torch's own kernel, and its arguments but for the mask.
+            mask: which gradients are asked for.
         """
-        self._by_torch, self._mask, self._arguments = by_torch, mask, arguments
+        self._stock, self._arguments = stock, arguments
         self._left = list(mask)
         self._found: list[torch.Tensor | None] = [None, None, None]
 
@@ -180,27 +188,32 @@ class _Gradients:
             looks: what the session knows the directions by.
         """
         found, left = self._found, self._left
+        _, grad_output, input, weight, _, *geometry = self._arguments
+        arguments = input, weight, None, grad_output, *geometry
         if data is not None:
-            call = Call(Direction.BACKWARD_DATA, *self._arguments)
+            call = Call(Direction.BACKWARD_DATA, *arguments)
             if data is _UNDECIDED:
-                data = session.decide((call.direction, *looks), call)
+                data = session.decide((call.direction, looks), call)
             found[0] = None if data is None else data.run(call)
             left[0] = found[0] is None
         if filter is not None:
             before = self._input_gradient if left[0] else None
-            call = Call(Direction.BACKWARD_FILTER, *(*self._arguments, before, self._weight_gradient))
+            call = Call(Direction.BACKWARD_FILTER, *(*arguments, before, self._weight_gradient))
             if filter is _UNDECIDED:
-                filter = session.decide((call.direction, *looks), call)
+                filter = session.decide((call.direction, looks), call)
             found[1] = None if filter is None else filter.run(call)
             left[1] = found[1] is None
-        if left[2] and not left[1] and left != list(self._mask):
+        if left[2] and not left[1] and (found[0] is not None or found[1] is not None):
             # Torch would compute the weight's gradient once more to get that of the bias, which is a mere sum.
-            grad_output = self._arguments[3]
-            found[2], left[2] = grad_output.sum((0, *range(2, grad_output.dim()))), False
-        if any(left):
+            found[2], left[2] = grad_output.sum(_BIAS_SUMS[grad_output.dim()]), False
+        if True in left:
             rest = self._by_torch(left)
             found[:] = [new if is_left else known for new, is_left, known in zip(rest, left, found, strict=True)]
         return tuple(found)
+
+    def _by_torch(self, mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
+        every: Sequence[torch.Tensor | None] = self._stock.call_boxed(*self._arguments, mask)
+        return every
 
     def _input_gradient(self) -> None:
         # Torch computes it before the weight's gradient, which is not alive yet then. The other way round the peak of
@@ -214,8 +227,3 @@ class _Gradients:
             self._found[2], self._left[2] = bias, False
         assert weight is not None, "it was asked for"
         return weight
-
-
-def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The properties of a tensor that decide how it is convolved."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device()

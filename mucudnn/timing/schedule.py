@@ -101,6 +101,11 @@ class Schedule:
             start += sum(extents)
         return runs
 
+    @cached_property
+    def launch(self) -> Callable[[Operands], None]:
+        """As `run`: without a step in between where the division is one launch."""
+        return self._runs[0].launch if len(self._runs) == 1 and not self._rounding else self.run
+
     @property
     def name(self) -> str:
         """The key of the whole's time: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""

@@ -27,6 +27,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import verdict
+from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.planning import trial_runner
 from mucudnn.planning.plan import Plan
@@ -269,7 +270,7 @@ def test_the_next_best_plan_is_checked_before_it_is_used(monkeypatch: pytest.Mon
     providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(problem)}
     schedule = Schedule(problem, Dim.BATCH, Division((options[0],)), providers)
     plan = Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0, checks=True)
-    decision = FixedLimit(plan, RIGHT[0].stride())
+    decision = FixedLimit(plan, RIGHT[0].stride(), device_of(X.device))
     Wrong(monkeypatch, *Role)
 
     def failing(*arguments: Any) -> None:

@@ -91,6 +91,24 @@ PLAIN = ConvProblem.of_convolution(
 )
 
 
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("sizes", [(6,), (4, 2)])
+def test_operands_in_other_formats_are_copied_by_ready_launches(
+    direction: Direction, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the gradient of what was concatenated; each algorithm copies the part that it computes, or the whole."""
+    sources = [role for role in Role if role is not replace(PLAIN, direction=direction).target]
+    formats = tuple("strided" if role in sources else "contiguous" for role in Role)
+    problem = replace(PLAIN, direction=direction, formats=formats)
+    tensors = operands(problem, with_bias=direction is Direction.FORWARD)
+    given = replace(tensors, **{str(role): laid_out(getattr(tensors, role), "strided") for role in sources})
+    engines = Engines(SimulatedCard())
+    monkeypatch.setattr(engines, "launch", lambda *_: pytest.fail("nothing was ready"))
+    options = tuple(Option(size, f"eng{number}", 0.0, 0) for number, size in enumerate(sizes))
+    Schedule(problem, Dim.BATCH, Division(options), {option.algorithm: engines for option in options}).launch(given)
+    assert relative_error(given.target(problem), reference(problem, given)) <= TOLERANCE["float32"]
+
+
 @pytest.fixture
 def ieee() -> Iterator[Callable[[], None]]:
     """Forbids TF32, until the end of the test."""

@@ -224,7 +224,7 @@ def test_one_thread_at_a_time_executes_a_plan(monkeypatch: pytest.MonkeyPatch) -
 
 def test_plans_are_made_with_a_handle_that_no_thread_runs_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards, "library", SimulatedCudnn)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cards, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: card_current)

@@ -12,6 +12,7 @@ from torch.nn import functional
 import mucudnn
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import Dim, Direction
+from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.planning.plan import Plan
 from mucudnn.providers import HOST_PROVIDERS
@@ -67,7 +68,8 @@ def test_a_failing_plan_falls_to_the_next_best(
     assert convolution is not None
     providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(convolution)}
     schedule = Schedule(convolution, Dim.BATCH, Division((options[0],)), providers)
-    decision = FixedLimit(Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0), exact.stride())
+    plan = Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0)
+    decision = FixedLimit(plan, exact.stride(), device_of(x.device))
     assert decision.run(call) is not None
     for provider, least in faults.items():
         Fault(provider, least, error, monkeypatch)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_void_p
 
 import torch
 
+from mucudnn.devices.gpu import current_device, empty_strided
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.library import Library, library
+
+_BYTE = torch.uint8
 
 
 class Card:
@@ -33,6 +36,7 @@ class Card:
         self._mine = threading.local()
         self._here = nullcontext()
         self._planning = threading.Lock()
+        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(index):
             # A handle of its own: any thread may plan, and none may use another's.
             self._device = Device(handle=self.library.created("cudnnCreate"))
@@ -50,24 +54,25 @@ class Card:
             CudnnError: where cuDNN refuses.
             RuntimeError: while a CUDA graph is captured, if this thread has no handle yet and none is left over.
         """
+        mine = self._mine
         try:
-            handle: c_void_p = self._mine.handle
+            handle: c_void_p = mine.handle
         except AttributeError:
-            handle = self._mine.handle = self._take()
-            self._mine.borrowed = _Borrowed(handle, self._free)
-        status = self.library.cudnnSetStream(handle, torch._C._cuda_getCurrentRawStream(self.index))
-        if status:
-            self.library.check(status, "cudnnSetStream")
+            handle = mine.handle = self._take()
+            mine.borrowed, mine.stream = _Borrowed(handle, self._free), None
+        stream = self._current_stream(self.index)
+        if stream != mine.stream:
+            self.library.check(self.library.cudnnSetStream(handle, stream), "cudnnSetStream")
+            mine.stream = stream
         return handle
 
     def scratch(self, size: int) -> torch.Tensor:
         """Memory of so many bytes from torch's allocator, for work on the current stream; this GPU must be current."""
-        memory: torch.Tensor = torch._C._dynamo.guards._empty_strided_cuda((size,), (1,), torch.uint8)  # type: ignore[attr-defined]
-        return memory
+        return empty_strided((size,), (1,), _BYTE)
 
     def is_current(self) -> bool:
         """Whether this is the current GPU."""
-        return torch.cuda.current_device() == self.index
+        return current_device() == self.index
 
     def current(self) -> AbstractContextManager[object]:
         """Makes this the current GPU, as cuDNN needs it."""
