@@ -22,9 +22,8 @@ from mucudnn.providers import Compiling, Provider, providers_on
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
-from mucudnn.timing.compiled_plans import CompiledPlans
 from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import Logbook
+from mucudnn.timing.logbook import CompiledPlans, Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 

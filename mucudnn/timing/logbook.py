@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem
+from mucudnn.devices import Device
 from mucudnn.optimizer import Option
-from mucudnn.timing.database import Launches, Needs
+from mucudnn.timing.database import Launches
 from mucudnn.timing.environment import Environment
-from mucudnn.timing.store import Store
+from mucudnn.timing.store import Store, canonical
 from mucudnn.warning import warn
 
 WRONG = {"wrong": True}
@@ -47,13 +49,13 @@ class Logbook:
         self.launches(problem)[option.algorithm, option.extent] = option
         self._store.record(self.key(problem), [option])
 
-    def needs(self, problem: ConvProblem) -> Needs:
+    def needs(self, problem: ConvProblem) -> Mapping[str, int | None]:
         """The workspaces of launches that were tried, by name; `None` of those that are not served."""
-        return self._store.needs(self.key(problem))
+        return self._store.kept("needs", self.key(problem))
 
     def record_need(self, problem: ConvProblem, launch: str, workspace: int | None) -> None:
         """Keeps the workspace of a launch."""
-        self._store.record_need(self.key(problem), launch, workspace)
+        self._store.keep("needs", self.key(problem), launch, workspace)
 
     def note_wrong(self, problem: ConvProblem, faults: Mapping[str, str]) -> None:
         """Keeps the algorithms whose results were wrong, with what was wrong, and tells of each once."""
@@ -62,16 +64,45 @@ class Logbook:
         for algorithm, fault in new.items():
             warn(f"{problem.direction} of {problem}: {algorithm} computed {fault}")
         if new:
-            self._store.settle(self.key(problem), WRONG, {**new, **known})
+            self._settle(problem, WRONG, {**new, **known})
 
     def wrong(self, problem: ConvProblem) -> dict[str, str]:
         """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
-        return self._store.settlement(self.key(problem), WRONG) or {}
+        return self._settled(problem, WRONG) or {}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
         """What planning has found for a problem under these terms, in plain values; `None` if there is nothing."""
-        return self._store.settlement(self.key(problem), {"extent": problem.extent, **terms})
+        return self._settled(problem, {"extent": problem.extent, **terms})
 
     def settle(self, problem: ConvProblem, terms: Mapping[str, Any], plan: Any) -> None:
         """Keeps what planning has found."""
-        self._store.settle(self.key(problem), {"extent": problem.extent, **terms}, plan)
+        self._settle(problem, {"extent": problem.extent, **terms}, plan)
+
+    def _settled(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
+        text = self._store.kept("settlements", self.key(problem)).get(canonical(terms))
+        return None if text is None else json.loads(text)
+
+    def _settle(self, problem: ConvProblem, terms: Mapping[str, Any], values: Any) -> None:
+        self._store.keep("settlements", self.key(problem), canonical(terms), json.dumps(values))
+
+
+def settlements(store: Store) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
+    """What planning has found for all problems: key, terms and values."""
+    return [(key, json.loads(terms), json.loads(text)) for key, terms, text in store.everything_kept("settlements")]
+
+
+class CompiledPlans:
+    """The plans that cuDNN compiled at run time, of one kind of device under one version of cuDNN, by problem and
+    launch: a later run restores them."""
+
+    def __init__(self, store: Store, device: Device) -> None:
+        self._store, self._device = store, device
+
+    def compiled_plan(self, problem: ConvProblem, launch: str) -> str | None:
+        return self._store.kept("compiled", self._key(problem)).get(launch)
+
+    def keep_compiled_plan(self, problem: ConvProblem, launch: str, text: str) -> None:
+        self._store.keep("compiled", self._key(problem), launch, text)
+
+    def _key(self, problem: ConvProblem) -> dict[str, Any]:
+        return {**problem.launch_key(), "device": self._device.name, "libraries": self._device.libraries}
