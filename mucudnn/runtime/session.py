@@ -23,8 +23,7 @@ from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live
-from mucudnn.runtime.live_planning import LivePlanning
+from mucudnn.runtime.live import Live, LivePlanning
 from mucudnn.runtime.local_work import Decision, LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget

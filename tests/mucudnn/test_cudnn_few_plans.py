@@ -15,7 +15,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.devices import Gpu
 from mucudnn.optimizer import Trial
-from mucudnn.planning.affordable_parts import AffordableParts, PlanBudget
+from mucudnn.planning.offers import AffordableParts, PlanBudget
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
