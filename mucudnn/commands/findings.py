@@ -15,8 +15,7 @@ from mucudnn.planning.planner import Planner
 from mucudnn.providers import providers_on
 from mucudnn.providers.cudnn import state
 from mucudnn.settings import MEMORY, SETTINGS, Settings
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import WRONG, settlements
+from mucudnn.timing.logbook import WRONG, Environment, settlements
 from mucudnn.timing.store import Store
 
 

@@ -10,8 +10,7 @@ from functools import cached_property
 from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.optimizer import Costs, Forecast
 from mucudnn.providers import STOCK
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import settlements
+from mucudnn.timing.logbook import Environment, settlements
 from mucudnn.timing.store import Store
 
 LEAST_TRIED, ODD = 3, 2.0

@@ -25,8 +25,7 @@ from mucudnn.providers import Compiling, Provider, providers_on
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import CompiledPlans, Logbook
+from mucudnn.timing.logbook import CompiledPlans, Environment, Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import LaunchError
 from mucudnn.timing.store import Store

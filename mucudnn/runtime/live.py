@@ -22,7 +22,7 @@ from mucudnn.runtime.explored import Explored, LiveBudget, is_worth
 from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 
 MOST_SHAPES = 4096
 """The most problems that are explored at once, and the most convolutions that are known to have been called once."""

@@ -26,8 +26,7 @@ from mucudnn.providers.cudnn.proposals import FIRST, MOST, MOST_COMPILED, Propos
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import Logbook
+from mucudnn.timing.logbook import Environment, Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 
