@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import dims, extent
@@ -29,8 +29,8 @@ class Offers:
 
     On a processor they are named for parts along each dim, and what these need tells at once along which dims, and in
     which strips, each is tried (`within`). On a GPU every such answer of cuDNN's takes a plan. So there an algorithm is
-    named for the whole and tried along the mini-batch (`along_batch`), then, if one sample is too large for it, along
-    space (`along_space`), and if the smallest tile is, too, in strips (`in_strips`).
+    named for the whole and tried along the mini-batch, then, if one sample is too large for it, along space, and if the
+    smallest tile is, too, in strips (`in_strips`): see `AffordableParts`.
 
     Attributes:
         are_plans_costly: whether providers can only tell what a part needs by making a plan, as on a GPU.
@@ -73,14 +73,6 @@ class Offers:
                 found |= {(dim, strips[1]): strips for strips in fit[:WIDTHS]}
         return found
 
-    def along_batch(self, problem: ConvProblem) -> dict[Task, Candidate]:
-        """Who may serve micro-batches."""
-        return {(Dim.BATCH, one[1]): one for one in self.candidates(problem, Dim.BATCH)}
-
-    def along_space(self, measurement: Measurement, allowed: float, names: Sequence[str]) -> list[Task]:
-        """Which algorithms are tried on micro-tiles, of those that one sample is too large for."""
-        return [(dim, name) for dim in dims(measurement.problem)[1:] for name in names]
-
     def in_strips(self, measurement: Measurement, allowed: float, names: Sequence[str]) -> list[Task]:
         """Which algorithms are tried on strips of samples that are too large for them, or of tiles, where there is one
         sample or where it is too large for cuDNN's numbers.
@@ -103,11 +95,6 @@ class Offers:
     def plans_made(self) -> int:
         """How many plans cuDNN was asked for so far."""
         return sum(provider.plans_made for provider in self._providers if isinstance(provider, Engines))
-
-    def named(self, problem: ConvProblem, tasks: Collection[Task]) -> dict[Task, Candidate]:
-        """Who serves tasks by their names; those that are not offered, or not any more, are left out."""
-        providers = self.providers(problem)
-        return {task: (providers[task[1]], task[1]) for task in tasks if task[1] in providers}
 
 
 def sizes_of(problem: ConvProblem, candidate: Candidate, dim: Dim, policy: str) -> set[int]:
@@ -186,14 +173,17 @@ class AffordableParts:
         self.fitting: dict[Task, dict[int, int]] = {}
         self._tried: dict[Task, PartSizes] = {}
         problem = measurement.problem
-        batches = offers.along_batch(problem)
+        batches: dict[Task, Candidate] = {(Dim.BATCH, one[1]): one for one in offers.candidates(problem, Dim.BATCH)}
         wanted = {task: one for task, one in batches.items() if task[1] != STOCK and may_win(one)}
         self._budget.wait(wanted.values())
         self._ask(wanted)
-        for further in (offers.along_space, offers.in_strips):
+        providers = offers.providers(problem)
+        for is_in_strips in (False, True):
             served = {name for (_, name), fitting in self.fitting.items() if fitting}
             left = [name for _, name in wanted if name not in served and self._is_too_large(wanted[Dim.BATCH, name])]
-            self._ask(offers.named(problem, further(measurement, allowed, left)))
+            tiles = [(dim, name) for dim in dims(problem)[1:] for name in left]
+            tasks = offers.in_strips(measurement, allowed, left) if is_in_strips else tiles
+            self._ask({task: (providers[task[1]], task[1]) for task in tasks if task[1] in providers})
         self._ask_further()
         for task, fitting in self.fitting.items():
             if fitting and _left_by(fitting, extent(problem, task[0])):
