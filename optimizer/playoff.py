@@ -8,10 +8,10 @@ from collections.abc import Sequence
 BASELINE = -1
 """The baseline's place among the contenders."""
 
-LEAST_ROUNDS, MOST_ROUNDS = 5, 7
+LEAST_ROUNDS, MOST_ROUNDS = 3, 5
 
 CLEARLY = 0.9
-"""Three rounds suffice for the last contender if it always takes less than `CLEARLY` of what it may."""
+"""The last contender has won before `MOST_ROUNDS` if it always takes less than `CLEARLY` of what it may."""
 
 DECISIVE = 0.5
 """The baseline is not called again if the best contender takes less than this share of its time."""
@@ -22,8 +22,8 @@ class Playoff:
 
     What counts is a contender's time in units of the baseline's in the same round, as a change of the machine's speed
     falls on both. A contender replaces the baseline only if the upper quartile of these ratios is below 1 - margin, so
-    only if it is faster nearly always. It is out once its lower quartile is above that, or above the upper quartile of
-    the best. The winner is the one with the least median.
+    only if it is faster nearly always. From the third round on it is out if its lower quartile is above that, or above
+    the upper quartile of the best. The winner is the one with the least median.
 
     Attributes:
         winner: the place of who has won, `BASELINE` for the baseline; `None` until then.
@@ -84,28 +84,22 @@ class Playoff:
 
     def _judge(self) -> None:
         rounds = len(self.ratios[self._left[0]])
-        if rounds < 3:
+        if rounds < LEAST_ROUNDS:
             return
         quartiles = {place: _quartiles(self.ratios[place]) for place in self._left}
         first = min(self._left, key=lambda place: quartiles[place][1])
-        self._left = [
-            place
-            for place in self._left
-            if quartiles[place][0] <= self._most(place)
-            and (place == first or quartiles[place][0] <= quartiles[first][2])
-        ]
+        low = {place: quartiles[place][0] for place in self._left}
+        self._left = [n for n in self._left if low[n] <= self._most(n) and low[n] <= quartiles[first][2]]
         if not self._left:
             self.winner = BASELINE
-        elif rounds >= MOST_ROUNDS or (len(self._left) == 1 and self._is_enough(self._left[0])):
+        elif rounds >= MOST_ROUNDS or self._is_clear():
             best = min(self._left, key=lambda place: quartiles[place][1])
-            if quartiles[best][2] <= self._most(best):
-                self.winner = best
-            elif rounds >= MOST_ROUNDS:
-                self.winner = BASELINE
+            self.winner = best if quartiles[best][2] <= self._most(best) else BASELINE
 
-    def _is_enough(self, place: int) -> bool:
-        ratios = self.ratios[place]
-        return len(ratios) >= LEAST_ROUNDS or max(ratios) < CLEARLY * self._most(place)
+    def _is_clear(self) -> bool:
+        """Whether one contender is left, and always took less than it may by far."""
+        last = self._left[0]
+        return len(self._left) == 1 and max(self.ratios[last]) < CLEARLY * self._most(last)
 
     def _most(self, place: int) -> float:
         """What a contender may take, in units of the baseline."""

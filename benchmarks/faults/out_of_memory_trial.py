@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Of mucudnn, by arm."""
 
-PLANNING_STEPS = {"a total": 6, "a limit of memory": 6, "planned live": 4, "while planning": 0}
+PLANNING_STEPS = {"a total": 4, "a limit of memory": 6, "planned live": 4, "while planning": 0}
 """Steps after which plans are made, or, live, tried; one where none is named."""
 
 SLOWER = 1000

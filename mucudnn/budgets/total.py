@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,29 +19,19 @@ STALE = 1000
 times as many calls as there are kernels, whichever is more."""
 
 
-class Menu:
-    """The divisions that kernels of one shape can choose from, the one without workspace among them.
-
-    Attributes:
-        divisions: desirable ones; changed when one turns out to be worse than expected.
-    """
-
-    def __init__(self, divisions: list[Division]) -> None:
-        self.divisions = divisions
-
-
 @dataclass(eq=False)
 class Kernel:
     """One convolution of one layer in one direction.
 
     Attributes:
-        menu: what it can choose from.
+        menu: desirable divisions that it can choose from, the one without workspace among them; shared by kernels of
+            one shape, and changed when one turns out to be worse than expected.
         division: what it has; `None`, no workspace, until the total is divided with it.
         share: bytes that it holds, those of its division.
         last_call: the number of its last call, all kernels' calls being counted.
     """
 
-    menu: Menu
+    menu: Sequence[Division]
     division: Division | None = None
     share: int = 0
     last_call: int = 0
@@ -64,7 +54,7 @@ class Shares:
         self._calls = 0
         self._changed_at: int | None = None
 
-    def call(self, name: Hashable, menu: Menu) -> Kernel | None:
+    def call(self, name: Hashable, menu: Sequence[Division]) -> Kernel | None:
         """Notes a call of the kernel `name`, and returns its share; `None` if there are too many kernels."""
         self._calls += 1
         if self._calls % STALE == 0:
@@ -88,7 +78,7 @@ class Shares:
     def _divide(self) -> None:
         self._changed_at = None
         kernels = list(self.kernels.values())
-        chosen = divide_workspace([kernel.menu.divisions for kernel in kernels], self.total)
+        chosen = divide_workspace([kernel.menu for kernel in kernels], self.total)
         for kernel, division in zip(kernels, chosen, strict=True):
             kernel.division, kernel.share = division, division.workspace
 

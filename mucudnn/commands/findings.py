@@ -15,8 +15,7 @@ from mucudnn.planning.planner import Planner
 from mucudnn.providers import providers_on
 from mucudnn.providers.cudnn import state
 from mucudnn.settings import MEMORY, SETTINGS, Settings
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import WRONG
+from mucudnn.timing.logbook import WRONG, Environment, settlements
 from mucudnn.timing.store import Store
 
 
@@ -63,7 +62,7 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
 def wrong_results(store: Store) -> list[str]:
     """The algorithms whose results were wrong, in words, as far as the database knows."""
     told = []
-    for key, terms, faults in store.settlements():
+    for key, terms, faults in settlements(store):
         if terms == WRONG:
             problem = ConvProblem.from_launch_key(key, 1)
             of = f"{problem.direction} of {problem} on {key['device']} with {key['libraries']}"

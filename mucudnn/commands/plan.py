@@ -19,7 +19,7 @@ from mucudnn.program import NotFound
 from mucudnn.reporting.record import to_json
 from mucudnn.reporting.tables import table
 from mucudnn.settings import SettingError, Settings
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 from mucudnn.timing.store import Store
 
 

@@ -22,7 +22,7 @@ from mucudnn.providers import Provider, stock_result
 from mucudnn.providers.layout import Layout
 from mucudnn.providers.padding import evened
 from mucudnn.providers.stock import Stock
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 from mucudnn.timing.measurement import synthetic_operands
 
 HOST = torch.device("cpu")

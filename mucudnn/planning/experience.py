@@ -10,7 +10,7 @@ from functools import cached_property
 from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.optimizer import Costs, Forecast
 from mucudnn.providers import STOCK
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment, settlements
 from mucudnn.timing.store import Store
 
 LEAST_TRIED, ODD = 3, 2.0
@@ -37,7 +37,7 @@ class Experience:
     @cached_property
     def shapes(self) -> frozenset[tuple[str, Shape, Shape]]:
         """Directions and shapes of input and weight for which a plan may be on record."""
-        plans = ((key, terms) for key, terms, values in self._store.settlements() if "parts" in values)
+        plans = ((key, terms) for key, terms, values in settlements(self._store) if "parts" in values)
         problems = (ConvProblem.from_launch_key(key, terms["extent"]) for key, terms in plans)
         return frozenset((str(problem.direction), problem.input_shape, problem.w_shape) for problem in problems)
 

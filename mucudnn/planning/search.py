@@ -14,9 +14,8 @@ from typing import Any
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
 from mucudnn.optimizer import Division, Exploration, Forecast, Key, Option, OverheadBudget, Settled, Variant
-from mucudnn.planning.affordable_parts import AffordableParts
 from mucudnn.planning.experience import Experience
-from mucudnn.planning.offers import Offers, Task, fitting, fitting_sizes
+from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting, fitting_sizes
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,7 @@ from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.runtime.live import Live
-from mucudnn.runtime.live_planning import LivePlanning
+from mucudnn.runtime.live import Live, LivePlanning
 from mucudnn.runtime.local_work import Decision, LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
@@ -75,15 +74,19 @@ class Session:
         self._allowance = Allowance(settings) if settings.is_by_step else None
         total = settings.total_workspace_size
         self._workspace = None if total is None else Workspace(total)
-        self.notices = list(_notices(settings, board))
+        self._is_by_convolution = self._allowance is None and self._workspace is None
+        self.notices: list[str] = []
         """What a user should know about the settings, a sentence each."""
-        for notice in self.notices:
-            _log.info(notice)
+        if board is not None and not self._is_by_convolution:
+            what = "the total is" if self._allowance is None else "budgets by step are"
+            self.notices = [
+                f"{what} separate on each rank: torch's own kernels compute what several ranks compute on the same data"
+            ]
+            _log.info(self.notices[0])
         self._live: LivePlanning | None = None
         self._experience = Experience(self.store)
         if settings.planning != "ahead":
             self._live = LivePlanning(settings, self._experience, self._planner_for, board)
-        self._is_by_convolution = self._allowance is None and self._workspace is None
 
     def marks_local_work(self, device_type: str) -> bool:
         """Whether plans on such devices depend on which convolutions are local work."""
@@ -250,13 +253,6 @@ class Session:
                 except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
                     warn(f"convolutions on {device} are left to torch: {error}")
             return self._planners[device]
-
-
-def _notices(settings: Settings, board: Board | None) -> Iterator[str]:
-    is_by_convolution = not settings.is_by_step and settings.total_workspace_size is None
-    if board is not None and not is_by_convolution:
-        what = "budgets by step are" if settings.is_by_step else "the total is"
-        yield f"{what} separate on each rank: torch's own kernels compute what several ranks compute on the same data"
 
 
 def _explored(live: LivePlanning, call: Call, limit: int) -> Live:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.budgets.total import Ledger, Menu, Shares
+from mucudnn.budgets.total import Ledger, Shares
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
@@ -40,8 +40,9 @@ class SharedTotal:
     Their launches are measured once for all of them, before the first call or, where planning is live, by calls that
     may use all of the total that no other call uses at that moment: the division of a layer depends on the gains of all
     others, so none holds a share before its launches are known. From then on each kernel runs the division that its
-    share allows. When a kernel is to run a division for the first time, the division as a whole is timed against
-    torch's own kernel, and is taken off the menu if it is not faster.
+    share allows. When a kernel has a share for the first time, the best divisions within it are timed as wholes against
+    torch's own kernel, and the kernel runs the one that wins, whatever of its share that needs: to divide the rest anew
+    would go on for several steps, each with further trials. Only if none wins, others get the shares of the shape.
     """
 
     def __init__(
@@ -61,11 +62,9 @@ class SharedTotal:
         self._workspace, self._whole, self._confirm = workspace, whole, confirm
         self._limit = int(min(limit, sys.maxsize))
         self._stock: Plan | None = None  # torch's own kernel as the plan, once all launches beside it are known
-        self._menu = Menu([])
+        self._menu: list[Division] = []
         # By share; `None` where torch's own kernel serves.
         self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)
-        self._confirmed: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)  # of which the best is known
-        self._found: Recent[Division, Plan] = Recent(MOST_SHARES)  # what came on the menu later
         self._lock = threading.Lock()
         self._begin()
 
@@ -78,11 +77,14 @@ class SharedTotal:
             kernel = self._workspace.shares.call((self, call.weight.data_ptr()), self._menu)
             if kernel is None or kernel.division is None or kernel.division == stock.division:
                 return None
-            division, share = kernel.division, kernel.share
-        within = self._confirmed.get(share, _UNKNOWN)
+            share = kernel.share
+        within = self._within.get(share, _UNKNOWN)
         if within is _UNKNOWN:
-            within = self._confirm_within(division, share, call, stock)
-        return None if within is None else self._run(within, share, call)
+            within = self._confirmed(share, call)
+        if within is None or within.is_left:
+            self._give_back()
+            return None
+        return self._run(within, share, call)
 
     def _begin(self) -> Plan | None:
         """Puts the divisions on the menu once their launches are known."""
@@ -90,7 +92,7 @@ class SharedTotal:
             plan = self._whole.plan
             if self._stock is None and plan is not None and not plan.is_stock:
                 stock = plan.undivided()
-                self._menu.divisions = stock.desirable()
+                self._menu += stock.desirable()
                 self._stock = stock
             return self._stock
 
@@ -113,30 +115,23 @@ class SharedTotal:
             return [self._record(kernel.division or stock.division, kernel.share, stock) for kernel in kernels]
 
     def _record(self, division: Division, share: int, stock: Plan) -> Record:
-        within = self._within.get(share)
-        if within is not None and within.plan is not None:
-            plan = within.plan
-        else:  # as the times of its launches promise
-            found = self._found.get(division)
-            plan = stock.taking(division, share) if found is None else replace(found, limit=share)
-        return replace(plan.record, calls=0 if within is None else within.calls)
+        within = self._within.get(share, _UNKNOWN)
+        if within is None:
+            return replace(stock, limit=share).record
+        if within is _UNKNOWN or within.plan is None:  # as the times of its launches promise
+            return stock.taking(division, share).record
+        return replace(within.plan.record, calls=within.calls)
 
-    def _confirm_within(self, division: Division, share: int, call: Call, stock: Plan) -> FixedLimit | Live | None:
+    def _confirmed(self, share: int, call: Call) -> FixedLimit | Live | None:
+        """What computes calls within a share, measured now or explored from now on."""
         with self._lock:
             if share not in self._within:
                 self._within[share] = self._confirm(call, share)
-            within = self._within[share]
-            plan = stock if within is None or (within.plan is None and within.is_left) else within.plan
-            if plan is not None:
-                if plan.division != division:
-                    self._disappoint(share, plan)
-                self._confirmed[share] = within
-            return within
+            return self._within[share]
 
-    def _disappoint(self, share: int, best: Plan) -> None:
-        """Removes the divisions within a share that were expected to be faster than the best one found there."""
+    def _give_back(self) -> None:
+        """Leaves the kernels to torch's own, as within a share that one of them had no division was faster."""
         with self._workspace.lock:
-            self._found[best.division] = best
-            others = [d for d in self._menu.divisions if d.workspace > share or d.seconds >= best.seconds]
-            self._menu.divisions = [best.division, *(other for other in others if other != best.division)]
-            self._workspace.shares.change()
+            if len(self._menu) > 1:
+                del self._menu[1:]
+                self._workspace.shares.change()

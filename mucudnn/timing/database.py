@@ -35,7 +35,7 @@ it are as good, and a file may be one that can only be read."""
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
 Launches = dict[tuple[str, int], Option]
-Needs = dict[str, int | None]
+Kept = dict[str, Any]
 Result = TypeVar("Result")
 
 

@@ -2,15 +2,57 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from mucudnn.convolution.problem import ConvProblem
+from mucudnn.devices import Device, device_of
 from mucudnn.optimizer import Option
-from mucudnn.timing.database import Launches, Needs
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.store import Store
+from mucudnn.timing.database import Launches
+from mucudnn.timing.store import Store, canonical
+from mucudnn.version import VERSION
 from mucudnn.warning import warn
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine, the libraries and the switches under which a launch is timed.
+
+    Attributes:
+        device: the device's type and name.
+        threads: intra-operator threads of the host; 0 where they have no part in it.
+        deterministic: whether only deterministic algorithms may run.
+        precision: the switches that let a backend compute in a narrower type, as text.
+        libraries: versions of what runs the launches, as text.
+    """
+
+    device: str
+    threads: int
+    deterministic: bool
+    precision: str
+    libraries: str
+
+    @classmethod
+    def current(cls, device: torch.device) -> Environment:
+        """The environment of a call on `device` now."""
+        found = device_of(device)
+        libraries = [f"mucudnn {VERSION}", f"torch {torch.__version__}", found.libraries]
+        return cls(
+            device=found.name,
+            threads=found.threads,
+            deterministic=found.is_deterministic,
+            precision=found.precision,
+            libraries=", ".join(filter(None, libraries)),
+        )
+
+    def launch_key(self) -> dict[str, Any]:
+        """Plain values for a database."""
+        return asdict(self)
+
 
 WRONG = {"wrong": True}
 """The terms under which a database keeps the algorithms whose results were wrong, with the faults."""
@@ -47,13 +89,13 @@ class Logbook:
         self.launches(problem)[option.algorithm, option.extent] = option
         self._store.record(self.key(problem), [option])
 
-    def needs(self, problem: ConvProblem) -> Needs:
+    def needs(self, problem: ConvProblem) -> Mapping[str, int | None]:
         """The workspaces of launches that were tried, by name; `None` of those that are not served."""
-        return self._store.needs(self.key(problem))
+        return self._store.kept("needs", self.key(problem))
 
     def record_need(self, problem: ConvProblem, launch: str, workspace: int | None) -> None:
         """Keeps the workspace of a launch."""
-        self._store.record_need(self.key(problem), launch, workspace)
+        self._store.keep("needs", self.key(problem), launch, workspace)
 
     def note_wrong(self, problem: ConvProblem, faults: Mapping[str, str]) -> None:
         """Keeps the algorithms whose results were wrong, with what was wrong, and tells of each once."""
@@ -62,16 +104,45 @@ class Logbook:
         for algorithm, fault in new.items():
             warn(f"{problem.direction} of {problem}: {algorithm} computed {fault}")
         if new:
-            self._store.settle(self.key(problem), WRONG, {**new, **known})
+            self._settle(problem, WRONG, {**new, **known})
 
     def wrong(self, problem: ConvProblem) -> dict[str, str]:
         """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
-        return self._store.settlement(self.key(problem), WRONG) or {}
+        return self._settled(problem, WRONG) or {}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
         """What planning has found for a problem under these terms, in plain values; `None` if there is nothing."""
-        return self._store.settlement(self.key(problem), {"extent": problem.extent, **terms})
+        return self._settled(problem, {"extent": problem.extent, **terms})
 
     def settle(self, problem: ConvProblem, terms: Mapping[str, Any], plan: Any) -> None:
         """Keeps what planning has found."""
-        self._store.settle(self.key(problem), {"extent": problem.extent, **terms}, plan)
+        self._settle(problem, {"extent": problem.extent, **terms}, plan)
+
+    def _settled(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
+        text = self._store.kept("settlements", self.key(problem)).get(canonical(terms))
+        return None if text is None else json.loads(text)
+
+    def _settle(self, problem: ConvProblem, terms: Mapping[str, Any], values: Any) -> None:
+        self._store.keep("settlements", self.key(problem), canonical(terms), json.dumps(values))
+
+
+def settlements(store: Store) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
+    """What planning has found for all problems: key, terms and values."""
+    return [(key, json.loads(terms), json.loads(text)) for key, terms, text in store.everything_kept("settlements")]
+
+
+class CompiledPlans:
+    """The plans that cuDNN compiled at run time, of one kind of device under one version of cuDNN, by problem and
+    launch: a later run restores them."""
+
+    def __init__(self, store: Store, device: Device) -> None:
+        self._store, self._device = store, device
+
+    def compiled_plan(self, problem: ConvProblem, launch: str) -> str | None:
+        return self._store.kept("compiled", self._key(problem)).get(launch)
+
+    def keep_compiled_plan(self, problem: ConvProblem, launch: str, text: str) -> None:
+        self._store.keep("compiled", self._key(problem), launch, text)
+
+    def _key(self, problem: ConvProblem) -> dict[str, Any]:
+        return {**problem.launch_key(), "device": self._device.name, "libraries": self._device.libraries}

@@ -201,16 +201,15 @@ class Measurement:
         known = self.logbook.needs(part)
         launch = f"{algorithm} of {part.extent} at {part.alignment}"
         if launch not in known:
-            is_lasting, need = True, None
             try:
                 need = provider.workspace(part, algorithm)
             except CudnnError as error:
-                is_lasting = error.is_lasting
-            if need is not None and not provider.serves(part, algorithm):
+                if not error.is_lasting:
+                    return None
                 need = None
-            if not is_lasting:
-                return None
+            need = need if need is not None and provider.serves(part, algorithm) else None
             self.logbook.record_need(part, launch, need)
+            return need
         return known[launch]
 
 

@@ -20,8 +20,8 @@ from mucudnn.recent import Recent
 from mucudnn.settings import MEMORY
 from mucudnn.timing.database import (
     Damaged,
+    Kept,
     Launches,
-    Needs,
     Result,
     alone,
     check,
@@ -37,7 +37,7 @@ from mucudnn.timing.database import (
 from mucudnn.warning import warn
 
 MOST_KEYS = 4096
-"""Of so many keys the workspaces are kept in memory, and where there is no file, the launches."""
+"""What is kept of so many keys stays in memory, too, and where there is no file, so do the launches."""
 
 _SIDECARS = ("-journal", "-wal", "-shm")
 
@@ -71,8 +71,7 @@ class Store:
         self._readable = path != MEMORY
         self._writable = path != MEMORY
         self._memory: Recent[str, Launches] = Recent(MOST_KEYS)
-        self._needs: Recent[str, Needs] = Recent(MOST_KEYS)
-        self._settlements: dict[tuple[str, str], str] | None = None
+        self._kept: Recent[tuple[str, str], Kept] = Recent(MOST_KEYS)
         _stores.add(self)
 
     @property
@@ -82,83 +81,52 @@ class Store:
 
     def launches(self, key: Mapping[str, Any]) -> Launches:
         """Everything measured for the key, by (algorithm, extent)."""
-        text = _canonical(key)
+        text = canonical(key)
         with self._lock:
             found = self._read(lambda connection: select(connection, text)) or {}
             return found | self._memory.get(text, {})
 
     def record(self, key: Mapping[str, Any], options: Iterable[Option]) -> None:
         """Adds launches of the key, replacing those of the same algorithm and extent."""
-        text, rows = _canonical(key), list(options)
+        text, rows = canonical(key), list(options)
         with self._lock:
             if not (self._writable and self._write(lambda connection: insert(connection, text, rows))):
                 if text not in self._memory:
                     self._memory[text] = {}
                 self._memory[text].update({(row.algorithm, row.extent): row for row in rows})
 
-    def needs(self, key: Mapping[str, Any]) -> Needs:
-        """The workspaces of launches that were tried for the key, in bytes; None of those that are not served.
+    def kept(self, table: str, key: Mapping[str, Any]) -> Kept:
+        """What a table keeps of the key, by name; not to be changed.
 
-        It is what planning asks for, be it timed in the end or not: of cuDNN each answer takes a plan, that is
-        milliseconds.
+        The tables are "needs", workspaces of launches that were asked for, `None` of those that are not served; of
+        cuDNN each answer takes a plan, that is milliseconds; "settlements", plans by their terms; and "compiled",
+        cuDNN's texts of plans that were compiled for launches.
         """
         with self._lock:
-            return self._needs_of(_canonical(key))
+            return self._kept_of(table, canonical(key))
 
-    def record_need(self, key: Mapping[str, Any], launch: str, workspace: int | None) -> None:
-        """Adds the workspace of a launch, by its name, to the `needs` of the key."""
-        text = _canonical(key)
+    def keep(self, table: str, key: Mapping[str, Any], name: str, value: str | int | None) -> None:
+        """Adds a value to what a table keeps of the key, in place of one of that name."""
+        text = canonical(key)
         with self._lock:
-            self._needs_of(text)[launch] = workspace
-            self._keep("needs", text, launch, workspace)
+            self._kept_of(table, text)[name] = value
+            if self._writable:
+                self._write(lambda connection: insert_kept(connection, table, text, name, value))
 
-    def _needs_of(self, text: str) -> Needs:
-        if text not in self._needs:
-            self._needs[text] = {launch: need for _, launch, need in self._kept("needs", text)}
-        return self._needs[text]
-
-    def settlement(self, key: Mapping[str, Any], terms: Mapping[str, Any]) -> Any:
-        """The values that were kept for the key under these terms; `None` if there are none."""
+    def everything_kept(self, table: str) -> list[tuple[dict[str, Any], str, Any]]:
+        """Key, name and value of all that a table keeps."""
         with self._lock:
-            text = self._settled().get((_canonical(key), _canonical(terms)))
-        return None if text is None else json.loads(text)
+            rows = self._read(lambda connection: select_kept(connection, table)) or []
+            found = {(text, name): value for text, name, value in rows}
+            for (of, text), values in self._kept.items():
+                found |= {(text, name): value for name, value in values.items() if of == table}
+        return [(json.loads(text), name, value) for (text, name), value in found.items()]
 
-    def settlements(self) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
-        """Everything that was kept so: key, terms, and values."""
-        with self._lock:
-            found = list(self._settled().items())
-        return [(json.loads(key), json.loads(terms), json.loads(text)) for (key, terms), text in found]
-
-    def _settled(self) -> dict[tuple[str, str], str]:
-        """By key and terms. The file is read once: a program that meets many shapes asks for each of them."""
-        if self._settlements is None:
-            self._settlements = {(key, terms): text for key, terms, text in self._kept("settlements")}
-        return self._settlements
-
-    def settle(self, key: Mapping[str, Any], terms: Mapping[str, Any], plan: Any) -> None:
-        """Keeps plain values for the key under terms: what planning found there in the end."""
-        names, text = (_canonical(key), _canonical(terms)), json.dumps(plan)
-        with self._lock:
-            self._settled()[names] = text
-            self._keep("settlements", *names, text)
-
-    def compiled_plan(self, key: Mapping[str, Any], launch: str) -> str | None:
-        """cuDNN's text of a plan that was compiled for a launch of the key; `None` where the file has none."""
-        with self._lock:
-            found = {name: plan for _, name, plan in self._kept("compiled", _canonical(key))}
-        return found.get(launch)
-
-    def keep_compiled_plan(self, key: Mapping[str, Any], launch: str, plan: str) -> None:
-        """Keeps a compiled plan on the file; without one it lives as long as the process anyway."""
-        with self._lock:
-            self._keep("compiled", _canonical(key), launch, plan)
-
-    def _kept(self, table: str, text: str | None = None) -> list[tuple[str, str, Any]]:
-        return self._read(lambda connection: select_kept(connection, table, text)) or []
-
-    def _keep(self, table: str, text: str, name: str, value: str | int | None) -> None:
-        if self._writable:
-            self._write(lambda connection: insert_kept(connection, table, text, name, value))
+    def _kept_of(self, table: str, text: str) -> Kept:
+        if (table, text) not in self._kept:
+            rows = self._read(lambda connection: select_kept(connection, table, text)) or []
+            self._kept[table, text] = {name: value for _, name, value in rows}
+        return self._kept[table, text]
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""
@@ -276,5 +244,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _canonical(key: Mapping[str, Any]) -> str:
+def canonical(key: Mapping[str, Any]) -> str:
+    """One text for equal keys."""
     return json.dumps(key, sort_keys=True, separators=(",", ":"), allow_nan=False)

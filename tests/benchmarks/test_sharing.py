@@ -12,7 +12,7 @@ from mucudnn import is_patched
 from mucudnn.networks import layers
 from mucudnn.optimizer import Option
 from mucudnn.planning.on_record import times
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 
 HERE = Environment("made up", 2, False, "", "")
 

@@ -11,7 +11,7 @@ from made_up_clock import MadeUp
 from torch.nn import functional
 
 import mucudnn
-from mucudnn.runtime.live_planning import LivePlanning
+from mucudnn.runtime.live import LivePlanning
 from mucudnn.runtime.session import Session
 from mucudnn.settings import Settings
 

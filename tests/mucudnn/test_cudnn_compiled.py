@@ -14,7 +14,7 @@ from mucudnn.convolution.tile import extent
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.timing.compiled_plans import CompiledPlans
+from mucudnn.timing.logbook import CompiledPlans
 from mucudnn.timing.schedule import Schedule
 from mucudnn.timing.store import Store
 

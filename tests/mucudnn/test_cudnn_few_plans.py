@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -15,7 +15,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.devices import Gpu
 from mucudnn.optimizer import Trial
-from mucudnn.planning.affordable_parts import AffordableParts, PlanBudget
+from mucudnn.planning.offers import AffordableParts, PlanBudget
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
@@ -26,9 +26,8 @@ from mucudnn.providers.cudnn.proposals import FIRST, MOST, MOST_COMPILED, Propos
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import Logbook
-from mucudnn.timing.measurement import Measurement
+from mucudnn.timing.logbook import Environment, Logbook
+from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.store import Store
 
 GPU = torch.device("cuda", 0)
@@ -201,16 +200,16 @@ def test_space_is_divided_only_where_a_sample_is_too_large(
     limit: int, names: set[str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.fast = {"eng1"}
-    tasks: list[tuple[Dim, str]] = []
-    named = machine.planner.offers.named
+    asked: list[Iterable[tuple[Dim, str]]] = []
+    ask = AffordableParts._ask
 
-    def watched(problem: ConvProblem, wanted: Sequence[tuple[Dim, str]]) -> object:
-        tasks.extend(wanted)
-        return named(problem, wanted)
+    def watched(parts: AffordableParts, candidates: dict[tuple[Dim, str], Candidate]) -> None:
+        asked.append(candidates)
+        ask(parts, candidates)
 
-    monkeypatch.setattr(machine.planner.offers, "named", watched)
+    monkeypatch.setattr(AffordableParts, "_ask", watched)
     machine.planned(limit=limit)
-    assert {name for _, name in tasks} == names
+    assert {name for tasks in asked[1:] for _, name in tasks} == names  # behind those along the mini-batch
 
 
 # The budget

@@ -31,8 +31,7 @@ from mucudnn.providers.cudnn.plans import MOST_RECENT
 from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 from mucudnn.settings import MEMORY, Settings
 from mucudnn.timing import clock
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import Logbook
+from mucudnn.timing.logbook import Environment, Logbook
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store

@@ -18,7 +18,7 @@ from mucudnn.optimizer import Option, best_division
 from mucudnn.planning import search
 from mucudnn.planning.on_record import Times, times
 from mucudnn.settings import Settings
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 from mucudnn.timing.store import Store
 
 MIB = 2**20

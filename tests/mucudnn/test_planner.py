@@ -14,9 +14,8 @@ from mucudnn.convolution.problem import Dim, Direction
 from mucudnn.optimizer import Trial
 from mucudnn.optimizer.exploration import MOST_CONTENDERS
 from mucudnn.optimizer.playoff import MOST_ROUNDS
-from mucudnn.planning.ahead import PATIENCE, plan_ahead
 from mucudnn.planning.plan import MARGIN, Plan
-from mucudnn.planning.planner import Planner
+from mucudnn.planning.planner import PATIENCE, Planner, plan_ahead
 from mucudnn.planning.search import LEAST_SECONDS
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS

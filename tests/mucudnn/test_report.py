@@ -19,7 +19,7 @@ from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.optimizer import Option
 from mucudnn.reporting.record import Record, from_json, to_json
 from mucudnn.reporting.tables import known_tables, summary, table
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 
 PROBLEM = ConvProblem.of_convolution(
     Direction.BACKWARD_FILTER, (67, 3, 32, 32), (8, 3, 5, 5), stride=(2, 1), padding=(2, 2), dilation=(1, 1)

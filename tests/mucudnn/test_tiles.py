@@ -27,7 +27,7 @@ from mucudnn.providers import STOCK, stock
 from mucudnn.providers.stock import Stock
 from mucudnn.settings import Settings
 from mucudnn.timing import clock
-from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Environment
 from mucudnn.timing.store import Store
 
 

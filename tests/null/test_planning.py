@@ -21,7 +21,7 @@ from mucudnn.providers.cudnn.card import Card
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.graph import Engine, Graph
 from mucudnn.settings import Settings
-from mucudnn.timing.compiled_plans import CompiledPlans
+from mucudnn.timing.logbook import CompiledPlans
 from mucudnn.timing.measurement import synthetic_operands
 from mucudnn.timing.schedule import Schedule
 from mucudnn.timing.store import Store

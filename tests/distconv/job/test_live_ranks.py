@@ -20,7 +20,7 @@ from distconv.job.board import StoreBoard
 from mucudnn.optimizer import Key, OverheadBudget, Trial
 from mucudnn.planning import search
 from mucudnn.planning.trial_runner import TrialRunner
-from mucudnn.runtime import explored, live_planning, pooled_launches
+from mucudnn.runtime import explored, live, pooled_launches
 from mucudnn.runtime.pooled_launches import PooledLaunches
 
 pytestmark = pytest.mark.gloo
@@ -128,7 +128,7 @@ def shared_out(prefix: str) -> list[tuple[Any, ...]]:
         eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
         eager.setattr(explored, "WORTH", 0)
         eager.setattr(pooled_launches, "PATIENCE", math.inf)
-        eager.setattr(live_planning, "PooledLaunches", Noted)
+        eager.setattr(live, "PooledLaunches", Noted)
         eager.setattr(search, "LEAST_SECONDS", 0.0)
         with mucudnn.patched(board=board, planning="live", database=":memory:", progress="off"):
             stepped(distconv.parallelize(Net(), distconv.init("sample=2", device_type="cpu")))
