@@ -233,6 +233,8 @@ def _answer(task: bytes) -> bytes:
 def _serve_apart(*arguments: str) -> None:
     """What a forked rank does, in a session of its own."""
     os.setsid()
+    # Otherwise it would ask the server for its processes, such as workers of a DataLoader; those of a script are forked.
+    multiprocessing.set_start_method("fork", force=True)
     _serve(*arguments)
 
 
