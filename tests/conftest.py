@@ -6,6 +6,7 @@ import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait busily for each other take each other's cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts others, which import torch
 
 with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do without it
     from hypothesis import settings

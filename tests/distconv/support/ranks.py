@@ -51,7 +51,7 @@ class Forked:
     """A rank, asked as a process of `subprocess` is."""
 
     def __init__(self, *arguments: str) -> None:
-        self._process = _forking().Process(target=_serve_apart, args=arguments)
+        self._process = forking().Process(target=_serve_apart, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -69,7 +69,7 @@ class Forked:
 
 
 @functools.cache
-def _forking() -> ForkServerContext:
+def forking() -> ForkServerContext:
     """What forks processes from one that has imported what ranks need, with the environment of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])
