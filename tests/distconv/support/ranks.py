@@ -233,7 +233,7 @@ def _answer(task: bytes) -> bytes:
 def _serve_apart(*arguments: str) -> None:
     """What a forked rank does, in a session of its own."""
     os.setsid()
-    # Otherwise it would ask the server for its processes, such as workers of a DataLoader; those of a script are forked.
+    # Otherwise workers of a DataLoader would come from the server and import much anew; those of a script are forked.
     multiprocessing.set_start_method("fork", force=True)
     _serve(*arguments)
 
