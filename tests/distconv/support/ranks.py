@@ -92,7 +92,7 @@ class Ranks:
     while others succeed leaves communication in an unknown state: it ends the processes; the next run starts anew.
     """
 
-    def __init__(self, size: int, backend: str, timeout: float = 120.0) -> None:
+    def __init__(self, size: int, backend: str, timeout: float = 240.0) -> None:
         self.size, self.backend, self.timeout = size, backend, timeout
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._connections: list[Connection] = []
