@@ -261,6 +261,8 @@ def _serve(address: str, backend: str, folder: str, rank: str, size: str) -> Non
     import torch
     import torch.distributed as dist
 
+    from tests.distconv.support.gloo_device import share_a_device
+
     torch.set_num_threads(1)
     with _place_under_mpiexec(f"{folder}/{rank}") if backend == "mpi" else contextlib.nullcontext():
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -269,6 +271,7 @@ def _serve(address: str, backend: str, folder: str, rank: str, size: str) -> Non
 
             init_process_group()
         else:
+            share_a_device()
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size))
         _answer_all(address)
 
