@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -46,8 +47,7 @@ class Network:
 
     def output_shape(self, batch: int) -> tuple[int, ...]:
         """Shape of the output for a batch, found without allocating anything."""
-        with torch.device("meta"), torch.no_grad():
-            return tuple(self.build()(torch.empty(batch, *self.input_shape, dtype=self.dtype)).shape)
+        return _output_shape(self, batch)
 
     def sample(self, batch: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Random inputs (batch, *input_shape) and targets on the CPU.
@@ -67,6 +67,12 @@ class Network:
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The usual loss of the task, averaged over the batch: cross entropy or mean squared error."""
         return F.mse_loss(outputs, targets) if self.task == "regression" else F.cross_entropy(outputs, targets)
+
+
+@functools.lru_cache(maxsize=64)
+def _output_shape(network: Network, batch: int) -> tuple[int, ...]:
+    with torch.device("meta"), torch.no_grad():
+        return tuple(network.build()(torch.empty(batch, *network.input_shape, dtype=network.dtype)).shape)
 
 
 def _network(name: str, task: Task, narrow: dict[str, Any], shape: tuple[int, ...]) -> Network:

@@ -4,8 +4,17 @@ import contextlib
 import gc
 import os
 
+import pytest
+
+LONGEST = (
+    *("scripts/test_scripts.py", "job/test_going_on.py", "benchmarks/test_out_of_memory.py", "test_packaging.py"),
+    *("compiled/test_compiler_files.py", "compiled/test_compiled_scripts.py", "benchmarks/test_reading_pipelines.py"),
+)
+"""Files with a test of more than ten seconds, which come first: at the end all other cores would wait for it."""
+
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads that wait busily for each other take each other's cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process starts others, which import torch
 
 with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do without it
     from hypothesis import settings
@@ -13,6 +22,10 @@ with contextlib.suppress(ModuleNotFoundError):  # the tests of tests/gpu do with
     # How long an example takes says nothing of a machine that does something else too; CI is to be the same every time.
     settings.register_profile("tests", deadline=None, derandomize="CI" in os.environ)
     settings.load_profile("tests")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:

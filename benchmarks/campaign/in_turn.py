@@ -24,7 +24,8 @@ import torch
 
 import distconv
 from benchmarks.campaign.networks import Case, draw
-from benchmarks.campaign.trial import Answer, Rank, train
+from benchmarks.campaign.training import train
+from benchmarks.campaign.trial import Answer, Rank
 from distconv.turns import pager
 
 SECONDS = 120

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import distconv.interface
 from benchmarks.campaign.networks import AXES, Case
-from benchmarks.campaign.trial import Answer, train
+from benchmarks.campaign.training import train
+from benchmarks.campaign.trial import Answer
 from benchmarks.rank_pool import Failure, Hang, RankPool
 from distconv import settings
 

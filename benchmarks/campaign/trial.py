@@ -1,4 +1,4 @@
-"""One network of the campaign: trained for two steps in one process and on ranks, and all numbers compared."""
+"""One network of the campaign: trained in one process and on ranks, and all numbers compared."""
 
 from __future__ import annotations
 
@@ -9,22 +9,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import distconv.interface  # at once: ranks are forked from here
 import mucudnn.patching
-from benchmarks.campaign.layers import Shape
-from benchmarks.campaign.networks import Case, draw, loss_of, network
+from benchmarks.campaign.networks import Case, draw
 from benchmarks.campaign.rounding import Results, differences, error_of, fingerprints
+from benchmarks.campaign.training import RATE, STEPS, plainest, train
 from benchmarks.drawn_times import drawn_times
 
-STEPS = 2
 TOLERANCE = 1e-9
 """The largest difference from one process in float64, relative to the largest element."""
-
-NOISE, HALF_NOISE = 1e-13, 2.0**-8
-"""How much the input and what layers make are changed, relatively, to see how far a network amplifies rounding. In
-bfloat16 what layers make and its gradients, alone, and no more than rounding to it does."""
 
 AMPLIFIED = 100.0
 """A difference below so many times that of a changed network counts as rounding."""
@@ -32,12 +26,6 @@ AMPLIFIED = 100.0
 CHANGES = 16
 """So many changes are drawn, one after the other, until they explain a difference: of a number within rounding of where
 a function has a kink, such as zero before a ReLU, each tells only one side."""
-
-RATE = 1e-2
-"""Of learning."""
-
-EPSILON = 1e-3
-"""What optimizers add to what they divide gradients by: with torch's 1e-8, steps magnify the rounding of tiny ones."""
 
 HALF_FACTOR, HALF_FLOOR = 4.0, 2.0**-6
 """In bfloat16, what is allowed: so many times the error of the worse of two plain orders, and so much of the norm."""
@@ -48,113 +36,6 @@ Fourier transform leaves rounding where others leave zero."""
 
 Answer = dict[str, Any]
 """{"outcome": right, rounding, wrong, refused, crash, unable or idle; "said": what there is to say of it; ...}."""
-
-
-def data(case: Case, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * case["seed"] + step)
-    return torch.randn(case["shape"], dtype=torch.float64, generator=generator)
-
-
-def plainest(case: Case) -> Case:
-    """What one process computes: contiguous tensors, for of others torch 2.13 alone has some gradients wrong; eager."""
-    return case | {"channels_last": False, "compiled": ""}
-
-
-def train(
-    case: Case,
-    mesh: Any = None,
-    dtype: torch.dtype | None = None,
-    change: int | None = None,
-    backwards: bool = False,
-    in_turn: dict[str, Any] | None = None,
-) -> Results:
-    """All numbers of two optimizer steps: losses, gradients of input and parameters, and in the end the whole state.
-
-    Args:
-        mesh: to compute on; in one process if not given.
-        dtype: to compute in, that of the case if not given; inputs and initial parameters are rounded as the case says.
-        change: the number of a random change, of what each layer makes; not of bfloat16, also of the input and zeros.
-        backwards: whether the samples come in the opposite order, so that sums over them are rounded otherwise.
-        in_turn: the arguments of `distconv.in_turn`, where parts are computed in turn in one process.
-    """
-    plain, shape = network(case)  # outside the script: layers are called to learn their shapes
-    if in_turn is not None:
-        distconv.in_turn(plain, **in_turn)
-    as_script = mesh is not None and case["way"] == "script"
-    with distconv.distributed_script(mesh) if as_script else contextlib.nullcontext():
-        return _trained(plain, shape, case, mesh, dtype or getattr(torch, case["dtype"]), change, backwards)
-
-
-def _trained(
-    plain: nn.Module, shape: Shape, case: Case, mesh: Any, dtype: torch.dtype, change: int | None, backwards: bool
-) -> Results:
-    rounded = getattr(torch, case["dtype"])
-    plain.to(rounded).to(dtype).train(not case["evaluation"])
-    half = rounded is torch.bfloat16
-    if change is not None:
-        _change(plain, change, half)
-    noise = 0.0 if change is None or half else NOISE
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    ndim = len(case["shape"])
-    if case["channels_last"]:
-        for parameter in plain.parameters():  # not Module.to, which fails where a norm's weight has a dim less
-            if parameter.dim() == ndim:
-                parameter.data = parameter.data.contiguous(memory_format=formats[ndim])
-    if case["frozen"]:
-        for parameter in list(plain.parameters())[::2]:
-            parameter.requires_grad_(False)
-    by_hand = mesh is not None and case["way"] == "program"
-    model = distconv.parallelize(plain, mesh) if by_hand else plain
-    if case["compiled"]:
-        model = torch.compile(model, backend=case["compiled"], dynamic=False)
-    trained = [p for p in plain.parameters() if p.requires_grad]
-    kind = "SGD" if half else case["optimizer"]
-    settings = {"lr": RATE} if kind == "SGD" else {"lr": RATE, "eps": EPSILON}
-    optimizer = getattr(torch.optim, kind)(trained, **settings) if trained else None
-    compute_loss, targets = loss_of(case, shape, dtype)
-    targets = targets.flip(0) if backwards else targets
-    results: Results = {}
-    for step in range(STEPS):
-        if optimizer is not None:
-            optimizer.zero_grad()
-        for part in range(1 + case["accumulates"]):
-            x = data(case, 10 * step + part).to(rounded).to(dtype) * (1 + noise)
-            if case["channels_last"]:
-                x = x.contiguous(memory_format=formats[ndim])
-            x = (x.flip(0) if backwards else x).requires_grad_()
-            given = x * 1.0  # a network may begin with a function in place
-            y = model(distconv.shard(given, mesh) if by_hand else given)
-            assert tuple(y.shape) == shape, f"{tuple(y.shape)} instead of {shape}"
-            loss = compute_loss(distconv.gather(y) if by_hand else y, targets)
-            loss.backward()
-            results[f"loss {step}.{part}"] = torch.tensor(loss.item(), dtype=torch.float64)
-            gradient = torch.zeros(()) if x.grad is None else x.grad
-            results[f"input's gradient {step}.{part}"] = gradient.flip(0) if backwards and gradient.dim() else gradient
-        gradients = {f"gradient of {n} {step}": p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        results |= {name: value.clone() for name, value in distconv.whole_state(gradients).items()}
-        if optimizer is not None:
-            optimizer.step()
-    return {name: x.detach() for name, x in (results | dict(distconv.whole_state(plain.state_dict()))).items()}
-
-
-def _change(model: nn.Module, number: int, half: bool) -> None:
-    """Lets a model's layers make other numbers, by about what rounding makes of them."""
-    generator = torch.Generator().manual_seed(number)
-
-    def near(x: Tensor) -> Tensor:
-        sizes = x.detach().abs()  # backward must not need x, which a function in place may change
-        size = HALF_NOISE * sizes if half else NOISE * (1 + sizes)
-        return (x + size * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)).to(x.dtype)
-
-    def changed(layer: nn.Module, given: Any, y: Tensor) -> Tensor:
-        y = near(y)
-        if half and y.requires_grad:
-            y.register_hook(near)
-        return y
-
-    for layer in model.modules():
-        if next(layer.children(), None) is None:
-            layer.register_forward_hook(changed)
 
 
 @contextlib.contextmanager

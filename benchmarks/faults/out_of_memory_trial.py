@@ -179,6 +179,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(arm, Path(folder, "times.sqlite"))
+        gc.freeze()  # of what is imported, nothing is collected: twice in each step it would be looked through
         while True:
             record = trial.outcome(allocation, bool(lasting))
             print(json.dumps(record), flush=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
@@ -165,23 +165,44 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     except ValueError as error:
         if module in _turning:
             raise
-        _tell_whole(type(module).__name__, str(error))
+        _tell(module, "runs whole", str(error))
         return NotImplemented
     if before is not None:
         with script_in_turn(_NOT_IN_TURN):
             before(module, args, kwargs, partition)
+    fault = ""
     if ranks is not None:
         note_call(module, ranks, args, kwargs)
     elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
-        # What cannot be followed notes its links while it is computed.
-        with followed_as(torch.is_grad_enabled()), suppress(Exception):
+        fault = _choose_chains(module, args, kwargs, partition)
+    result = call_in_turn(parts, memory, module, args, kwargs)
+    if fault:  # and the call itself has none, which it would have raised
+        _tell(module, "could not be followed, and its chains are chosen after a call", fault)
+    return result
+
+
+def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> str:
+    """Follows a call for its chains; the error in that, empty if there is none.
+
+    A call that asks for numbers cannot be followed, which is no error. It notes its links while it is computed.
+    """
+    try:
+        with followed_as(torch.is_grad_enabled()):
             choose_chains(module, args, kwargs, partition)
-    return call_in_turn(parts, memory, module, args, kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        pass
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return ""
 
 
 _OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
 
+_told: set[tuple[str, str]] = set()
 
-@functools.cache
-def _tell_whole(name: str, why: str) -> None:
-    print(f"distconv: --parts: {name} runs whole: {why}", file=sys.stderr, flush=True)
+
+def _tell(module: nn.Module, what: str, why: str) -> None:
+    key = type(module).__name__, what
+    if key not in _told:
+        _told.add(key)
+        print(f"distconv: --parts: {key[0]} {what}: {why}", file=sys.stderr, flush=True)

@@ -20,7 +20,7 @@ TINY = {
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run_python(BENCHMARKS / script, *arguments, timeout=120)
+    return run_python(BENCHMARKS / script, *arguments, timeout=240)
 
 
 def record(script: str, path: Path, *arguments: str) -> dict:

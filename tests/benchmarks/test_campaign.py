@@ -20,7 +20,8 @@ from benchmarks.campaign.judge import PLAIN, Judge, lines, shrunk, together
 from benchmarks.campaign.networks import draw, network
 from benchmarks.campaign.rounding import differences, fingerprints
 from benchmarks.campaign.tables import counts, tables
-from benchmarks.campaign.trial import Rank, plainest, train
+from benchmarks.campaign.training import plainest, train
+from benchmarks.campaign.trial import Rank
 from benchmarks.rank_pool import Hang, RankPool
 
 ROOT = Path(__file__).resolve().parents[2]

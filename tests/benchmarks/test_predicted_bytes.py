@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 import pytest
+from ranks import forking
 from torch import nn
 
 import distconv
@@ -90,7 +90,7 @@ def sent_under_w(rank: int) -> list[int]:
 
 def test_messages_of_channels_and_filters_split() -> None:
     """Under w ranks differ; each is imagined by a process of its own."""
-    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as processes:
+    with ProcessPoolExecutor(2, forking(), max_tasks_per_child=1) as processes:
         ranks = list(processes.map(sent_under_w, range(4)))
     assert [sum(sent) for sent in zip(*ranks, strict=True)] == [row["sent"] for row in OTHERS for _ in (False, True)]
 

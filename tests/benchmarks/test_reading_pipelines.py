@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.distributed import cosmoflow
+from tests.forked_python import run_python
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -19,8 +18,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "G
 
 def run(script: str, *arguments: str, partition: str = "", options: tuple[str, ...] = ()) -> str:
     ranks = ["-m", "distconv", "run", "--shard-data", "--partition", partition, *options] if partition else []
-    command = [sys.executable, *ranks, str(BENCHMARKS / script), *arguments]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
+    done = run_python(*ranks, BENCHMARKS / script, *arguments, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -24,7 +24,7 @@ def addresses(way: str, *arguments: str, **environment: str) -> set[str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
@@ -69,7 +69,7 @@ def test_doctor_says_who_listens_where() -> None:
         env={**NOT_SET, "GLOO_SOCKET_IFNAME": "eth7"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     found = json.loads(done.stdout)
     assert found["backends"]["gloo"] == "works"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from forced import Forced
 from hypothesis import given, settings
+from made_up_clock import MadeUp
 from problems import problems
 from references import operands, reference
 from test_live import eager
@@ -220,6 +221,8 @@ def test_a_fast_algorithm_that_was_right_computes_the_second_results(
     later: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     second, peers, failures = TrialRunner._second_result, [], []
+    machine = MadeUp(monkeypatch, fft=0.1)
+    monkeypatch.setattr(trial_runner.time, "perf_counter", lambda: machine.now)
 
     def told(runner: TrialRunner, given: Operands) -> tuple[torch.Tensor, str]:
         peer = runner._peer

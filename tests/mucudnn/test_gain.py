@@ -81,10 +81,10 @@ def test_a_terminal_is_told(tmp_path: Path) -> None:
     )
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "mucudnn", "run", str(script)]
-    subprocess.run(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, timeout=120, check=True)
+    subprocess.run(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, timeout=240, check=True)
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
     assert "3 convolutions met" in shown and shown.count("mucudnn: ") == 2
-    piped = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120, check=True)
+    piped = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240, check=True)
     assert piped.stderr == b""

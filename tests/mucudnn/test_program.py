@@ -41,7 +41,7 @@ def outcome(*command: str, cwd: Path = SCRIPTS, flags: tuple[str, ...] = ()) -> 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         # A shell's background job, and all it starts, ignores interrupts.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

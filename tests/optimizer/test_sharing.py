@@ -148,4 +148,4 @@ def test_a_method_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pulp_is_not_loaded_until_it_is_needed() -> None:
     program = "import sys, mucudnn.optimizer; assert 'pulp' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=240)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,18 +88,26 @@ def test_a_collective_that_takes_long_though_all_are_there() -> None:
     assert line(states).endswith("at a.py:3 has waited 30 s, though all its ranks are there")
 
 
-def late() -> tuple[list[str | None], dict[str, int], bool]:
-    """What a rank waits in while another one is late, what all have begun, and whether all are complete at the end."""
+def late(looked: Path) -> tuple[list[str | None], dict[str, int], bool]:
+    """What a rank waits in while another one is late, what all have begun, and whether all are complete at the end.
+
+    ``looked``: is made once the first rank has looked, for which the other one waits.
+    """
     names = []
     with noted() as collectives:
         dist.barrier()
         x = torch.ones(3)
-        if dist.get_rank() == 1:
-            time.sleep(0.5)
+        while dist.get_rank() == 1 and not looked.exists():
+            time.sleep(0.01)
         work = dist.all_reduce(x, async_op=True)
-        time.sleep(0.2)
+        if dist.get_rank() == 0:
+            time.sleep(0.2)  # in which it would be complete, were the other one there
+        else:
+            work.wait()
         begun = collectives.waiting()
         names.append(None if begun is None else begun.name)
+        if dist.get_rank() == 0:
+            looked.touch()
         work.wait()
         dist.all_gather_object([None] * dist.get_world_size(), dist.get_rank())
         counts, complete = collectives.counts, collectives.waiting() is None
@@ -107,8 +117,8 @@ def late() -> tuple[list[str | None], dict[str, int], bool]:
     return names, counts, complete
 
 
-def test_what_a_rank_has_begun_and_waits_in_is_known(ranks: Callable[[int], Ranks]) -> None:
-    found = ranks(2).run(late)
+def test_what_a_rank_has_begun_and_waits_in_is_known(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    found = ranks(2).run(late, tmp_path / "looked")
     assert [names for names, _, _ in found] == [["all_reduce"], [None]]
     assert found[0][1] == found[1][1] and sum(found[0][1].values()) >= 4  # the objects take two
     assert all(complete for _, _, complete in found)
@@ -116,12 +126,20 @@ def test_what_a_rank_has_begun_and_waits_in_is_known(ranks: Callable[[int], Rank
 
 @pytest.mark.parametrize("way", ["alone", pytest.param("mpiexec", marks=needs_mpi)])
 def test_a_late_rank_is_told_of_in_one_line_and_the_job_goes_on(way, tmp_path):
-    script = [str(SCRIPTS / "slow.py"), "3"]
-    arguments = command(way, 2, "--show-ranks", "--slow-after", "1", "--partition", "height=2", *script)
-    with started(arguments, tmp_path) as job:
-        code, printed, errors = job.end()
+    temporary, go_on = tmp_path / "temporary", tmp_path / "go on"
+    temporary.mkdir()
+    script = [str(SCRIPTS / "slow.py"), str(go_on)]
+    arguments = command(way, 2, "--show-ranks", "--slow-after", "4", "--partition", "height=2", *script)
+    errors = ""
+    with started(arguments, temporary) as job:
+        while " has waited " not in errors:
+            errors += (said := job.process.stderr.readline())
+            assert said, errors
+        go_on.touch()
+        code, printed, rest = job.end()
+    errors += rest
     assert code == 0 and "done" in printed, errors
     told = [line for line in errors.splitlines() if line.startswith("distconv: ")]
     assert len(told) == 1, errors
-    assert "all_reduce among ranks 0 and 1 at " in told[0] and "slow.py:13 has waited " in told[0]
-    assert told[0].endswith("slow.py:12")
+    assert "all_reduce among ranks 0 and 1 at " in told[0] and "slow.py:14 has waited " in told[0]
+    assert re.search(r"slow\.py:1[23]$", told[0])

@@ -110,7 +110,7 @@ def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
     limit = {"MUCUDNN_WORKSPACE_LIMIT": "1MiB", "MUCUDNN_DATABASE": ":memory:"}
     words = command("alone", 2, "--partition", "height=2", str(script))
     ours, theirs = pty.openpty()
-    job = subprocess.run(words, env=ENVIRONMENT | limit, stdin=theirs, stdout=theirs, stderr=theirs, timeout=120)
+    job = subprocess.run(words, env=ENVIRONMENT | limit, stdin=theirs, stdout=theirs, stderr=theirs, timeout=240)
     os.close(theirs)
     lines = os.read(ours, 1 << 16).decode().splitlines()
     os.close(ours)

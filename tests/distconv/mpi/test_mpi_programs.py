@@ -129,14 +129,12 @@ def test_a_rank_that_never_comes_is_an_error(ranks):
 def raises_outside() -> None:
     if dist.get_rank() == 1:
         sys.excepthook(ValueError, ValueError("lost"), None)
-        time.sleep(60)  # the end of the others, and of this rank, comes from outside
+        time.sleep(600)  # the end of the others, and of this rank, comes from outside
     dist.barrier()
 
 
 def test_an_uncaught_exception_ends_every_rank():
-    pool = Ranks(2, "mpi", timeout=60)
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="died"):
+    pool = Ranks(2, "mpi")
+    with pytest.raises(RuntimeError, match="died"):  # and not that they give no answer
         pool.run(raises_outside)
-    assert time.monotonic() - begin < 30
     pool.close()

@@ -62,7 +62,7 @@ def command(way: str, ranks: int, *arguments: str) -> list[str]:
 
 
 def launch(
-    way: str, ranks: int, *arguments: str, seconds: int = 120, **environment: str
+    way: str, ranks: int, *arguments: str, seconds: int = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     words = command(way, ranks, *arguments)
     if way == "torchrun":  # torch's own agent, whose imports are nobody's matter here

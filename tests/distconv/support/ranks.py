@@ -51,7 +51,7 @@ class Forked:
     """A rank, asked as a process of `subprocess` is."""
 
     def __init__(self, *arguments: str) -> None:
-        self._process = _forking().Process(target=_serve_apart, args=arguments)
+        self._process = forking().Process(target=_serve_apart, args=arguments)
         self._process.start()
         self.pid: int = self._process.pid  # type: ignore[assignment]
 
@@ -69,7 +69,7 @@ class Forked:
 
 
 @functools.cache
-def _forking() -> ForkServerContext:
+def forking() -> ForkServerContext:
     """What forks processes from one that has imported what ranks need, with the environment of this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([IMPORTS])
@@ -92,7 +92,7 @@ class Ranks:
     while others succeed leaves communication in an unknown state: it ends the processes; the next run starts anew.
     """
 
-    def __init__(self, size: int, backend: str, timeout: float = 120.0) -> None:
+    def __init__(self, size: int, backend: str, timeout: float = 240.0) -> None:
         self.size, self.backend, self.timeout = size, backend, timeout
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._connections: list[Connection] = []
@@ -210,6 +210,7 @@ def _answer(task: bytes) -> bytes:
 
     from distconv.model import results
 
+    largest = results.LARGEST_PLAIN  # a module of tests that a later task imports reads it, too
     try:
         path, call = pickle.loads(task)
         sys.path[:] = path
@@ -228,11 +229,15 @@ def _answer(task: bytes) -> bytes:
         except Exception:
             return pickle.dumps((False, RuntimeError(f"{type(error).__name__} {text}")))
         return answer
+    finally:
+        results.LARGEST_PLAIN = largest
 
 
 def _serve_apart(*arguments: str) -> None:
     """What a forked rank does, in a session of its own."""
     os.setsid()
+    # Otherwise workers of a DataLoader would come from the server and import much anew; those of a script are forked.
+    multiprocessing.set_start_method("fork", force=True)
     _serve(*arguments)
 
 
@@ -259,6 +264,8 @@ def _serve(address: str, backend: str, folder: str, rank: str, size: str) -> Non
     import torch
     import torch.distributed as dist
 
+    from tests.distconv.support.gloo_device import share_a_device
+
     torch.set_num_threads(1)
     with _place_under_mpiexec(f"{folder}/{rank}") if backend == "mpi" else contextlib.nullcontext():
         os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -267,6 +274,7 @@ def _serve(address: str, backend: str, folder: str, rank: str, size: str) -> Non
 
             init_process_group()
         else:
+            share_a_device()
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=int(rank), world_size=int(size))
         _answer_all(address)
 

@@ -57,7 +57,7 @@ def processes(path: Path, count: int, rounds: int, *flags: str) -> list[tuple[in
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    ends = [process.communicate(timeout=120) for process in running]
+    ends = [process.communicate(timeout=240) for process in running]
     return [(process.returncode, stderr) for process, (_, stderr) in zip(running, ends, strict=True)]
 
 
