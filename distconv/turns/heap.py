@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 
@@ -11,12 +16,23 @@ KEPT = 8
 
 _ARENA_MAX = -8  # as in malloc.h
 
+_FREE = "mkl_serv_thread_free_buffers"
+"""The name by which torch's library has mkl_thread_free_buffers."""
+
 
 def share_one_arena() -> None:
     """Threads that start from now on take their memory from one place, so that one reuses what another has freed."""
     library = glibc()
     if library is not None:
         library.mallopt(_ARENA_MAX, 1)
+
+
+@functools.cache
+def _mkl() -> Any:
+    """Torch's library of a processor, where MKL in it can be asked; else None."""
+    file = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    library = ctypes.CDLL(str(file)) if file.exists() else None
+    return library if hasattr(library, _FREE) else None
 
 
 class Heap:
@@ -34,7 +50,14 @@ class Heap:
         """Bytes that were resident and not used when freed pages were last given back: code, and what Python holds."""
 
     def tidy(self) -> None:
-        """Between turns: gives freed pages back where more is resident than was used at most, and an eighth of that."""
+        """Between turns, in the thread that has had its: gives freed pages back where more is resident than was used at
+        most, and an eighth of that.
+
+        What MKL keeps for a thread's next product of matrices, some 12 MiB whatever their sizes, it frees.
+        """
+        products = _mkl()
+        if products is not None:
+            getattr(products, _FREE)()
         library = glibc()
         if library is not None and resident_bytes() > self._other + self._used + self._used // KEPT:
             self._give_back(library)

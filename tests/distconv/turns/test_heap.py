@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 
 import pytest
+import torch
 
 from distconv.turns import heap
 from mucudnn.devices.process_memory import glibc, resident_bytes
@@ -47,3 +49,23 @@ def test_freed_blocks_go_back_where_the_process_would_become_larger() -> None:
     assert before - resident_bytes() > BLOCK * COUNT // 2
     for _, between in pairs:
         library.free(between)
+
+
+@pytest.mark.skipif(heap._glibc() is None or heap._mkl() is None, reason="no glibc 2.33 or later, or no MKL to ask")
+def test_what_mkl_keeps_for_a_thread_goes_when_its_turn_ends() -> None:
+    library, found = heap._glibc(), []
+
+    def turn() -> None:
+        x = torch.ones(512, 512)
+        before = heap._used(library)
+        x @ x
+        kept = heap._used(library)
+        heap.Heap().tidy()
+        found.extend([kept - before, heap._used(library) - before])
+
+    thread = threading.Thread(target=turn)
+    thread.start()
+    thread.join()
+    kept, left = found
+    assert kept > 1 << 18
+    assert left < kept // 4
