@@ -59,6 +59,8 @@ nothing is computed. **Times are not known**, so neither is which of these arms 
 * **The largest batch that fits** is found by attempts on a card of that memory: the allocator begins empty, and two
   steps must pass. A batch that is 2 % larger (by one sample, of less than 50) did not fit. The context of CUDA and
   whatever else is on a card come on top. The engines are those of an H100 for both cards.
+* **Reserved** is no figure of a fresh process but in the first two columns: before the arms that follow, the same
+  process has tried larger batches, and gradients that were alive kept parts of their segments.
 * Where a cell is empty it was not run.
 * cuDNN's workspaces of batch norms, where torch uses them, are taken for 0.
 * Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of
