@@ -59,6 +59,8 @@ nothing is computed. **Times are not known**, so neither is which of these arms 
 * **The largest batch that fits** is found by attempts on a card of that memory: the allocator begins empty, and two
   steps must pass. A batch that is 2 % larger (by one sample, of less than 50) did not fit. The context of CUDA and
   whatever else is on a card come on top. The engines are those of an H100 for both cards.
+* **Reserved** is no figure of a fresh process but in the first two columns: before the arms that follow, the same
+  process has tried larger batches, of which segments may have stayed.
 * Where a cell is empty it was not run.
 * cuDNN's workspaces of batch norms, where torch uses them, are taken for 0.
 * Networks of torchvision: AlexNet, VGG-16 and the ResNets (224x224, float32, TF32 as torch has it for convolutions). Of
@@ -177,7 +179,7 @@ def largest(fits: Callable[[int], bool], guess: int) -> int:
     return low
 
 
-def child(name: str, arms: Sequence[str], guesses: dict[str, int]) -> None:
+def child(name: str, arms: Sequence[str], guesses: dict[str, int], only_peaks: bool) -> None:
     """Measures a network, and prints the figures of the arms, each of whose batches the next one begins from."""
     warnings.simplefilter("ignore")
     subject, found = SUBJECTS[name], dict[str, Any]()
@@ -185,6 +187,9 @@ def child(name: str, arms: Sequence[str], guesses: dict[str, int]) -> None:
     for arm in arms:
         with _under(arm):
             peaks = measured(step, subject.batch)
+            if only_peaks:
+                found[arm] = {"batch": subject.batch, "peaks": peaks, "largest": {}}
+                continue
             guesses = guesses or _guesses(step, subject.batch, peaks)
         for card, memory in CARDS.items():
             os.environ["NULL_CARD_MIB"] = str(memory)  # the card reads it whenever it is asked for memory
@@ -209,11 +214,12 @@ def _fits(step: Step, batch: int, arm: str) -> bool:
         return measured(step, batch) is not None
 
 
-def asked(name: str, arms: Sequence[str], guesses: dict[str, int] | None = None) -> dict[str, Any]:
+def asked(name: str, arms: Sequence[str], only_peaks: bool, guesses: dict[str, int] | None = None) -> dict[str, Any]:
     """The figures of a process of its own."""
     # Read when torch is imported: only what is launched in form allocates as on a card.
     switches = {"NULL_CARD_ARITHMETIC": "0", "NULL_CARD_CONVOLUTIONS": "0"}
     command = [sys.executable, __file__, "--child", json.dumps(guesses or {}), "--only", name, "--arms", *arms]
+    command += ["--peaks"] if only_peaks else []
     ended = subprocess.run(command, env={**os.environ, **switches}, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{name}: exit code {ended.returncode}\n{ended.stderr[-2000:]}")
@@ -221,11 +227,11 @@ def asked(name: str, arms: Sequence[str], guesses: dict[str, int] | None = None)
     return found
 
 
-def figures_of(name: str, arms: Sequence[str]) -> dict[str, Any]:
+def figures_of(name: str, arms: Sequence[str], only_peaks: bool) -> dict[str, Any]:
     """The figures of plain torch and of the arms. `benchmark` has a process of its own: in another one torch would take
     the kernels that it has chosen without."""
-    found = asked(name, list(dict.fromkeys((STOCK, *(arm for arm in arms if arm != BENCHMARK)))))
-    return found | (asked(name, [BENCHMARK], found[STOCK]["largest"]) if BENCHMARK in arms else {})
+    found = asked(name, list(dict.fromkeys((STOCK, *(arm for arm in arms if arm != BENCHMARK)))), only_peaks)
+    return found | (asked(name, [BENCHMARK], only_peaks, found[STOCK]["largest"]) if BENCHMARK in arms else {})
 
 
 def _gib(found: dict[str, float] | None, *names: str) -> str:
@@ -242,7 +248,7 @@ def tables(figures: dict[str, Any]) -> list[Table]:
         for rows, names in ((peaks, ("first", "later")), (reserved, ("reserved",))):
             rows.append((title, *(_gib(found[arm]["peaks"], *names) if arm in found else "" for arm in ARMS)))
         for card in CARDS:
-            fitting = (str(found[arm]["largest"][card]) if arm in found else "" for arm in ARMS)
+            fitting = (str(found[arm]["largest"].get(card, "")) if arm in found else "" for arm in ARMS)
             batches.append((f"{name}, {card}", *fitting))
     return [
         Table("Peak of the first step / of a later one, GiB", ("network, batch", *ARMS), peaks),
@@ -256,19 +262,23 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="networks (default: all)")
     parser.add_argument("--save", action="store_true", help=f"keep the figures in benchmarks/results/{RESULT}.*")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="beside torch (default: all)")
+    parser.add_argument("--peaks", action="store_true", help="keep the largest batches as they are, which take minutes")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
-        child(options.only[0], options.arms, options.child)
+        child(options.only[0], options.arms, options.child, options.peaks)
         return
     kept = RESULTS / f"{RESULT}.json"
     about = ABOUT.format(conditions=conditions(), cudnn=torch.backends.cudnn.version())
     figures = dict[str, Any]()
     for name in options.only:
-        figures[name] = figures_of(name, options.arms)
+        figures[name] = figures_of(name, options.arms, options.peaks)
         if options.save:  # after every network, as the next one takes minutes
             known = json.loads(kept.read_text()) if kept.exists() else {}
-            known[name] = known.get(name, {}) | figures[name]
+            arms_of = known.setdefault(name, {})
+            for arm, now in figures[name].items():
+                before = arms_of.get(arm, now)
+                arms_of[arm] = now | {"largest": now["largest"] or before["largest"]}
             ordered = {name: known[name] for name in SUBJECTS if name in known}
             save(RESULT, "Peak memory on the null card", about, ordered, tables(ordered))
     show(tables(figures))

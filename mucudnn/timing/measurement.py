@@ -24,6 +24,9 @@ from mucudnn.timing.schedule import Schedule, rounding_bytes
 MOST_SETS = 16
 """Sets of operands that a GPU's measurement goes round."""
 
+MOST_PARTS = 64
+"""Parts of a mini-batch that calls go round: no launch is called as often, while a mini-batch may have thousands."""
+
 ONCE = 1.7
 """A launch is called once only if that takes more than so many times the time at which it would be of interest: what a
 first call does beside its work takes less than that."""
@@ -183,7 +186,7 @@ class Measurement:
 
     def _walk(self, dim: Dim, size: int) -> Iterator[tuple[Tile, Operands]]:
         """Parts of a size with the operands that they are of: all of one set, then all of the next."""
-        starts = range(0, extent(self.problem, dim) - size + 1, size) if dim is Dim.BATCH else ()
+        starts = range(0, extent(self.problem, dim) - size + 1, size)[:MOST_PARTS] if dim is Dim.BATCH else ()
         tiles = [tile(self.problem, dim, start, size) for start in starts] or [middle(self.problem, dim, size)]
         while True:
             operands = self.turn()

@@ -71,6 +71,7 @@ def test_peak_stays_within_the_limit(direction: Direction, limit: int, cuda: tor
 @pytest.mark.usefixtures("slow_stock")
 @pytest.mark.parametrize("direction", Direction)
 def test_where_memory_runs_out_the_next_plan_serves(direction: Direction, cuda: torch.device, greedy: None) -> None:
+    torch.cuda.empty_cache()  # else operands would keep larger segments of earlier tests, whose rests serve the call
     call = call_of(direction, cuda, 64)
     expected = call()
     total = torch.cuda.get_device_properties(cuda).total_memory
@@ -81,8 +82,9 @@ def test_where_memory_runs_out_the_next_plan_serves(direction: Direction, cuda: 
             pytest.skip(f"no engine of this cuDNN takes much workspace here: {record.division}, {record.workspace} B")
         torch.cuda.synchronize(cuda)
         torch.cuda.empty_cache()
-        # What is reserved and free serves the call, too: it counts as room, and not as used.
-        room = torch.cuda.memory_allocated(cuda) + expected.nbytes + 4 * MIB + record.workspace // 2
+        # What is still reserved and free are rests of small segments. No such workspace fits there.
+        rest = expected.nbytes + 4 * MIB + record.workspace // 2
+        room = torch.cuda.memory_reserved(cuda) + rest
         torch.cuda.set_per_process_memory_fraction(room / total, cuda)
         try:
             with pytest.warns(RuntimeWarning, match="goes on with the next best plan") as told:
@@ -94,7 +96,7 @@ def test_where_memory_runs_out_the_next_plan_serves(direction: Direction, cuda: 
             torch.cuda.set_per_process_memory_fraction(1.0, cuda)
         (after,) = mucudnn.report()
     assert len(told) == 1
-    assert after.workspace <= record.workspace // 2 + 4 * MIB
+    assert after.workspace <= rest
     assert close(result, expected) and close(again, expected)
 
 

@@ -1,4 +1,4 @@
-"""Medians on a clock of the test's own."""
+"""Medians on a clock of the test's own, and what a measurement makes for its calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import time
 
 import pytest
 
-from mucudnn.timing import clock
+from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.providers.gemm import GEMM, Gemm
+from mucudnn.settings import MEMORY
+from mucudnn.timing import clock, measurement
+from mucudnn.timing.environment import Environment
+from mucudnn.timing.logbook import Logbook
+from mucudnn.timing.store import Store
 
 
 @pytest.fixture
@@ -47,3 +53,15 @@ def test_calls_count_once_they_no_longer_become_much_faster(now: list[float]) ->
     assert clock.again_seconds(takes(now, falling), math.inf) == pytest.approx(0.05)
     assert clock.again_seconds(takes(now, falling), math.inf, before=0.1) == pytest.approx(0.028)
     assert clock.again_seconds(takes(now, falling), math.inf, before=0.06) == pytest.approx(0.05)
+
+
+def test_a_launch_of_a_large_mini_batch_is_timed_on_few_of_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, tile = [], measurement.tile
+    monkeypatch.setattr(measurement, "tile", lambda *given: made.append(given) or tile(*given))
+    problem = ConvProblem.of_convolution(
+        Direction.FORWARD, (5000, 1, 3, 3), (1, 1, 1, 1), stride=(1, 1), padding=(0, 0), dilation=(1, 1)
+    )
+    environment = Environment("test", threads=1, deterministic=False, precision="", libraries="")
+    launches = measurement.Measurement(problem, Logbook(environment, Store(MEMORY)))
+    assert launches.seconds((Gemm(), GEMM), Dim.BATCH, 1, math.inf) > 0
+    assert 0 < len(made) < 100

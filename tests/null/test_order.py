@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-COUNT = 1 << 16
+COUNT = 1 << 14
+"""Elements, so few that one thread of the host, that of the test, computes with them: a fault tells its lines."""
 
 Collected = Callable[[], AbstractContextManager[list[str]]]
 
@@ -107,6 +108,17 @@ def test_a_use_by_the_host_before_the_copy_has_ended_is_found(way: str, waits: b
             current().record_event().synchronize()
         HOST[way](here)
     assert not faults if waits else one(faults) == "the host uses what a stream has not ended with"
+
+
+def test_a_use_by_a_thread_without_python_is_found(collected: Collected) -> None:
+    x, libc, thread = torch.ones(COUNT, device="cuda"), ctypes.CDLL(None), ctypes.c_ulong()
+    with collected() as faults:
+        here = x.to("cpu", non_blocking=True)
+        libc.pthread_create(ctypes.byref(thread), None, libc.strlen, ctypes.c_void_p(here.data_ptr()))
+        libc.pthread_join(thread, None)
+    (fault,) = faults
+    assert fault.startswith("the host uses what a stream has not ended with")
+    assert "(outside Python)" in fault
 
 
 def test_waiting_for_another_stream_is_not_enough(collected: Collected) -> None:

@@ -90,8 +90,8 @@ class Watch:
         _gpu_trace.register_callback_for_memory_deallocation(lambda at: card.null_card_memory(at, 1, self.stack()))
 
     def stack(self) -> int:
-        """A number for the Python functions that are being called in this thread."""
-        frame, found = sys._getframe(1), []
+        """A number for the Python functions that are being called in this thread; torch's own threads have none."""
+        frame, found = sys._getframe().f_back, []
         while frame is not None and len(found) < MOST_FRAMES:
             if not frame.f_code.co_filename.startswith(OWN):
                 found.append((frame.f_code, frame.f_lineno))
