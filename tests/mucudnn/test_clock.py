@@ -11,8 +11,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.providers.gemm import GEMM, Gemm
 from mucudnn.settings import MEMORY
 from mucudnn.timing import clock, measurement
-from mucudnn.timing.environment import Environment
-from mucudnn.timing.logbook import Logbook
+from mucudnn.timing.logbook import Environment, Logbook
 from mucudnn.timing.store import Store
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distconv.turns import heap
-from mucudnn.devices.process_memory import glibc, resident_bytes
+from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 
 BLOCK, COUNT, BETWEEN = 100_000, 5000, 4000
 """Bytes of the blocks that are freed, how many there are, and bytes of those that stay, between them."""
@@ -51,17 +51,17 @@ def test_freed_blocks_go_back_where_the_process_would_become_larger() -> None:
         library.free(between)
 
 
-@pytest.mark.skipif(heap._glibc() is None or heap._mkl() is None, reason="no glibc 2.33 or later, or no MKL to ask")
+@pytest.mark.skipif(glibc() is None or heap._mkl() is None, reason="no glibc 2.33 or later, or no MKL to ask")
 def test_what_mkl_keeps_for_a_thread_goes_when_its_turn_ends() -> None:
-    library, found = heap._glibc(), []
+    found = []
 
     def turn() -> None:
         x = torch.ones(512, 512)
-        before = heap._used(library)
+        before = heap_bytes()
         x @ x
-        kept = heap._used(library)
+        kept = heap_bytes()
         heap.Heap().tidy()
-        found.extend([kept - before, heap._used(library) - before])
+        found.extend([kept - before, heap_bytes() - before])
 
     thread = threading.Thread(target=turn)
     thread.start()
