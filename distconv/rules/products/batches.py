@@ -23,8 +23,8 @@ from distconv.rules.operands import moving
 from distconv.rules.operands.own_parts import Added, apply, brought, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
 from distconv.tensors.layouts import find_layout, lying
+from distconv.transfer.route import Transfer
 from distconv.transfer.tracing import planned
-from distconv.transfer.transfer import Transfer
 from distconv.transfer.unsharding import unsharding
 
 aten = torch.ops.aten
