@@ -95,7 +95,9 @@ def measured(way: str, partition: str, name: str, halo: str, calls: int) -> dict
         error = max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
         with torch.no_grad():
             model(x)
-            moved = (lambda: ACCOUNT.sent) if way == "ranks" else (lambda: parts_of(read(partition), "cpu").moved)
+            moved = (
+                (lambda: ACCOUNT.sent) if way == "ranks" else (lambda: parts_of(read(partition), "cpu").meetings.moved)
+            )
             Route.send = counted  # type: ignore[method-assign]
             before = moved()
             model(x)

@@ -73,14 +73,14 @@ def test_what_is_followed_is_what_runs(name: str) -> None:
     with torch.set_grad_enabled(backward):
         told = follow(model, (x,), {}, partition, LIMIT, backward)
         right = model(x)
-        ran, before = pager.pager_of("cpu", LIMIT), parts_of(partition, "cpu").moved
+        ran, before = pager.pager_of("cpu", LIMIT), parts_of(partition, "cpu").meetings.moved
         ran.written = ran.read = 0
         with Counted(turned, x) as counted:
             y = turned(x)
             if backward:
                 y.sum().backward()
     torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-4)  # nothing without numbers is left
-    assert told.exchanged == parts_of(partition, "cpu").moved - before
+    assert told.exchanged == parts_of(partition, "cpu").meetings.moved - before
     assert told.spilled == pytest.approx(ran.written, rel=0.02)
     assert told.fetched == pytest.approx(ran.read, rel=0.02)
     assert told.peak == pytest.approx(counted.peak, rel=0.02)
