@@ -70,11 +70,13 @@ class Comparison:
         return self._arrived is None or self._arrived.query()
 
     def settle(self) -> None:
-        """Waits for the message. Raises the same Disagreement on every rank if the ranks hold different tensors."""
+        """Waits for the message, if it has not come. Raises the same Disagreement on every rank if they hold different
+        tensors.
+        """
         if self._arrived is None:
             with ACCOUNT.waiting():
                 self._work.wait()
-        else:
+        elif not self._arrived.query():  # a whole step later it mostly has
             self._arrived.synchronize()
         rows = self._all.view(-1, FIELDS).tolist()
         if rows.count(rows[0]) < len(rows) and not _agree(rows):

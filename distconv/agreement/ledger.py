@@ -9,8 +9,8 @@ programs that only go forward it starts at the next ``.item()`` or gather, or af
 before an optimizer steps. A step on tensors of the program's own, which one rank alone may take, starts no comparison:
 it only reads the one under way. On a host, reading the verdict waits for a message that has arrived by then. On a GPU
 nothing waits: the verdict is copied to pinned memory during the computation, and one that has not arrived when an
-optimizer begins a step is read at the next. The first call of a model waits for its verdict before anything else is
-sent.
+optimizer begins a step is read at the next, which waits only if the device is a whole step behind. The first call of a
+model waits for its verdict before anything else is sent.
 """
 
 from __future__ import annotations
