@@ -131,6 +131,6 @@ def _fingerprint(noted: Sequence[Note[Tensor]]) -> int:
     return result
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
