@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mucudnn.convolution.call import Call
+from mucudnn.convolution.call import Call, memory_format, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
 from mucudnn.providers import stock_kernel
@@ -119,6 +119,7 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
 def _convolution_backward(stock: Any, device: type[Device]) -> Any:
     """The kernel of `aten::convolution_backward` above torch's own."""
     backward_data, backward_filter, switches = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER, device.switches
+    on_host = device is Host
 
     def convolution_backward(
         keyset: Any,
@@ -146,6 +147,8 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
             data = _decision(session, (backward_data, looks), input) if wants_data else None
             filter = _decision(session, (backward_filter, looks), input) if wants_filter else None
             if data is not None or filter is not None:
+                if not (on_host or grad_output.is_contiguous()):
+                    grad_output = _laid_out(grad_output, input)
                 arguments = grad_output, input, weight, bias_sizes, *geometry
                 gradients = _Gradients(stock, (keyset, *arguments), output_mask)
                 return gradients.served(session, data, filter, looks)
@@ -156,6 +159,13 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
         return every
 
     return convolution_backward
+
+
+def _laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """A gradient in a memory format. As in torch's own kernel for a GPU, one copy serves both directions."""
+    if memory_format(grad_output) != "strided":
+        return grad_output
+    return grad_output.contiguous(memory_format=torch_format(memory_format(input), input.dim()))
 
 
 def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> Any:
