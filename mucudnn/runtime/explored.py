@@ -188,12 +188,13 @@ class Explored:
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
-                known = self._exploration.launches.seconds
-                for key in filter(known.__contains__, fresh):
+                known, baseline = self._exploration.launches.seconds, self._exploration.baseline_seconds
+                found = {key: known[key][-1] for key in fresh if key in known}
+                for key, seconds in found.items():
                     # Others learn at once: where shapes change, none may be explored to the end for long.
-                    self._search.note(key, known[key][-1])
-                if trial.by_launch and self._pool is not None:
-                    self._pool.tell(trial, known, self._exploration.baseline_seconds)
+                    self._search.note(key, seconds)
+                if found and self._pool is not None:
+                    self._pool.tell({key: seconds / baseline for key, seconds in found.items()})
 
     def _checked(self, seconds: float) -> None:
         """Notes the time of a check, and charges its excess over one call of torch's own kernel to the budget."""
@@ -229,7 +230,7 @@ def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
         if trial is None or trial.division is None or not trial.by_launch:
             return trial
         fresh = exploration.fresh(trial)
-        if not fresh or pool.claim(trial, fresh):
+        if not fresh or pool.claim(fresh):
             return trial
 
 
