@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -29,11 +28,8 @@ from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
-from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 from mucudnn.warning import warn
-
-T = TypeVar("T")
 
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
@@ -41,17 +37,6 @@ has the decisions that were made first made anew, from the database, where it co
 
 _HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says when the host's memory is used up; it has a type of error for that on a GPU only."""
-
-
-def _measured(what: str, plan: Callable[[], T | None]) -> T | None:
-    """The plan that is measured now; None, with a warning, where memory or cuDNN ends the measurement."""
-    try:
-        return plan()
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):
-            raise
-        warn(f"{what} is left to torch, as it could not be measured: {error}")
-        return None
 
 
 _log = logging.getLogger("mucudnn")
@@ -214,30 +199,27 @@ class Session:
             limit: bytes of workspace; that of the settings if not given.
         """
         with self._lock, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
-            met = _measured(f"{call.direction} of a convolution", lambda: self._met(call))
-            if met is None:
+            unplanned = call.problem()
+            planner = None if unplanned is None else self._planner_for(call)
+            if unplanned is None or planner is None:
                 return None
-            planner, measurement = met
-            what = f"{call.direction} of {measurement.problem}"
-            plan = _measured(what, lambda: planner.plan(measurement, limit))
-            if plan is None:
+            start = time.perf_counter()
+            try:
+                result = stock_result(unplanned, call.operands())
+                seconds = None if device_of(planner.device).is_asynchronous else time.perf_counter() - start
+                problem = call.problem(result)
+                assert problem is not None
+                measurement = planner.measurement(problem, call.operands(), result.stride(), seconds)
+                del result  # measuring is to hold no more memory than the program would
+                plan = planner.plan(measurement, limit)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):
+                    raise
+                warn(f"{call.direction} of {unplanned} is left to torch, as it could not be measured: {error}")
                 return None
             if plan.is_over:
                 warn(plan.record.excess)
             return FixedLimit(plan, measurement.strides, measurement.device)
-
-    def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
-        """The planner of a call and its measurement; None for a call that is not divided."""
-        unplanned = call.problem()
-        planner = None if unplanned is None else self._planner_for(call)
-        if unplanned is None or planner is None:
-            return None
-        start = time.perf_counter()
-        result = stock_result(unplanned, call.operands())
-        seconds = None if device_of(planner.device).is_asynchronous else time.perf_counter() - start
-        problem = call.problem(result)
-        assert problem is not None
-        return planner, planner.measurement(problem, call.operands(), result.stride(), seconds)
 
     def _planner_for(self, call: Call) -> Planner | None:
         """The planner of a call; None if the call is left to torch."""
