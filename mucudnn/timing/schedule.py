@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -242,11 +242,4 @@ class _BeneathTransforms:
             guard.__exit__(*exception)
 
 
-def _key_set(keys: Iterable[Any]) -> Any:
-    union = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    for key in keys:
-        union = union | torch._C.DispatchKeySet(key)
-    return union
-
-
-_AUTOCAST = _key_set((torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA))
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
