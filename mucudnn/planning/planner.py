@@ -211,7 +211,7 @@ class Planner:
             if self._board is None:
                 plan = plan_ahead(search)
             else:
-                key = {**measurement.logbook.key(problem), "extent": problem.extent, "work": "plan", **search.terms}
+                key = {**measurement.logbook.key(problem), "work": "plan", **search.terms}
                 values = self._board.once(key, lambda: search.values(plan_ahead(search)))
                 plan = search.plan_of(values) or _planned_anew(search, values)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())

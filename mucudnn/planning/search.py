@@ -72,10 +72,11 @@ class Search:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What decides on the plan besides the problem and the environment."""
+        """What decides on the plan besides the environment and the problem of any number of samples."""
         settings = self.settings
-        terms = {"limit": str(self.limit), "policy": settings.policy, "engines": settings.engines}
-        return {**terms, "check": settings.check, "total": settings.total_workspace_size is not None}
+        terms = {"extent": self.problem.extent, "limit": str(self.limit), "policy": settings.policy}
+        total = settings.total_workspace_size is not None
+        return {**terms, "engines": settings.engines, "check": settings.check, "total": total}
 
     def is_too_short(self, seconds: float) -> bool:
         """Whether a convolution is left to torch's own kernel, which takes so many seconds."""

@@ -114,7 +114,7 @@ class LivePlanning:
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
                 pool = None
                 if self._board is not None:
-                    terms = {"live": True, "strides": list(result.stride()), "extent": problem.extent, **search.terms}
+                    terms = {"live": True, "strides": list(result.stride()), **search.terms}
                     pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
                 explored = Explored(self.budget, search, result.stride(), self._launches[same], pool)
                 self._explored[same, limit] = explored

@@ -104,25 +104,19 @@ class Logbook:
         for algorithm, fault in new.items():
             warn(f"{problem.direction} of {problem}: {algorithm} computed {fault}")
         if new:
-            self._settle(problem, WRONG, {**new, **known})
+            self.settle(problem, WRONG, {**new, **known})
 
     def wrong(self, problem: ConvProblem) -> dict[str, str]:
         """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
-        return self._settled(problem, WRONG) or {}
+        return self.settlement(problem, WRONG) or {}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
-        """What planning has found for a problem under these terms, in plain values; `None` if there is nothing."""
-        return self._settled(problem, {"extent": problem.extent, **terms})
-
-    def settle(self, problem: ConvProblem, terms: Mapping[str, Any], plan: Any) -> None:
-        """Keeps what planning has found."""
-        self._settle(problem, {"extent": problem.extent, **terms}, plan)
-
-    def _settled(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
+        """What was found for a problem under these terms, in plain values; `None` if there is nothing."""
         text = self._store.kept("settlements", self.key(problem)).get(canonical(terms))
         return None if text is None else json.loads(text)
 
-    def _settle(self, problem: ConvProblem, terms: Mapping[str, Any], values: Any) -> None:
+    def settle(self, problem: ConvProblem, terms: Mapping[str, Any], values: Any) -> None:
+        """Keeps what was found, as plain values."""
         self._store.keep("settlements", self.key(problem), canonical(terms), json.dumps(values))
 
 
