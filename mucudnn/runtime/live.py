@@ -129,23 +129,28 @@ class Live:
     """
 
     __slots__ = (
-        *("_calls", "_explored", "_is_expected", "_is_left", "_key", "_left_by", "_limit", "_lock", "_outline"),
+        *("_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock", "_outline"),
         *("_planning", "_seconds", "_watch"),
     )
 
     def __init__(
-        self, planning: LivePlanning, key: Hashable, call: Call, limit: float, leave: Callable[[Hashable], None]
+        self,
+        planning: LivePlanning,
+        call: Call,
+        limit: float,
+        leave: Callable[[], object] = lambda: None,
+        calls: int = 0,
     ) -> None:
         """
         Args:
             planning: that of the session.
-            key: of the convolutions in the session.
-            call: one of them.
+            call: one of the convolutions.
             limit: bytes of workspace.
-            leave: called with the key once the convolutions are left to torch's own kernel.
+            leave: called once the convolutions are left to torch's own kernel.
+            calls: that torch has computed before.
         """
-        self._planning, self._key, self._limit, self._left_by = planning, key, limit, leave
-        self._is_expected, self._calls = planning.expects(call), planning.calls_before(key)
+        self._planning, self._limit, self._left_by, self._calls = planning, limit, leave, calls
+        self._is_expected = planning.expects(call)
         self._lock = threading.Lock()
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
@@ -232,7 +237,7 @@ class Live:
 
     def _leave(self) -> None:
         self._is_left = True
-        self._left_by(self._key)
+        self._left_by()
 
     def records(self) -> list[Record]:
         """The records of the exploration, or of torch's own kernel before that."""
