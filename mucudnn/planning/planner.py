@@ -60,7 +60,7 @@ class _Trials:
 
     def __init__(self, search: Search, exploration: Exploration) -> None:
         self._search, self._exploration = search, exploration
-        self._runner = TrialRunner(search, search.measurement.strides)
+        self._runner = TrialRunner(search)
         self._spent = 0.0
 
     def make(self) -> None:

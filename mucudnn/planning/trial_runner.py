@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import Dim, Shape
+from mucudnn.convolution.problem import Dim
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Trial
 from mucudnn.planning.search import Search
@@ -25,12 +25,8 @@ class TrialRunner:
         checking: seconds that the checks have taken so far.
     """
 
-    def __init__(self, search: Search, strides: Shape) -> None:
-        """
-        Args:
-            strides: of what torch's own kernel returns.
-        """
-        self._search, self._strides = search, strides
+    def __init__(self, search: Search) -> None:
+        self._search, self._strides = search, search.measurement.strides
         self._device = search.measurement.device
         self._schedules: dict[Hashable, Schedule] = {}
         self._right, self._met = set[str](), set[tuple[Dim, str]]()

@@ -116,7 +116,7 @@ class LivePlanning:
                 if self._board is not None:
                     terms = {"live": True, "strides": list(result.stride()), **search.terms}
                     pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
-                explored = Explored(self.budget, search, result.stride(), self._launches[same], pool)
+                explored = Explored(self.budget, search, self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
 
