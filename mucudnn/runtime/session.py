@@ -133,7 +133,7 @@ class Session:
         is_bound = not self._is_by_convolution and device_of(device).is_deterministic
         if live is not None and (is_bound or not live.reaches(device)):
             live = None
-        within: Within = self._planned if live is None else partial(_explored, live)
+        within: Within = self._planned if live is None else partial(Live, live)
         leave = partial(self.decisions.__setitem__, key, None)
         if self._allowance is not None:
             return self._apart(self._step_budget(self._allowance, call, within))
@@ -231,8 +231,3 @@ class Session:
                 except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
                     warn(f"convolutions on {device} are left to torch: {error}")
             return self._planners[device]
-
-
-def _explored(live: LivePlanning, call: Call, limit: int) -> Live:
-    """The exploration of a call's convolutions within so many bytes."""
-    return Live(live, call, limit)
