@@ -139,8 +139,7 @@ class TrialRunner:
         if key not in self._schedules:
             schedule = Schedule(self._search.problem, Dim(trial.dim), trial.division, self._search.providers)
             # Parts at an edge, or at an odd address, may need more than others of their size.
-            workspaces = self._search.measurement.workspaces(schedule)
-            for option, workspace in zip(trial.division.options, workspaces, strict=True):
+            for option, workspace in zip(trial.division.options, schedule.workspaces(), strict=True):
                 if workspace > self._search.limit:
                     raise LaunchError(option.algorithm, option.extent, MemoryError("it needs more than the limit"))
             self._schedules[key] = schedule

@@ -120,14 +120,6 @@ class Measurement:
             return None
         return max(found) + rounding_bytes(self.problem, size < extent(self.problem, dim))
 
-    def workspaces(self, schedule: Schedule) -> Iterator[int]:
-        """Bytes of each launch of a division; on a GPU from the database where they were asked for before.
-
-        Raises:
-            LaunchError: where an algorithm does not serve a part after all.
-        """
-        return schedule.workspaces(self._need)
-
     def seconds(self, candidate: Candidate, dim: Dim, size: int, most: float) -> float:
         """Seconds of a launch, from the database or measured now.
 
