@@ -171,12 +171,6 @@ class Live:
         return None if fixed is None else fixed.plan
 
     @property
-    def calls(self) -> int:
-        """The number of calls that the settled plan has computed."""
-        fixed = None if self._explored is None else self._explored.fixed
-        return 0 if fixed is None else fixed.calls
-
-    @property
     def workspace(self) -> int:
         """Bytes of workspace that a call may need now: those of the settled plan, or of any trial."""
         return 0 if self._explored is None else self._explored.workspace
