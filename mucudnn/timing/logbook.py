@@ -72,7 +72,6 @@ class Logbook:
         """
         self.environment = environment
         self._store = store
-        self._known: dict[ConvProblem, Launches] = {}
 
     def key(self, problem: ConvProblem) -> dict[str, Any]:
         """What the times of a problem's launches depend on, as plain values, but for its number of samples."""
@@ -80,13 +79,10 @@ class Logbook:
 
     def launches(self, problem: ConvProblem) -> Launches:
         """The known launches of a problem, for any number of samples, by algorithm and extent."""
-        if problem not in self._known:
-            self._known[problem] = self._store.launches(self.key(problem))
-        return self._known[problem]
+        return self._store.launches(self.key(problem))
 
     def record(self, problem: ConvProblem, option: Option) -> None:
         """Keeps a launch."""
-        self.launches(problem)[option.algorithm, option.extent] = option
         self._store.record(self.key(problem), [option])
 
     def needs(self, problem: ConvProblem) -> Mapping[str, int | None]:
