@@ -254,5 +254,6 @@ class ConvProblem:
             words.append(f"g{self.groups}")
         if self.dtype != "float32":
             words.append(self.dtype)
-        words += [f"{role}:{name}" for role, name in zip(Role, self.formats, strict=True) if name != "contiguous"]
+        formats = zip(Role, self.formats, strict=True)
+        words += [f"{role}:{name}" for role, name in formats if name not in ("", "contiguous")]
         return " ".join(words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Division, Option, desirable_divisions, desirable_set, micro_batch_sizes
 from mucudnn.planning.plan import MARGIN
 from mucudnn.providers import STOCK
+from mucudnn.timing.store import canonical
 
 _PROBLEM = ("direction", "x", "w", "y", "stride", "padding", "dilation", "groups", "transposed", "dtype", "formats")
 """What of a database's key is `ConvProblem.launch_key()`."""
@@ -103,7 +103,7 @@ class Times:
         return next((replace(row, workspace=0) for row in found), None)
 
     def _of(self, problem: ConvProblem) -> Sequence[Option]:
-        return self.rows.get(_text(problem.launch_key()), ())
+        return self.rows.get(canonical(problem.launch_key()), ())
 
 
 def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Times]:
@@ -116,13 +116,9 @@ def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[T
     for key, options in contents:
         environment = {name: value for name, value in key.items() if name not in _PROBLEM}
         problem = {name: value for name, value in key.items() if name in _PROBLEM}
-        entry = found.setdefault(_text(environment), Times(environment, {}))
-        entry.rows[_text(problem)] = options
+        entry = found.setdefault(canonical(environment), Times(environment, {}))
+        entry.rows[canonical(problem)] = options
     return list(found.values())
-
-
-def _text(key: dict[str, Any]) -> str:
-    return json.dumps(key, sort_keys=True)
 
 
 def _is_launch(row: Option, problem: ConvProblem) -> bool:

@@ -60,7 +60,7 @@ class _Trials:
 
     def __init__(self, search: Search, exploration: Exploration) -> None:
         self._search, self._exploration = search, exploration
-        self._runner = TrialRunner(search, search.measurement.strides)
+        self._runner = TrialRunner(search)
         self._spent = 0.0
 
     def make(self) -> None:
@@ -211,7 +211,7 @@ class Planner:
             if self._board is None:
                 plan = plan_ahead(search)
             else:
-                key = {**measurement.logbook.key(problem), "extent": problem.extent, "work": "plan", **search.terms}
+                key = {**measurement.logbook.key(problem), "work": "plan", **search.terms}
                 values = self._board.once(key, lambda: search.values(plan_ahead(search)))
                 plan = search.plan_of(values) or _planned_anew(search, values)
         _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -72,10 +72,11 @@ class Search:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What decides on the plan besides the problem and the environment."""
+        """What decides on the plan besides the environment and the problem of any number of samples."""
         settings = self.settings
-        terms = {"limit": str(self.limit), "policy": settings.policy, "engines": settings.engines}
-        return {**terms, "check": settings.check, "total": settings.total_workspace_size is not None}
+        terms = {"extent": self.problem.extent, "limit": str(self.limit), "policy": settings.policy}
+        total = settings.total_workspace_size is not None
+        return {**terms, "engines": settings.engines, "check": settings.check, "total": total}
 
     def is_too_short(self, seconds: float) -> bool:
         """Whether a convolution is left to torch's own kernel, which takes so many seconds."""
@@ -234,11 +235,11 @@ class Search:
         """A plan as plain values, from which `plan_of` makes it again."""
         return {
             "dim": plan.dim,
-            "parts": [_values(option) for option in plan.division.options],
+            "parts": [astuple(option) for option in plan.division.options],
             "seconds": plan.seconds,
             "undivided_seconds": plan.undivided_seconds,
             "stock_seconds": plan.stock_seconds,
-            "options": {str(dim): [_values(option) for option in options] for dim, options in plan.options.items()},
+            "options": {str(dim): [astuple(option) for option in options] for dim, options in plan.options.items()},
             "wrong": dict(plan.wrong),
         }
 
@@ -275,7 +276,3 @@ class Search:
 def is_too_short(seconds: float) -> bool:
     """Whether a convolution is left to torch's own kernel, as calling another from Python takes about as long."""
     return seconds < LEAST_SECONDS
-
-
-def _values(option: Option) -> list[Any]:
-    return [option.extent, option.algorithm, option.seconds, option.workspace]

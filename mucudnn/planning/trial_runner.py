@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import Dim, Shape
+from mucudnn.convolution.problem import Dim
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Trial
 from mucudnn.planning.search import Search
@@ -25,12 +25,8 @@ class TrialRunner:
         checking: seconds that the checks have taken so far.
     """
 
-    def __init__(self, search: Search, strides: Shape) -> None:
-        """
-        Args:
-            strides: of what torch's own kernel returns.
-        """
-        self._search, self._strides = search, strides
+    def __init__(self, search: Search) -> None:
+        self._search, self._strides = search, search.measurement.strides
         self._device = search.measurement.device
         self._schedules: dict[Hashable, Schedule] = {}
         self._right, self._met = set[str](), set[tuple[Dim, str]]()
@@ -143,8 +139,7 @@ class TrialRunner:
         if key not in self._schedules:
             schedule = Schedule(self._search.problem, Dim(trial.dim), trial.division, self._search.providers)
             # Parts at an edge, or at an odd address, may need more than others of their size.
-            workspaces = self._search.measurement.workspaces(schedule)
-            for option, workspace in zip(trial.division.options, workspaces, strict=True):
+            for option, workspace in zip(trial.division.options, schedule.workspaces(), strict=True):
                 if workspace > self._search.limit:
                     raise LaunchError(option.algorithm, option.extent, MemoryError("it needs more than the limit"))
             self._schedules[key] = schedule

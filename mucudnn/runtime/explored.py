@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.call import Call
-from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
+from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.reporting.record import Record
@@ -69,29 +69,27 @@ class Explored:
         self,
         budget: LiveBudget,
         search: Search,
-        strides: Shape,
         launches: dict[Key, list[float]],
         pool: PooledLaunches | None = None,
     ) -> None:
         """
         Args:
-            strides: of the result of torch's own kernel.
             launches: times of the problem's launches, shared with its explorations within other limits.
             pool: shared with other processes that meet the problem, if there are any.
         """
         self._pool = pool
         self.problem = search.problem
-        self._budget, self._search, self._strides, self._launches = budget, search, strides, launches
+        self._budget, self._search, self._launches = budget, search, launches
         self._device = search.measurement.device
         self._uncounted = 0
         self._stock: list[float] = []
         self._exploration: Exploration | None = None
         self._pending: list[tuple[Trial, Stopwatch]] = []
-        self._runner = TrialRunner(search, strides)
+        self._runner = TrialRunner(search)
         self.fixed: FixedLimit | None = None
         kept = search.kept()
         if kept is not None:
-            self.fixed = FixedLimit(kept, strides, self._device)
+            self._fix(kept)
 
     @property
     def workspace(self) -> int:
@@ -155,7 +153,7 @@ class Explored:
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
         if self._search.is_too_short(stock_seconds):
-            self.fixed = FixedLimit(self._search.stock(stock_seconds), self._strides, self._device)
+            self._fix(self._search.stock(stock_seconds))
         elif overhead.grants(preparing):
             start = time.perf_counter()
             self._exploration = self._search.exploration(self._stock, overhead, self._launches)
@@ -163,11 +161,14 @@ class Explored:
         else:
             overhead.count(stock_seconds)
 
+    def _fix(self, plan: Plan) -> None:
+        self.fixed = FixedLimit(plan, self._search.measurement.strides, self._device)
+
     def _settle(self, exploration: Exploration) -> None:
         if exploration.settled is not None and self.fixed is None:
             start = time.perf_counter()
             plan = self._search.found(exploration, exploration.settled)
-            self.fixed = FixedLimit(plan, self._strides, self._device)
+            self._fix(plan)
             self._search.keep(plan, exploration)
             self._budget.overhead.count(0, time.perf_counter() - start)
 
@@ -188,12 +189,13 @@ class Explored:
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
-                known = self._exploration.launches.seconds
-                for key in filter(known.__contains__, fresh):
+                known, baseline = self._exploration.launches.seconds, self._exploration.baseline_seconds
+                found = {key: known[key][-1] for key in fresh if key in known}
+                for key, seconds in found.items():
                     # Others learn at once: where shapes change, none may be explored to the end for long.
-                    self._search.note(key, known[key][-1])
-                if trial.by_launch and self._pool is not None:
-                    self._pool.tell(trial, known, self._exploration.baseline_seconds)
+                    self._search.note(key, seconds)
+                if found and self._pool is not None:
+                    self._pool.tell({key: seconds / baseline for key, seconds in found.items()})
 
     def _checked(self, seconds: float) -> None:
         """Notes the time of a check, and charges its excess over one call of torch's own kernel to the budget."""
@@ -229,7 +231,7 @@ def shared_out(exploration: Exploration, pool: PooledLaunches) -> Trial | None:
         if trial is None or trial.division is None or not trial.by_launch:
             return trial
         fresh = exploration.fresh(trial)
-        if not fresh or pool.claim(trial, fresh):
+        if not fresh or pool.claim(fresh):
             return trial
 
 

@@ -114,9 +114,9 @@ class LivePlanning:
                 search = planner.search(planner.measurement(problem, None, result.stride()), limit)
                 pool = None
                 if self._board is not None:
-                    terms = {"live": True, "strides": list(result.stride()), "extent": problem.extent, **search.terms}
+                    terms = {"live": True, "strides": list(result.stride()), **search.terms}
                     pool = PooledLaunches(self._board, {**search.measurement.logbook.key(problem), **terms}, STOCK)
-                explored = Explored(self.budget, search, result.stride(), self._launches[same], pool)
+                explored = Explored(self.budget, search, self._launches[same], pool)
                 self._explored[same, limit] = explored
             return self._explored[same, limit]
 
@@ -129,23 +129,28 @@ class Live:
     """
 
     __slots__ = (
-        *("_calls", "_explored", "_is_expected", "_is_left", "_key", "_left_by", "_limit", "_lock", "_outline"),
+        *("_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock", "_outline"),
         *("_planning", "_seconds", "_watch"),
     )
 
     def __init__(
-        self, planning: LivePlanning, key: Hashable, call: Call, limit: float, leave: Callable[[Hashable], None]
+        self,
+        planning: LivePlanning,
+        call: Call,
+        limit: float,
+        leave: Callable[[], object] = lambda: None,
+        calls: int = 0,
     ) -> None:
         """
         Args:
             planning: that of the session.
-            key: of the convolutions in the session.
-            call: one of them.
+            call: one of the convolutions.
             limit: bytes of workspace.
-            leave: called with the key once the convolutions are left to torch's own kernel.
+            leave: called once the convolutions are left to torch's own kernel.
+            calls: that torch has computed before.
         """
-        self._planning, self._key, self._limit, self._left_by = planning, key, limit, leave
-        self._is_expected, self._calls = planning.expects(call), planning.calls_before(key)
+        self._planning, self._limit, self._left_by, self._calls = planning, limit, leave, calls
+        self._is_expected = planning.expects(call)
         self._lock = threading.Lock()
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
@@ -164,12 +169,6 @@ class Live:
         """The settled plan; `None` before, and if the convolutions were not explored."""
         fixed = None if self._explored is None else self._explored.fixed
         return None if fixed is None else fixed.plan
-
-    @property
-    def calls(self) -> int:
-        """The number of calls that the settled plan has computed."""
-        fixed = None if self._explored is None else self._explored.fixed
-        return 0 if fixed is None else fixed.calls
 
     @property
     def workspace(self) -> int:
@@ -232,7 +231,7 @@ class Live:
 
     def _leave(self) -> None:
         self._is_left = True
-        self._left_by(self._key)
+        self._left_by()
 
     def records(self) -> list[Record]:
         """The records of the exploration, or of torch's own kernel before that."""

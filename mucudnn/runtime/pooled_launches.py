@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mucudnn.optimizer import Key, Trial
+from mucudnn.optimizer import Key
 from mucudnn.timing.board import Board, name_of
 
 PATIENCE = 20
@@ -36,26 +35,20 @@ class PooledLaunches:
         self._board, self._problem, self._baseline = board, problem, baseline
         self._ours: set[Name] = set()
         self._elsewhere: dict[Name, int] = {}  # and how many looks have found no news of it
-        self._untold: dict[Hashable, Sequence[Key]] = {}
         self._read, self._posted = 0, set[int]()
 
     def waits(self, fresh: Sequence[Key]) -> bool:
         """Whether launches that were never timed here are another process's to try."""
         return any(key[:2] in self._elsewhere for key in fresh)
 
-    def claim(self, trial: Trial, fresh: Sequence[Key]) -> bool:
-        """Whether this process is to try launches that were never timed here; if not, another one does.
-
-        Args:
-            trial: what tries them.
-        """
+    def claim(self, fresh: Sequence[Key]) -> bool:
+        """Whether this process is to try launches that were never timed here; if not, another one does."""
         for name in dict.fromkeys(key[:2] for key in fresh if key[1] != self._baseline):
             if name not in self._ours:
                 if not self._board.claim(self._name_of("claim", *name)):
                     self._elsewhere[name] = 0
                     return False
                 self._ours.add(name)
-        self._untold[_shape(trial)] = fresh
         return True
 
     def news(self) -> Iterator[dict[Key, float]]:
@@ -72,28 +65,17 @@ class PooledLaunches:
             del self._elsewhere[name]
             self._ours.add(name)
 
-    def tell(self, trial: Trial, seconds: Mapping[Key, Sequence[float]], baseline: float) -> None:
-        """Tells the others what a trial has found, once all its launches are timed.
+    def tell(self, ratios: Mapping[Key, float]) -> None:
+        """Tells the others what launches take that are timed here for the first time.
 
         Args:
-            seconds: by launch, all that is known here.
-            baseline: seconds of torch's own kernel on the whole, here.
+            ratios: seconds by launch, in units of torch's own kernel on the whole, here.
         """
-        keys = self._untold.get(_shape(trial), ())
-        if not keys or not all(key in seconds for key in keys):
-            return
-        del self._untold[_shape(trial)]
         number = self._read
         while number in self._posted or not self._board.claim(self._name_of("number", number)):
             number += 1
         self._posted.add(number)
-        found = [(*key, statistics.median(seconds[key]) / baseline) for key in keys]
-        self._board.post(self._name_of("message", number), json.dumps(found))
+        self._board.post(self._name_of("message", number), json.dumps([(*key, ratios[key]) for key in ratios]))
 
     def _name_of(self, *what: str | int) -> str:
         return name_of({**self._problem, "pooled": what})
-
-
-def _shape(trial: Trial) -> Hashable:
-    assert trial.division is not None, "torch's own kernel on the whole is no launch to be tried"
-    return trial.dim, trial.division.runs()

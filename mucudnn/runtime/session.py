@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 
@@ -29,11 +28,11 @@ from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
-from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.store import Store
 from mucudnn.warning import warn
 
-T = TypeVar("T")
+Within = Callable[[Call, int], FixedLimit | Live | None]
+"""What computes a call within so many bytes; `None` where that cannot be."""
 
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
@@ -41,17 +40,6 @@ has the decisions that were made first made anew, from the database, where it co
 
 _HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says when the host's memory is used up; it has a type of error for that on a GPU only."""
-
-
-def _measured(what: str, plan: Callable[[], T | None]) -> T | None:
-    """The plan that is measured now; None, with a warning, where memory or cuDNN ends the measurement."""
-    try:
-        return plan()
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):
-            raise
-        warn(f"{what} is left to torch, as it could not be measured: {error}")
-        return None
 
 
 _log = logging.getLogger("mucudnn")
@@ -99,10 +87,10 @@ class Session:
 
         This is so under live planning alone, in one process: budgets and totals count every call, and all ranks must
         count the same."""
-        live = self._live_on(device)
+        live = self._live
         if live is None or not self._is_by_convolution or self._board is not None:
             return False
-        return live.awaits(key, device)
+        return live.reaches(device) and live.awaits(key, device)
 
     def decide(self, key: Hashable, call: Call) -> Decision | None:
         """The entry of `decisions` for a call, made if it is the first with its key."""
@@ -140,19 +128,23 @@ class Session:
         self.store.close()
 
     def _decision(self, key: Hashable, call: Call) -> Decision | None:
-        live = self._live_on(call.input.device)
-        if not self._is_by_convolution and device_of(call.input.device).is_deterministic:
-            live = None  # the share of a convolution depends on all others
+        device, live = call.input.device, self._live
+        # The share of a convolution depends on all others.
+        is_bound = not self._is_by_convolution and device_of(device).is_deterministic
+        if live is not None and (is_bound or not live.reaches(device)):
+            live = None
+        within: Within = self._planned if live is None else partial(Live, live)
+        leave = partial(self.decisions.__setitem__, key, None)
         if self._allowance is not None:
-            return self._apart(self._step_budget(self._allowance, call, live))
+            return self._apart(self._step_budget(self._allowance, call, within))
         if self._workspace is not None:
-            return self._apart(self._shared_total(self._workspace, key, call, live))
+            return self._apart(self._shared_total(self._workspace, call, live, within, leave))
         if live is None:
             return self._fixed_limit(call)
         if self._board is None:
-            decision: Decision = Live(live, key, call, self.settings.workspace_limit, self._leave)
+            decision: Decision = Live(live, call, self.settings.workspace_limit, leave, live.calls_before(key))
         else:
-            exploring = Live(live, key, call, self.settings.workspace_limit, lambda key: None)
+            exploring = Live(live, call, self.settings.workspace_limit)
             decision = LocalOrShared(exploring, self._fixed_limit)
         self._made[key] = decision
         return decision
@@ -164,10 +156,6 @@ class Session:
         """
         return decision if decision is None or self._board is None else LocalOrShared(decision, lambda call: None)
 
-    def _live_on(self, device: torch.device) -> LivePlanning | None:
-        """The live planning of a device; `None` where its convolutions are measured ahead."""
-        return self._live if self._live is not None and self._live.reaches(device) else None
-
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
         """The plan of a call, on which all ranks agree; `None` where torch's own kernel computes it."""
         with self._lock:
@@ -177,33 +165,25 @@ class Session:
             self._made[decision.plan.problem] = decision
             return None if decision.is_left else decision
 
-    def _leave(self, key: Hashable) -> None:
-        """Leaves a convolution to torch's own kernel."""
-        self.decisions[key] = None
-
-    def _step_budget(self, allowance: Allowance, call: Call, live: LivePlanning | None) -> StepBudget | None:
+    def _step_budget(self, allowance: Allowance, call: Call, within: Within) -> StepBudget | None:
         problem = call.problem()
         if problem is None or self._planner_for(call) is None:
             return None
-        decision = StepBudget(allowance, problem, self._planned if live is None else partial(_explored, live))
+        decision = StepBudget(allowance, problem, within)
         self._made[decision] = decision
         return decision
 
     def _shared_total(
-        self, workspace: Workspace, key: Hashable, call: Call, live: LivePlanning | None
+        self, workspace: Workspace, call: Call, live: LivePlanning | None, within: Within, leave: Callable[[], None]
     ) -> SharedTotal | None:
         limit = min(self.settings.workspace_limit, workspace.ledger.total)
-        if live is not None:
-            exploring = Live(live, key, call, limit, self._leave)
-            decision = self._made[key] = SharedTotal(workspace, exploring, limit, partial(_explored, live))
-            return decision
-        whole = self._planned(call)
+        whole = self._planned(call) if live is None else Live(live, call, limit, leave)
         if whole is None:
             return None
-        if whole.is_left:
+        if isinstance(whole, FixedLimit) and whole.is_left:
             self._made[whole.plan.problem] = whole
             return None
-        decision = SharedTotal(workspace, whole, limit, self._planned)
+        decision = SharedTotal(workspace, whole, limit, within)
         self._made[decision] = decision  # layers of one problem may differ in their strides
         return decision
 
@@ -214,30 +194,27 @@ class Session:
             limit: bytes of workspace; that of the settings if not given.
         """
         with self._lock, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
-            met = _measured(f"{call.direction} of a convolution", lambda: self._met(call))
-            if met is None:
+            unplanned = call.problem()
+            planner = None if unplanned is None else self._planner_for(call)
+            if unplanned is None or planner is None:
                 return None
-            planner, measurement = met
-            what = f"{call.direction} of {measurement.problem}"
-            plan = _measured(what, lambda: planner.plan(measurement, limit))
-            if plan is None:
+            start = time.perf_counter()
+            try:
+                result = stock_result(unplanned, call.operands())
+                seconds = None if device_of(planner.device).is_asynchronous else time.perf_counter() - start
+                problem = call.problem(result)
+                assert problem is not None
+                measurement = planner.measurement(problem, call.operands(), result.stride(), seconds)
+                del result  # measuring is to hold no more memory than the program would
+                plan = planner.plan(measurement, limit)
+            except RuntimeError as error:
+                if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):
+                    raise
+                warn(f"{call.direction} of {unplanned} is left to torch, as it could not be measured: {error}")
                 return None
             if plan.is_over:
                 warn(plan.record.excess)
             return FixedLimit(plan, measurement.strides, measurement.device)
-
-    def _met(self, call: Call) -> tuple[Planner, Measurement] | None:
-        """The planner of a call and its measurement; None for a call that is not divided."""
-        unplanned = call.problem()
-        planner = None if unplanned is None else self._planner_for(call)
-        if unplanned is None or planner is None:
-            return None
-        start = time.perf_counter()
-        result = stock_result(unplanned, call.operands())
-        seconds = None if device_of(planner.device).is_asynchronous else time.perf_counter() - start
-        problem = call.problem(result)
-        assert problem is not None
-        return planner, planner.measurement(problem, call.operands(), result.stride(), seconds)
 
     def _planner_for(self, call: Call) -> Planner | None:
         """The planner of a call; None if the call is left to torch."""
@@ -247,14 +224,10 @@ class Session:
         with self._lock:
             if device not in self._planners:
                 self._planners[device] = None
-                given = self.settings, self.store, None, device, self._board, self._experience
                 try:
-                    self._planners[device] = Planner(*given)
+                    self._planners[device] = Planner(
+                        self.settings, self.store, None, device, self._board, self._experience
+                    )
                 except RuntimeError as error:  # cuDNN cannot be used, or does not take the GPU
                     warn(f"convolutions on {device} are left to torch: {error}")
             return self._planners[device]
-
-
-def _explored(live: LivePlanning, call: Call, limit: int) -> Live:
-    """The exploration of a call's convolutions within so many bytes."""
-    return Live(live, (call.direction, limit), call, limit, lambda key: None)

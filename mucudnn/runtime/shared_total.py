@@ -120,7 +120,8 @@ class SharedTotal:
             return replace(stock, limit=share).record
         if within is _UNKNOWN or within.plan is None:  # as the times of its launches promise
             return stock.taking(division, share).record
-        return replace(within.plan.record, calls=within.calls)
+        (record,) = within.records()
+        return record
 
     def _confirmed(self, share: int, call: Call) -> FixedLimit | Live | None:
         """What computes calls within a share, measured now or explored from now on."""

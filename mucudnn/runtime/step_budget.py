@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -89,8 +88,7 @@ class StepBudget:
             plan: what computes a call within so many bytes, `None` where that cannot be measured.
         """
         self._allowance, self._plan = allowance, plan
-        formats = cast(tuple[str, str, str], tuple(name or "contiguous" for name in problem.formats))
-        self._name = f"{problem.direction} {replace(problem, formats=formats)}"
+        self._name = f"{problem.direction} {problem}"
         self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_BUDGETS)  # by budget
         self._lock = threading.Lock()
 

@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from mucudnn.timing.store import canonical
+
 Value = TypeVar("Value")
 
 _log = logging.getLogger("mucudnn")
@@ -58,5 +60,4 @@ class Board(ABC):
 
 def name_of(key: Mapping[str, Any]) -> str:
     """A short name that is the same in all processes."""
-    text = json.dumps(key, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(canonical(key).encode()).hexdigest()

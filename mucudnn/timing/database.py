@@ -61,14 +61,9 @@ def told(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Con
 
 @contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    with connection:  # commits, or rolls back where that fails
+        connection.execute("BEGIN IMMEDIATE")
         yield
-        connection.execute("COMMIT")
-    except BaseException:
-        if connection.in_transaction:
-            connection.execute("ROLLBACK")
-        raise
 
 
 @contextmanager
@@ -109,32 +104,17 @@ def check(connection: sqlite3.Connection) -> None:
     (answer, *_) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if answer != "ok":
         raise Damaged(answer)
-    select_all(connection)
+    select(connection)
 
 
-def _option(extent: int, algorithm: str, seconds: float, workspace: int) -> Option:
+def select(connection: sqlite3.Connection, key: str | None = None) -> dict[str, Launches]:
+    """The launches of a key, of every key if none is given, keys in the order in which they came."""
+    found: dict[str, Launches] = {}
     try:
-        return Option(extent, algorithm, seconds, workspace)
+        for text, _, algorithm, extent, seconds, workspace in _rows(connection, "launches", key):
+            found.setdefault(text, {})[algorithm, extent] = Option(extent, algorithm, seconds, workspace)
     except (ValueError, TypeError) as error:
         raise Damaged(str(error)) from error
-
-
-def select(connection: sqlite3.Connection, key: str) -> Launches:
-    rows = connection.execute(
-        "SELECT extent, algorithm, seconds, workspace FROM launches JOIN problems ON problem = id WHERE key = ?", (key,)
-    )
-    return {(row[1], row[0]): _option(*row) for row in rows}
-
-
-def select_all(connection: sqlite3.Connection) -> dict[str, Launches]:
-    found: dict[str, Launches] = {}
-    rows = connection.execute(
-        """SELECT key, extent, algorithm, seconds, workspace FROM problems JOIN launches ON problem = id
-        ORDER BY id, algorithm, extent"""
-    )
-    for key, *row in rows:
-        option = _option(*row)
-        found.setdefault(key, {})[option.algorithm, option.extent] = option
     return found
 
 
@@ -151,9 +131,7 @@ def select_kept(connection: sqlite3.Connection, table: str, key: str | None = No
     """(key, name, value) of what a table keeps, for all keys if none is given."""
     if connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is None:
         return []
-    query, keys = f"SELECT key, {table}.* FROM {table} JOIN problems ON problem = id", () if key is None else (key,)
-    rows = connection.execute(f"{query} WHERE key = ?" if keys else query, keys)
-    return [(key, name, value) for key, _, name, value in rows]
+    return [(text, name, value) for text, _, name, value in _rows(connection, table, key)]
 
 
 def insert_kept(connection: sqlite3.Connection, table: str, key: str, name: str, value: str | int | None) -> None:
@@ -162,6 +140,13 @@ def insert_kept(connection: sqlite3.Connection, table: str, key: str, name: str,
         connection.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) WITHOUT ROWID")
         problem = _problem(connection, key)
         connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", (problem, name, value))
+
+
+def _rows(connection: sqlite3.Connection, table: str, key: str | None) -> sqlite3.Cursor:
+    query = f"SELECT key, {table}.* FROM problems JOIN {table} ON problem = id"
+    if key is None:
+        return connection.execute(f"{query} ORDER BY id, 3, 4")
+    return connection.execute(f"{query} WHERE key = ?", (key,))
 
 
 def _problem(connection: sqlite3.Connection, key: str) -> int:

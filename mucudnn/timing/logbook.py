@@ -72,7 +72,6 @@ class Logbook:
         """
         self.environment = environment
         self._store = store
-        self._known: dict[ConvProblem, Launches] = {}
 
     def key(self, problem: ConvProblem) -> dict[str, Any]:
         """What the times of a problem's launches depend on, as plain values, but for its number of samples."""
@@ -80,13 +79,10 @@ class Logbook:
 
     def launches(self, problem: ConvProblem) -> Launches:
         """The known launches of a problem, for any number of samples, by algorithm and extent."""
-        if problem not in self._known:
-            self._known[problem] = self._store.launches(self.key(problem))
-        return self._known[problem]
+        return self._store.launches(self.key(problem))
 
     def record(self, problem: ConvProblem, option: Option) -> None:
         """Keeps a launch."""
-        self.launches(problem)[option.algorithm, option.extent] = option
         self._store.record(self.key(problem), [option])
 
     def needs(self, problem: ConvProblem) -> Mapping[str, int | None]:
@@ -104,25 +100,19 @@ class Logbook:
         for algorithm, fault in new.items():
             warn(f"{problem.direction} of {problem}: {algorithm} computed {fault}")
         if new:
-            self._settle(problem, WRONG, {**new, **known})
+            self.settle(problem, WRONG, {**new, **known})
 
     def wrong(self, problem: ConvProblem) -> dict[str, str]:
         """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
-        return self._settled(problem, WRONG) or {}
+        return self.settlement(problem, WRONG) or {}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
-        """What planning has found for a problem under these terms, in plain values; `None` if there is nothing."""
-        return self._settled(problem, {"extent": problem.extent, **terms})
-
-    def settle(self, problem: ConvProblem, terms: Mapping[str, Any], plan: Any) -> None:
-        """Keeps what planning has found."""
-        self._settle(problem, {"extent": problem.extent, **terms}, plan)
-
-    def _settled(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
+        """What was found for a problem under these terms, in plain values; `None` if there is nothing."""
         text = self._store.kept("settlements", self.key(problem)).get(canonical(terms))
         return None if text is None else json.loads(text)
 
-    def _settle(self, problem: ConvProblem, terms: Mapping[str, Any], values: Any) -> None:
+    def settle(self, problem: ConvProblem, terms: Mapping[str, Any], values: Any) -> None:
+        """Keeps what was found, as plain values."""
         self._store.keep("settlements", self.key(problem), canonical(terms), json.dumps(values))
 
 

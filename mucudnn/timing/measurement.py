@@ -120,14 +120,6 @@ class Measurement:
             return None
         return max(found) + rounding_bytes(self.problem, size < extent(self.problem, dim))
 
-    def workspaces(self, schedule: Schedule) -> Iterator[int]:
-        """Bytes of each launch of a division; on a GPU from the database where they were asked for before.
-
-        Raises:
-            LaunchError: where an algorithm does not serve a part after all.
-        """
-        return schedule.workspaces(self._need)
-
     def seconds(self, candidate: Candidate, dim: Dim, size: int, most: float) -> float:
         """Seconds of a launch, from the database or measured now.
 
@@ -168,7 +160,9 @@ class Measurement:
             if part.problem not in schedules:
                 division = Division((Option(part.problem.extent, algorithm, 0.0, workspace),))
                 schedules[part.problem] = Schedule(part.problem, Dim.BATCH, division, {algorithm: provider})
-            schedules[part.problem].run(part.part(self._with_target(operands, dtype)).operands)
+            target = operands.w.new_empty_strided(self.problem.target_shape, self.strides, dtype=dtype)
+            whole = replace(operands, **{str(self.problem.target): target})
+            schedules[part.problem].run(part.part(whole).operands)
 
         return work
 
@@ -191,11 +185,6 @@ class Measurement:
         while True:
             operands = self.turn()
             yield from ((tile, operands) for tile in tiles)
-
-    def _with_target(self, given: Operands, dtype: torch.dtype | None = None) -> Operands:
-        """Operands with a new target, of their own type if no other is given."""
-        target = given.w.new_empty_strided(self.problem.target_shape, self.strides, dtype=dtype or given.w.dtype)
-        return replace(given, **{str(self.problem.target): target})
 
     def _need(self, provider: Provider, algorithm: str, part: ConvProblem) -> int | None:
         """Bytes that a part needs; `None` where the algorithm does not serve it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -125,11 +125,8 @@ class Schedule:
     def _rounding(self) -> int:
         return rounding_bytes(self.problem, len(self.division.options) > 1)
 
-    def workspaces(self, ask: Callable[[Provider, str, ConvProblem], int | None] | None = None) -> Iterator[int]:
+    def workspaces(self) -> Iterator[int]:
         """Bytes of each launch: parts at an edge, or at an odd address, may differ in them.
-
-        Args:
-            ask: knows what an algorithm of a provider needs for some parts; the provider is asked about the others.
 
         Raises:
             LaunchError: where an algorithm does not serve a part after all.
@@ -137,9 +134,7 @@ class Schedule:
         for run in self._runs:
             for tile in run.tiles:
                 try:
-                    need = None if ask is None else ask(run.provider, run.algorithm, tile.problem)
-                    need = run.provider.workspace(tile.problem, run.algorithm) if need is None else need
-                    yield need + self._rounding
+                    yield run.provider.workspace(tile.problem, run.algorithm) + self._rounding
                 except RuntimeError as error:
                     raise LaunchError(run.algorithm, tile.extent, error) from error
 
@@ -242,11 +237,4 @@ class _BeneathTransforms:
             guard.__exit__(*exception)
 
 
-def _key_set(keys: Iterable[Any]) -> Any:
-    union = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    for key in keys:
-        union = union | torch._C.DispatchKeySet(key)
-    return union
-
-
-_AUTOCAST = _key_set((torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA))
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)

@@ -18,22 +18,8 @@ from typing import Any, NamedTuple
 from mucudnn.optimizer import Option
 from mucudnn.recent import Recent
 from mucudnn.settings import MEMORY
-from mucudnn.timing.database import (
-    Damaged,
-    Kept,
-    Launches,
-    Result,
-    alone,
-    check,
-    connect,
-    insert,
-    insert_kept,
-    prepare,
-    select,
-    select_all,
-    select_kept,
-    told,
-)
+from mucudnn.timing import database
+from mucudnn.timing.database import Damaged, Kept, Launches, Result, told
 from mucudnn.warning import warn
 
 MOST_KEYS = 4096
@@ -83,14 +69,14 @@ class Store:
         """Everything measured for the key, by (algorithm, extent)."""
         text = canonical(key)
         with self._lock:
-            found = self._read(lambda connection: select(connection, text)) or {}
-            return found | self._memory.get(text, {})
+            found = self._read(lambda connection: database.select(connection, text)) or {}
+            return found.get(text, {}) | self._memory.get(text, {})
 
     def record(self, key: Mapping[str, Any], options: Iterable[Option]) -> None:
         """Adds launches of the key, replacing those of the same algorithm and extent."""
         text, rows = canonical(key), list(options)
         with self._lock:
-            if not (self._writable and self._write(lambda connection: insert(connection, text, rows))):
+            if not (self._writable and self._write(lambda connection: database.insert(connection, text, rows))):
                 if text not in self._memory:
                     self._memory[text] = {}
                 self._memory[text].update({(row.algorithm, row.extent): row for row in rows})
@@ -111,12 +97,12 @@ class Store:
         with self._lock:
             self._kept_of(table, text)[name] = value
             if self._writable:
-                self._write(lambda connection: insert_kept(connection, table, text, name, value))
+                self._write(lambda connection: database.insert_kept(connection, table, text, name, value))
 
     def everything_kept(self, table: str) -> list[tuple[dict[str, Any], str, Any]]:
         """Key, name and value of all that a table keeps."""
         with self._lock:
-            rows = self._read(lambda connection: select_kept(connection, table)) or []
+            rows = self._read(lambda connection: database.select_kept(connection, table)) or []
             found = {(text, name): value for text, name, value in rows}
             for (of, text), values in self._kept.items():
                 found |= {(text, name): value for name, value in values.items() if of == table}
@@ -124,14 +110,14 @@ class Store:
 
     def _kept_of(self, table: str, text: str) -> Kept:
         if (table, text) not in self._kept:
-            rows = self._read(lambda connection: select_kept(connection, table, text)) or []
+            rows = self._read(lambda connection: database.select_kept(connection, table, text)) or []
             self._kept[table, text] = {name: value for _, name, value in rows}
         return self._kept[table, text]
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""
         with self._lock:
-            found = self._read(select_all) or {}
+            found = self._read(database.select) or {}
             for text, launches in self._memory.items():
                 found[text] = found.get(text, {}) | launches
         return [(json.loads(text), list(launches.values())) for text, launches in found.items()]
@@ -186,9 +172,9 @@ class Store:
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            connection = connect(self.path, self.patience)
+            connection = database.connect(self.path, self.patience)
             try:
-                told(prepare, connection)
+                told(database.prepare, connection)
             except BaseException:
                 connection.close()
                 raise
@@ -202,10 +188,10 @@ class Store:
 
     def _set_aside(self) -> None:
         """Gives the damaged file another name, unless another process has done so since it was found damaged."""
-        with alone(f"{self.path}.lock", self.patience):
+        with database.alone(f"{self.path}.lock", self.patience):
             try:
                 self._connected()
-                told(check, self._connected())
+                told(database.check, self._connected())
                 return
             except Damaged as damage:
                 self._disconnect()

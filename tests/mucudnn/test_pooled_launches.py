@@ -46,12 +46,13 @@ class Process:
         if any(option.algorithm == self.failing for option in trial.division.options):
             self.exploration.fail(trial, self.failing, 1)
             return
-        if trial.by_launch:
-            self.tried += self.exploration.fresh(trial)
+        fresh = self.exploration.fresh(trial) if trial.by_launch else []
+        self.tried += fresh
         seconds = [self.slow * option.extent * SECONDS[option.algorithm] for option in trial.division.options]
         self.exploration.learn(trial, sum(seconds), seconds if trial.by_launch else ())
-        if trial.by_launch:
-            self.pool.tell(trial, self.exploration.launches.seconds, self.exploration.baseline_seconds)
+        if fresh:
+            known = self.exploration.launches.seconds
+            self.pool.tell({key: known[key][-1] / self.exploration.baseline_seconds for key in fresh})
 
     def explore(self, calls: int = 200) -> None:
         for _ in range(calls):

@@ -17,7 +17,7 @@ from torch.nn import functional
 import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
-from mucudnn.optimizer import Key, OverheadBudget, Trial
+from mucudnn.optimizer import Key, OverheadBudget
 from mucudnn.planning import search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.runtime import explored, live, pooled_launches
@@ -118,8 +118,8 @@ def shared_out(prefix: str) -> list[tuple[Any, ...]]:
     claimed: dict[tuple[Any, ...], None] = {}
 
     class Noted(PooledLaunches):
-        def claim(self, trial: Trial, fresh: Sequence[Key]) -> bool:
-            is_ours = super().claim(trial, fresh)
+        def claim(self, fresh: Sequence[Key]) -> bool:
+            is_ours = super().claim(fresh)
             if is_ours:
                 claimed.update(((str(self._problem), *key[:2]), None) for key in fresh if key[1] != "stock")
             return is_ours
