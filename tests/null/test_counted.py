@@ -47,8 +47,9 @@ def test_a_workspace_of_cudnn_is_scratch(direction: Direction) -> None:
     asked = problem(direction)
     given = synthetic_operands(asked, GPU)
     held = most_held(lambda: stock_result(asked, given))
-    assert held >= 2**19
-    assert scratch(asked, GPU) == held
+    counted = scratch(asked, GPU)
+    assert min(held, counted) >= 2**19
+    assert abs(counted - held) <= MIB  # of a cached block that is up to so much larger, the allocator counts the whole
 
 
 def test_a_limit_is_a_promise() -> None:
