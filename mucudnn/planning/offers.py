@@ -1,4 +1,7 @@
-"""Offers: which algorithms are tried along which dims of a problem, and in parts of which sizes."""
+"""Offers: which algorithms are tried along which dims of a problem, and in parts of which sizes.
+
+`fitting_sizes` asks what every size needs; `AffordableParts` asks little, where every question makes a plan.
+"""
 
 from __future__ import annotations
 
