@@ -38,7 +38,7 @@ def in_turn(
     import torch
 
     from distconv.tensors.refusal import UnsupportedOperation
-    from distconv.turns.automatic import exceeded, extents_of
+    from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains
     from distconv.turns.choosing import choose
     from distconv.turns.following import follow
     from distconv.turns.turning import read_way
@@ -56,16 +56,17 @@ def in_turn(
             except (ValueError, program.NotFound, RuntimeError) as error:
                 raise BadInput(" ".join(f"--parts {options.parts}: {error}".split())) from None
 
-            def followed(parts: Partition) -> Followed:
-                return follow(model, given, {}, parts, memory, not options.inference, ranks)
+            def followed(parts: Partition, chained: bool = False) -> Followed:
+                with in_chains(chained):
+                    return follow(model, given, {}, parts, memory, not options.inference, ranks)
 
-            beyond = ""
+            beyond, chained = "", False
             if partition is not None:
                 parts = followed(partition)
             else:
                 assert memory is not None
-                choice = choose(alone, followed, extents_of(given), memory)
-                partition, parts = choice.partition, choice.taken
+                choice = choose(alone, followed, extents_of(given), memory, chain_prices("cpu"))
+                partition, parts, chained = choice.partition, choice.taken, choice.chained
                 beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
     except UnsupportedOperation as error:
         print(f"distconv: {' '.join(str(error).split())}", file=sys.stderr)
@@ -74,11 +75,11 @@ def in_turn(
         torch.set_default_dtype(before)
     if options.json:
         named = None if partition is None else str(partition)
-        print_json(
-            {"ranks": ranks and str(ranks), "parts": named, "memory": memory, **asdict(parts), "alone": asdict(alone)}
-        )
+        asked = {"ranks": ranks and str(ranks), "parts": named, "chained": chained, "memory": memory}
+        print_json({**asked, **asdict(parts), "alone": asdict(alone)})
     else:
-        print(told("One process" if partition is None else _how(ranks, partition), alone, parts) + beyond)
+        how = "One process" if partition is None else _how(ranks, partition) + (" in chains" if chained else "")
+        print(told(how, alone, parts) + beyond)
     return 0
 
 

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distconv import settings
+from distconv.direct.chains.choice import Prices
+from distconv.model.halos import prices_of
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed, follow, kind_of
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
 
-_chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Partition | None]] = weakref.WeakKeyDictionary()
+_chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Choice]] = weakref.WeakKeyDictionary()
 
 
 def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
@@ -34,8 +37,18 @@ def followed_as(trained: bool) -> Iterator[None]:
         yield
 
 
-def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> Partition | None:
-    """The parts of a call within a limit of memory; None: one process does it.
+def in_chains(chained: bool) -> contextlib.AbstractContextManager[None]:
+    """A context in which layers are computed in chains, if they are to be; else as the job's setting says."""
+    return settings.options({"halo": "chain"}) if chained else contextlib.nullcontext()
+
+
+def chain_prices(device: str) -> Prices | None:
+    """What decides on chains where they are chosen; None, where the job's setting has chains anyway."""
+    return None if settings.value("halo") else prices_of(device)
+
+
+def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], memory: int) -> Choice:
+    """The parts of a call within a limit of memory, and whether they compute in chains.
 
     Raises:
         ValueError: one line, where the call cannot be followed by the shapes of its tensors.
@@ -54,15 +67,17 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
                     f" ({reason[:300]}); accepted: axis=parts,..."
                 ) from None
 
-            def followed(parts: Partition) -> Followed:
+            def followed(parts: Partition, chained: bool) -> Followed:
                 advance()
-                return follow(module, args, kwargs, parts, memory, trained)
+                with in_chains(chained):
+                    return follow(module, args, kwargs, parts, memory, trained)
 
-            choice = choose(alone, followed, extents_of(inputs), memory)
+            device = next((p.device.type for p in module.parameters()), "cpu")
+            choice = choose(alone, followed, extents_of(inputs), memory, chain_prices(device))
         print(
             f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}", file=sys.stderr, flush=True
         )
-        of_module[key] = choice.partition
+        of_module[key] = choice
     return of_module[key]
 
 
@@ -71,7 +86,7 @@ def told(name: str, choice: Choice, alone: Followed, memory: int) -> str:
     taken = choice.taken
     if choice.partition is None and choice.fits:
         return f"{name} runs whole, and takes at most {format_bytes(alone.peak)}"
-    parts = "whole" if choice.partition is None else f"as {choice.partition}"
+    parts = "whole" if choice.partition is None else f"as {choice.partition}{' in chains' if choice.chained else ''}"
     line = (
         f"{name} runs {parts}, and takes at most {format_bytes(taken.peak)} ({format_bytes(alone.peak)} in one process)"
         f"; {format_bytes(taken.spilled)} leave the device, {format_bytes(taken.fetched)} come back"

@@ -33,6 +33,14 @@ from distconv.turns.group import Meetings
 from distconv.turns.pager import Pager, instead
 from distconv.turns.parts import parts_of
 
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Attention on a processor, of which torch does not count the operations, by what has as many of them."""
+
 
 @dataclass(frozen=True)
 class Followed:
@@ -214,8 +222,9 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not self._pager.propagates:
             self.count(result)
-            if func.overloadpacket in flop_registry:
-                self.operations += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+            counted = _ATTENTION.get(func.overloadpacket, func.overloadpacket)
+            if counted in flop_registry:
+                self.operations += flop_registry[counted](*args, **kwargs, out_val=result)
         return result
 
     def count(self, result: Any) -> None:

@@ -24,7 +24,7 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
-from distconv.turns.automatic import chosen, followed_as
+from distconv.turns.automatic import chosen, followed_as, in_chains
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
@@ -149,13 +149,15 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if is_for_whole(module, leaves):
         return NotImplemented
     partition, memory = way
+    chained = False
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None:
         assert memory is not None
         # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
         if torch._C._current_graph_task_id() == -1:
             with script_in_turn(_NOT_IN_TURN):
-                partition = chosen(module, args, kwargs, leaves, memory)
+                choice = chosen(module, args, kwargs, leaves, memory)
+            partition, chained = choice.partition, choice.chained
         if partition is None:
             return run_whole(nn.Module.__call__, module, args, kwargs)
     parts = parts_of(partition, first.device.type, ranks)
@@ -167,15 +169,16 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             raise
         _tell(module, "runs whole", str(error))
         return NotImplemented
-    if before is not None:
-        with script_in_turn(_NOT_IN_TURN):
-            before(module, args, kwargs, partition)
-    fault = ""
-    if ranks is not None:
-        note_call(module, ranks, args, kwargs)
-    elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
-        fault = _choose_chains(module, args, kwargs, partition)
-    result = call_in_turn(parts, memory, module, args, kwargs)
+    with in_chains(chained):
+        if before is not None:
+            with script_in_turn(_NOT_IN_TURN):
+                before(module, args, kwargs, partition)
+        fault = ""
+        if ranks is not None:
+            note_call(module, ranks, args, kwargs)
+        elif torch._C._current_graph_task_id() == -1:  # in backward: something computed again
+            fault = _choose_chains(module, args, kwargs, partition)
+        result = call_in_turn(parts, memory, module, args, kwargs)
     if fault:  # and the call itself has none, which it would have raised
         _tell(module, "could not be followed, and its chains are chosen after a call", fault)
     return result
