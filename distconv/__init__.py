@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         UnsupportedOperation,
         distributed_script,
         gather,
-        in_turn,
         init,
         is_first,
         layout,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
         shard,
         whole_state,
     )
+    from distconv.turns.turning import in_turn
 
 __all__ = [
     "UnsupportedOperation",
@@ -57,4 +57,7 @@ if is_run():
     interrupts_are_silent()
 settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
-__getattr__ = attributes(__name__, {"distconv.interface": set(__all__) - {"__version__"}}, check)
+_OF_TURNS = {"in_turn"}
+_PLACES = {"distconv.interface": set(__all__) - _OF_TURNS - {"__version__"}, "distconv.turns.turning": _OF_TURNS}
+
+__getattr__ = attributes(__name__, _PLACES, check)

@@ -1,4 +1,4 @@
-"""The public functions of distconv. Importing this module registers distconv's rules with torch."""
+"""The public functions of distconv, but for `in_turn`. Importing this module registers distconv's rules with torch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,11 @@ from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, settled
 from distconv.tensors.mesh_options import channel_algorithms
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.redistribution import redistribute
-from distconv.turns.turning import in_turn
 
 __all__ = [
     "UnsupportedOperation",
     "distributed_script",
     "gather",
-    "in_turn",
     "init",
     "is_first",
     "layout",

@@ -18,8 +18,8 @@ from distconv.check.collectives import alone
 from distconv.check.findings import Findings
 from distconv.check.first_step import up_to_first_step
 from distconv.check.watch import Watch
-from distconv.interface import distributed_script, parallelize
 from distconv.model.gradients import Bucket
+from distconv.model.parallelize import distributed_script, parallelize
 from distconv.model.strategy import Strategy
 from distconv.rules.registry import stand_ins
 from distconv.settings.partition import Partition

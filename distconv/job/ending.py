@@ -17,6 +17,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from distconv.job import files
 from distconv.job.launcher import BadInput
 from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.output import Prefixed
@@ -30,7 +31,7 @@ ALIKE_SECONDS = 1.0  # within which the first rank fails, where it fails as anot
 FAILURE_SECONDS = 1.0  # within which a failure becomes known, where ranks are known that ended well
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
-_STAND_INS = tuple(str(Path(__file__).with_name(name)) for name in ("files", "one_process.py", "random_state.py"))
+_STAND_INS = (*files.__path__, *(str(Path(__file__).with_name(name)) for name in ("one_process.py", "random_state.py")))
 """The modules of stand-ins for functions of Python and torch: their errors count as Python's and torch's."""
 
 # What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
@@ -170,8 +171,8 @@ def refusal_of(error: BaseException) -> str | None:
     """One line for an error that distconv itself raised about the script's data or network; None for any other."""
     if not isinstance(error, ValueError | NotImplementedError):
         return None
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    raised = next((file for file in reversed(files) if not file.startswith("<frozen")), "")
+    sources = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raised = next((file for file in reversed(sources) if not file.startswith("<frozen")), "")
     if not raised.startswith(_PACKAGES):
         return None
     if raised.startswith(_STAND_INS) and not isinstance(error, UnsupportedOperation):

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv import settings
-from distconv.agreement.ledger import before_step, finish, ledger, note_state
+from distconv.agreement.ledger import before_step, finish, ledger, note_state, settle
 from distconv.direct import discover
 from distconv.direct.activation import open_functions
 from distconv.direct.checkpoints import open_checkpoints
@@ -37,6 +37,7 @@ from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
 from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
+from distconv.rules.whole import reads
 from distconv.tensors.gathering.record import record
 from distconv.tensors.implicit_replication import mix_plain_tensors
 from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
@@ -135,6 +136,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
 def _check_steps() -> None:
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_pre_hook(record.count_step)
+    reads.append(settle)
     nn.Module.load_state_dict = _loading(nn.Module.load_state_dict)  # type: ignore[method-assign]
 
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from distconv import settings
-from distconv.interface import parallelize, shard
 from distconv.model.homes import BUCKET_BYTES
+from distconv.model.parallelize import parallelize, shard
 from distconv.performance.events import Step
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured

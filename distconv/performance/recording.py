@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from distconv.interface import parallelize
 from distconv.model.gradients import Bucket
-from distconv.model.parallelize import enable
+from distconv.model.parallelize import enable, parallelize
 from distconv.model.strategy import Strategy
 from distconv.performance.events import Event, Operator, Start, Step, Wait
 from distconv.performance.imagined import empty_shard

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distconv.agreement.ledger import settle
 from distconv.rules.outside import instead
 from distconv.rules.schemas import changed, is_view
 from distconv.rules.whole.copies import copy_of
@@ -36,6 +35,9 @@ MOST_BYTES = 1 << 20
 
 gathers: list[Callable[[Any], None]] = []
 """Each is called with an operator before tensors are gathered for it."""
+
+reads: list[Callable[[DeviceMesh], None]] = []
+"""Each is called with a tensor's mesh when the whole tensor has been read for the program. Collective over the mesh."""
 
 
 def permit(func: Any, values: Any, why: str | UnsupportedOperation) -> None:
@@ -63,7 +65,8 @@ def whole_value(what: str, x: Any, alike: bool = True) -> Tensor:
     """
     permit(what, [x], "it needs the whole tensor; use distconv.gather first where that is meant")
     local = unsharded(x, alike)
-    settle(x.device_mesh)
+    for tell in reads:
+        tell(x.device_mesh)
     return local
 
 
