@@ -29,9 +29,7 @@ from distconv.transfer.needs import window
 def _first_best(values: Tensor, places: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
     """Along dim 0, the best value at the smallest place."""
     best = values.amax(0) if largest else values.amin(0)
-    nan = values.isnan().any(0) if values.is_floating_point() else torch.zeros_like(best, dtype=torch.bool)
-    wins = torch.where(nan, values.isnan(), values == best) if values.is_floating_point() else values == best
-    best = torch.where(nan, torch.full_like(best, math.nan), best) if values.is_floating_point() else best
+    wins = (values == best) | values.isnan()  # where there is one, it is the best
     return best, torch.where(wins, places, torch.iinfo(torch.int64).max).amin(0)
 
 
