@@ -5,6 +5,7 @@ Importing torch takes more processor time than most such scripts. Tests of how P
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import importlib
@@ -17,6 +18,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,13 +36,22 @@ class Request(NamedTuple):
     folder: str
     environment: dict[str, str]
     seconds: int
+    forks: bool
 
 
 def run_python(
-    *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: int = 240
+    *words: object,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: int = 240,
+    forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *words], capture_output=True, text=True)` gives, with nothing to read."""
-    asked = Request([*map(str, words)], str(cwd or Path.cwd()), dict(os.environ if env is None else env), timeout)
+    """What `subprocess.run([sys.executable, *words], capture_output=True, text=True)` gives, with nothing to read.
+
+    forks: whether the process is forked, too, where it would start `python -m`, as `distconv run` does for its ranks.
+    """
+    environment = dict(os.environ if env is None else env)
+    asked = Request([*map(str, words)], str(cwd or Path.cwd()), environment, timeout, forks)
     server = _server()
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         request.write(json.dumps(asked).encode())
@@ -122,6 +134,8 @@ def _run(request: Request, path: Sequence[str]) -> None:
     beside = {"-m": request.folder, "-c": ""}.get(first, str(Path(first).resolve().parent))
     sys.path[:] = [beside, *given, *path]
     sys.argv[:] = ["-c", *rest[1:]] if first == "-c" else rest if first == "-m" else request.words
+    if request.forks:
+        _fork_for_modules(path)
     if first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
@@ -129,6 +143,42 @@ def _run(request: Request, path: Sequence[str]) -> None:
         exec(compile(rest[0], "<string>", "exec"), vars(main))
     else:
         runpy.run_path(first, run_name="__main__")
+
+
+def _fork_for_modules(path: Sequence[str]) -> None:
+    """Forks this process where `subprocess.Popen` would start `python -m`, as a child with the same output."""
+    from distconv.job.processes import ForkedChild
+
+    start = subprocess.Popen
+
+    def start_or_fork(words: list[str], **options: Any) -> Any:
+        if words[:2] != [sys.executable, "-m"]:
+            return start(words, **options)
+        child = os.fork()
+        if child:
+            return ForkedChild(child)
+        subprocess.Popen = start  # type: ignore[misc]
+        atexit._clear()
+        os._exit(_exit_code(Request(words[1:], os.getcwd(), options["env"], seconds=0, forks=False), path))
+
+    subprocess.Popen = start_or_fork  # type: ignore[assignment, misc]
+
+
+def _exit_code(request: Request, path: Sequence[str]) -> int:
+    """Runs what is asked for in the midst of another program, and ends as Python does."""
+    code = 0
+    try:
+        _run(request, path)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
 
 
 def _serve(descriptor: int) -> None:

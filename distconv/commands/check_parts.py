@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from distconv import private_names, settings
-from distconv.commands.parts import CHAINS, NAMED
+from distconv import private_names
+from distconv.commands.parts import ranks_with_parts
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
-from distconv.settings.parts import read
 from mucudnn import program
 from mucudnn.commands.output import print_json
 from mucudnn.sizes import format_bytes
@@ -130,16 +129,7 @@ def _ranks(options: argparse.Namespace) -> Partition | None:
     if options.channel_algorithm or options.strategy:
         raise BadInput("--parts with --channel-algorithm or --strategy; accepted: --parts without them")
     private_names.check()
-    if options.partition is None:
-        return None
-    if settings.AUTO in (options.partition, options.parts):
-        raise BadInput(NAMED)
-    if settings.value("halo"):
-        raise BadInput(CHAINS)
-    try:
-        return read(options.partition, "partition")
-    except ValueError as error:
-        raise BadInput(f"--parts with --partition: {error}") from None
+    return None if options.partition is None else ranks_with_parts(options.partition, options.parts)
 
 
 def _how(ranks: Partition | None, parts: Partition | str) -> str:

@@ -32,25 +32,29 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
     """
     if options.parts is None:
         return None, None
-    if ranks is None or options.parts == settings.AUTO:
-        raise BadInput(NAMED)
+    ranks_with_parts(ranks, options.parts)
     for name in _NOT_IN_A_JOB:
         if getattr(options, name):
             raise BadInput(f"--parts and --partition with {settings.flag(name)}; accepted: without it")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
-    if settings.value("halo"):
-        raise BadInput(CHAINS)
     try:
-        read(ranks, "partition")
         return read(options.parts), read_memory(options.memory)
     except ValueError as error:
         raise BadInput(f"--parts with --partition: {error}") from None
 
 
-NAMED = "--parts with --partition where one of them is auto; accepted: both named"
+def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
+    """The ranks each of which computes parts in turn. BadInput, one line, where they are not accepted."""
+    if ranks is None or settings.AUTO in (ranks, parts):
+        raise BadInput("--parts with --partition where one of them is auto; accepted: both named")
+    if settings.value("halo"):
+        raise BadInput("--parts and --partition with --halo chain; accepted: --halo layer")
+    try:
+        return read(ranks, "partition")
+    except ValueError as error:
+        raise BadInput(f"--parts with --partition: {error}") from None
 
-CHAINS = "--parts and --partition with --halo chain; accepted: --halo layer"
 
 BATCH_NORM = "--parts with --batch-norm local; accepted: global, statistics over the whole batch"
 

@@ -20,7 +20,7 @@ from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.source import shown
 from distconv.reading.statistic import Statistic, identity
-from distconv.reading.view import Region
+from distconv.reading.view import Region, slices
 from distconv.tensors.mesh import whole_group
 
 
@@ -132,7 +132,7 @@ def _joined(shape: Sequence[int], dtype: Any, parts: Sequence[tuple[Region, nump
     result = empty(shape, dtype)
     for region, content in parts:
         extents = [len(positions) for positions in region]
-        where = tuple(slice(at.start, at.stop) for at in region)
+        where = slices(region)
         if isinstance(result, Tensor):
             result[where] = torch.from_numpy(content.copy()).view(dtype).reshape(extents)
         else:

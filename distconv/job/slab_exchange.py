@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -108,25 +109,15 @@ def _padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-class Task(Generic[_T]):
-    """A function that runs in a thread of its own."""
+def begun(function: Callable[[], _T]) -> Future[_T]:
+    """The result of a function that runs in a thread of its own, which ends with the process."""
+    future = Future[_T]()
 
-    def __init__(self, function: Callable[[], _T]) -> None:
-        self._function = function
-        self._results: list[_T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._results.append(self._function())
+            future.set_result(function())
         except BaseException as error:
-            self._error = error
+            future.set_exception(error)
 
-    def result(self) -> _T:
-        """What the function returned or raised, when it has."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return future

@@ -65,7 +65,8 @@ def standstill(states: Mapping[int, State]) -> Standstill | None:
     waiting = {rank: state.waiting for rank, state in sorted(states.items()) if state.waiting is not None}
     chains = []
     for rank, at in waiting.items():
-        missing = [other for other in at.ranks if not _has_begun(states.get(other), at)]
+        begun = {r for r, state in states.items() if state.counts.get(at.group, 0) >= at.number}
+        missing = [other for other in at.ranks if other not in begun]
         held = [other for other in missing if other not in waiting]  # those that wait themselves are held up, too
         if held:
             return Standstill(at.group, at.number, f"{_told(at, states[rank])} for {_each(held, states)}")
@@ -78,20 +79,13 @@ def standstill(states: Mapping[int, State]) -> Standstill | None:
         )
         return Standstill(chains[0][1].group, chains[0][1].number, f"ranks wait for one another: {told}")
     for rank, at in waiting.items():
-        others = {other: theirs for other, theirs in waiting.items() if _is_same_place(theirs, at)}
+        place = at.group, at.number
+        others = {other: theirs for other, theirs in waiting.items() if (theirs.group, theirs.number) == place}
         if len({theirs.name for theirs in others.values()}) > 1:
             told = ", ".join(f"{named([r])} in {theirs.name}{_at(states[r])}" for r, theirs in others.items())
             return Standstill(at.group, at.number, f"ranks of one group are in different collectives: {told}")
         return Standstill(at.group, at.number, f"{_told(at, states[rank])}, though all its ranks are there")
     return None
-
-
-def _has_begun(state: State | None, at: Waiting) -> bool:
-    return state is not None and state.counts.get(at.group, 0) >= at.number
-
-
-def _is_same_place(one: Waiting, other: Waiting) -> bool:
-    return (one.group, one.number) == (other.group, other.number)
 
 
 def _told(at: Waiting, state: State) -> str:

@@ -67,11 +67,11 @@ def told(partition: Partition, shares: Sequence[Share]) -> list[str]:
     steps = shares[0].steps
     if not steps:
         return [f"{partition.ranks} ranks ({partition}): no model was called"]
-    unit = "step" if shares[0].is_training else "call of the model"
+    unit, units = ("step", "steps") if shares[0].is_training else ("call of the model", "calls of the model")
     alone = shares[0].before + shares[0].kept_whole
     alone += sum(max(0, share.peak - share.before - share.kept) for share in shares)
     lines = [
-        f"{partition.ranks} ranks ({partition}), {steps} {unit if steps == 1 else _plural(unit)}: memory of a rank at "
+        f"{partition.ranks} ranks ({partition}), {steps} {unit if steps == 1 else units}: memory of a rank at "
         f"most {format_bytes(max(share.peak for share in shares))}; one process would need about {format_bytes(alone)}"
     ]
     sent = f"a rank sent at most {format_bytes(round(max(share.sent for share in shares)))} per {unit}"
@@ -84,10 +84,6 @@ def told(partition: Partition, shares: Sequence[Share]) -> list[str]:
         how = "distconv run --trace FILE shows where ranks wait, --partition auto looks for a better partition"
         lines.append(f"next: {how}")
     return lines
-
-
-def _plural(unit: str) -> str:
-    return unit.replace("step", "steps").replace("call ", "calls ")
 
 
 @contextlib.contextmanager

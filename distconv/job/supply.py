@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.job.slab_exchange import SlabExchange, Task
+from distconv.job.slab_exchange import SlabExchange, begun
 from distconv.reading.sample import Sample, sample
 from distconv.reading.share import Share
 from distconv.reading.store import Key, Store
@@ -51,7 +52,7 @@ class Supply:
         self._owners: dict[Sample, int] = {}
         self._begun: set[int] = set()
         self._ready: Cut | None = None
-        self._ahead: tuple[Cut, Task[list[tuple[Key, Any]]]] | None = None
+        self._ahead: tuple[Cut, Future[list[tuple[Key, Any]]]] | None = None
         self._told: set[str] = set()
 
     def cut(self, number: int, batch: Sequence[Any], of_epoch: int) -> Cut:
@@ -91,11 +92,9 @@ class Supply:
 
     def go_ahead(self, cut: Cut) -> None:
         """Starts to bring what the batch after this one needs. Ranks have agreed to it."""
-        if self._ahead is not None:
-            self._ahead[1].result()
-            self._ahead = None
+        self.close()
         if self.moves(cut):
-            self._ahead = cut, Task(lambda: self._bring(cut))
+            self._ahead = cut, begun(lambda: self._bring(cut))
 
     def _bring(self, cut: Cut) -> list[tuple[Key, Any]]:
         if not self.moves(cut):

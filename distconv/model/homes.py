@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from distconv.tensors.layouts import replicated
-from distconv.tensors.mesh import sharded_dims, whole_group
+from distconv.tensors.mesh import sharded_dims
 from distconv.transfer.group import joint_group
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -29,11 +29,7 @@ class Home:
     def group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same as this one; None for this rank alone. Collective where it must be made."""
         same = tuple(axis for axis, p in enumerate(self.placements) if p.is_replicate() and self.mesh.size(axis) > 1)
-        if not same:
-            return None
-        if len(same) == sum(size > 1 for size in self.mesh.shape):
-            return whole_group(self.mesh)
-        return joint_group(self.mesh, same)
+        return joint_group(self.mesh, same) if same else None
 
 
 def home(parameter: Tensor, mesh: DeviceMesh) -> Home:

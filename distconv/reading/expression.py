@@ -14,7 +14,7 @@ import numpy
 import torch
 
 from distconv.reading.source import Source
-from distconv.reading.view import Arrangement, Region, View
+from distconv.reading.view import Arrangement, Region, View, slices
 
 Fetch = Callable[[Source, Region], numpy.ndarray]
 """Reads a region of what a file holds."""
@@ -181,8 +181,7 @@ class Computed(Expression):
             if isinstance(operand, Expression):
                 parts.append(operand.read(_broadcast(operand.shape, wanted), fetch))
             elif isinstance(operand, numpy.ndarray | torch.Tensor) and operand.ndim:
-                region = _broadcast(operand.shape, wanted)
-                parts.append(operand[tuple(slice(at.start, at.stop, at.step) for at in region)])
+                parts.append(operand[slices(_broadcast(operand.shape, wanted))])
             else:
                 parts.append(operand)
         return self.function(*parts, **self.options)

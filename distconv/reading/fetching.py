@@ -53,7 +53,7 @@ Around = Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
 class Fetching:
-    """Stands in for what makes a batch of a Dataset with indices. It can be sent to a worker process.
+    """Stands in for what makes a batch of a Dataset with indices. What `of_a_worker` gives can be sent to a process.
 
     With `drafts` a batch is a `Draft`; a worker reads for it what it was ordered to read, and in the script's own
     process nothing is read. `keeper` and `around` are for the samples that this process makes.
@@ -64,9 +64,6 @@ class Fetching:
         self.begin: Callable[[], None] | None = None
         self.keeper: Keeper | None = None
         self.around: Around = contextlib.nullcontext
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "begin": None, "keeper": None, "around": contextlib.nullcontext}
 
     def of_a_worker(self) -> Fetching:
         """The same, without what belongs to the script's own process."""
@@ -218,10 +215,10 @@ class WorkerStart:
     """What a worker process runs first: the program's own function, after it has learnt how to read."""
 
     def __init__(self, fetch: Fetching, start: Callable[[int], None] | None) -> None:
-        self._fetch, self._start = fetch, start
+        self._fetch, self._start = fetch.of_a_worker(), start
 
     def __call__(self, worker: int) -> None:
-        _MapDatasetFetcher.fetch = fetched_by(self._fetch.of_a_worker())  # type: ignore[method-assign]
+        _MapDatasetFetcher.fetch = fetched_by(self._fetch)  # type: ignore[method-assign]
         if self._start is not None:
             self._start(worker)
 

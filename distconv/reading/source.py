@@ -21,7 +21,7 @@ import numpy
 
 from distconv.reading import chunks, runs
 from distconv.reading.fault import note
-from distconv.reading.view import Region
+from distconv.reading.view import Region, slices
 
 OPEN = 64
 """Files of one kind that a process keeps open."""
@@ -123,7 +123,7 @@ class Source(abc.ABC):
         """The array of the file, open in this process."""
 
     def _part(self, array: Any, region: Region) -> numpy.ndarray:
-        return numpy.array(array[_slices(region)])
+        return numpy.array(array[slices(region)])
 
 
 class Hdf5(Source):
@@ -134,14 +134,14 @@ class Hdf5(Source):
 
     def _part(self, array: Any, region: Region) -> numpy.ndarray:
         if array.file.driver != "sec2" or not chunks.are_large(array):
-            return array[_slices(region)]
+            return array[slices(region)]
         # What follows a chunk in the file is another rank's, unless all of a sample is read.
         is_cut = any(len(at) < extent for at, extent in zip(region[1:], self.shape[1:], strict=True))
         with no_read_ahead(array.file.id.get_vfd_handle()) if is_cut else contextlib.nullcontext():
             if chunks.are_whole(region, self.shape, array.chunks) and chunks.are_plain(array):
                 with contextlib.suppress(RuntimeError, OSError):  # one is not in the file: HDF5 knows what it holds
                     return chunks.read(array, region)
-            return array[_slices(region)]
+            return array[slices(region)]
 
 
 @contextlib.contextmanager
@@ -155,10 +155,6 @@ def no_read_ahead(descriptor: int) -> Iterator[None]:
         yield
     finally:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_NORMAL)
-
-
-def _slices(region: Region) -> tuple[slice, ...]:
-    return tuple(slice(at.start, at.stop, at.step) for at in region)
 
 
 @functools.lru_cache(OPEN)
@@ -181,7 +177,7 @@ class ZarrStore(Source):
         return _zarr(self.path, self.key, stamp)
 
     def _part(self, array: Any, region: Region) -> numpy.ndarray:
-        return numpy.asarray(array[_slices(region)])
+        return numpy.asarray(array[slices(region)])
 
 
 @functools.lru_cache(OPEN)
@@ -219,7 +215,7 @@ class Raw(Source):
         if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE:
             part = runs.read(descriptor, self.offset, shape, self.dtype, box)
             return part if self.order == "C" else part.transpose()
-        return numpy.array(mapped[_slices(region)])
+        return numpy.array(mapped[slices(region)])
 
 
 @functools.lru_cache(OPEN)

@@ -28,7 +28,7 @@ from distconv.reading.expression import (
     zeros,
 )
 from distconv.reading.source import Source, depth
-from distconv.reading.view import Region
+from distconv.reading.view import Region, slices
 
 LARGEST = 4096
 """Elements of a result above which the array is read whole at once."""
@@ -80,7 +80,7 @@ class Statistic(Expression):
         if self.value is None:
             self.value = self.compute(_read_whole(self.parent, fetch))
         value = self.value.clone() if self.of_torch else numpy.array(self.value)  # a program may write into it
-        return value[tuple(slice(at.start, at.stop, at.step) for at in wanted)]
+        return value[slices(wanted)]
 
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from ()  # the ranks read it together

@@ -140,6 +140,11 @@ def _is_number(key: Any) -> bool:
     return isinstance(key, int) or (hasattr(type(key), "__index__") and getattr(key, "ndim", 0) == 0)
 
 
+def slices(region: Region) -> tuple[slice, ...]:
+    """The index that chooses a region of an array."""
+    return tuple(slice(at.start, at.stop, at.step) for at in region)
+
+
 def _of(positions: range, chosen: range) -> range:
     return positions[chosen.start : chosen.stop : chosen.step]
 

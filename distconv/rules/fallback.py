@@ -22,7 +22,7 @@ from distconv.rules.elementwise import elementwise, in_place
 from distconv.rules.registry import rule, schemas_without_rule
 from distconv.rules.schemas import is_tensor, is_view, name_of, operator
 from distconv.rules.stock import leave
-from distconv.rules.whole import NO_RULE, whole_or_refused
+from distconv.rules.whole import whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.transfer.local_part import local_as
@@ -31,7 +31,6 @@ from distconv.transfer.local_part import local_as
 def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """An operator on our tensors for which distconv has no rule of its own."""
     name = name_of(func)
-    refusal: UnsupportedOperation | None = None
     if torch.Tag.inplace_view in func.tags:
         why = "it changes the shape of a sharded tensor in place; accepted: the operator that makes a view"
         raise refuse(func, why, whole_helps=False)
@@ -41,17 +40,10 @@ def fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     viewing = _without_suffix(func, "_copy") if name.endswith("_copy") else None
     if viewing is not None:
         return tree_map(lambda y: y.clone() if isinstance(y, Tensor) else y, viewing(*args, **kwargs))
-    if has_strategy(func):
-        try:
-            return leave(func, *args, **kwargs)
-        except UnsupportedOperation as error:
-            refusal = error
-    if not has_strategy(func):
-        try:
-            return without_strategy(func, args, kwargs)
-        except UnsupportedOperation as error:
-            refusal = error
-    return whole_or_refused(func, args, kwargs, refusal or NO_RULE)
+    try:
+        return leave(func, *args, **kwargs) if has_strategy(func) else without_strategy(func, args, kwargs)
+    except UnsupportedOperation as error:
+        return whole_or_refused(func, args, kwargs, error)
 
 
 def _without_suffix(func: Any, suffix: str) -> Any:

@@ -17,10 +17,10 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
 
     The first call makes it, which all its members must do together.
     """
-    if len(axes) == 1:
-        return mesh.get_group(axes[0])
     if math.prod(mesh.size(axis) for axis in axes) == mesh.size():
         return whole_group(mesh)
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
     return dist.new_group(_members(mesh, axes), use_local_synchronization=True)
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 E = TypeVar("E")
 
 
 class Entry:
-    """As os.DirEntry: `status` asks without following links, `followed` follows them; None for what is not there."""
+    """As os.DirEntry: `status` asks without following links, `followed` follows them; OSError where they fail."""
 
     def __init__(
         self,
         name: str,
         path: str,
-        status: Callable[[], os.stat_result | None],
-        followed: Callable[[], os.stat_result | None],
+        status: Callable[[], os.stat_result],
+        followed: Callable[[], os.stat_result],
     ) -> None:
         self.name, self.path = name, path
         self._status, self._followed = status, followed
@@ -30,10 +30,7 @@ class Entry:
         return f"<Entry {self.name!r}>"
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        found = self._followed() if follow_symlinks else self._status()
-        if found is None:
-            raise FileNotFoundError(2, os.strerror(2), self.path)
-        return found
+        return self._followed() if follow_symlinks else self._status()
 
     def inode(self) -> int:
         return self.stat(follow_symlinks=False).st_ino
@@ -51,20 +48,20 @@ class Entry:
         return self._is(stat.S_ISREG, follow_symlinks)
 
     def _is(self, kind: Callable[[int], bool], follow: bool) -> bool:
-        status = self._status()
-        if status is not None and follow and stat.S_ISLNK(status.st_mode):
-            status = self._followed()
-        return status is not None and kind(status.st_mode)
+        try:
+            status = self._status()
+            if follow and stat.S_ISLNK(status.st_mode):
+                status = self._followed()
+        except OSError:
+            return False
+        return kind(status.st_mode)
 
 
-class Scan(Generic[E]):
+class Scan(Iterator[E]):
     """The iterator that os.scandir gives."""
 
     def __init__(self, entries: list[E]) -> None:
         self._entries = iter(entries)
-
-    def __iter__(self) -> Iterator[E]:
-        return self
 
     def __next__(self) -> E:
         return next(self._entries)

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from distconv.job.files.layer import Layer, copy, is_folder, is_there, link_at, make_folders
+from distconv.job.files.layer import Layer, copy, is_folder, is_there, link_at, make_folders, status_at
 from distconv.job.files.names import Names
 from distconv.job.files.own_layer import WRITING
 
@@ -44,7 +44,7 @@ class FirstRank:
 
     def before_writing(self, path: str, *, content: bool = True) -> None:
         """Notes what a path is whose file is to be made, or changed in place."""
-        status = _status(path)
+        status = status_at(path)
         if status is None:
             self.note(path)
         elif stat.S_ISREG(status.st_mode) and posix.access(path, os.W_OK):
@@ -56,7 +56,7 @@ class FirstRank:
         """Keeps what a path was when the job began; with `tree` also what was in a folder."""
         if self.is_apart(path):
             return
-        status = _status(path)
+        status = status_at(path)
         if tree and status is not None and stat.S_ISDIR(status.st_mode) and not self._before.hides(path):
             for name in posix.listdir(path):
                 self.note(f"{path}/{name}", tree=True)
@@ -131,7 +131,7 @@ class FirstRank:
     def _note_copied(self, path: str) -> None:
         """Notes a file that gets a second name, under which it may be changed in place: the kept one is a copy."""
         self.note(path)
-        status = _status(path)
+        status = status_at(path)
         kept = None if status is None else self._read_by_others.pop((status.st_dev, status.st_ino), None)
         if kept is not None:
             self._before.copy_in(self._before.at(kept), kept)
@@ -165,10 +165,3 @@ class FirstRank:
             copy(path, path, fresh, content=content)
         except PermissionError:  # only the file may be written: the kept one becomes a copy
             self._before.copy_in(self._before.at(kept), kept)
-
-
-def _status(path: str) -> os.stat_result | None:
-    try:
-        return posix.lstat(path)
-    except OSError:
-        return None

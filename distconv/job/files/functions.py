@@ -154,11 +154,12 @@ class Functions:
         return [self._entry(name, f"{folder.rstrip('/')}/{name}", shown) for name in self._files.list(folder)]
 
     def _entry(self, name: str, path: str, shown: str) -> Entry:
+        at, files = os.path.join(shown, name), self._files
         return Entry(
             name,
-            os.path.join(shown, name),
-            lambda: _or_none(lambda: self._files.read(path, posix.lstat)),
-            lambda: _or_none(lambda: self._files.read(self._files.names.name(path), posix.stat)),
+            at,
+            lambda: _told(at, lambda: files.read(path, posix.lstat)),
+            lambda: _told(at, lambda: files.read(files.names.name(path), posix.stat)),
         )
 
     def _reading(self, name: str) -> Callable[..., Any]:
@@ -266,13 +267,6 @@ def _told(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
         if second is not None:
             error.filename2 = second
         raise
-
-
-def _or_none(action: Callable[[], os.stat_result]) -> os.stat_result | None:
-    try:
-        return action()
-    except OSError:
-        return None
 
 
 def _is_same(folder: str, path: Any) -> bool:

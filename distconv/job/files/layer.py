@@ -118,12 +118,18 @@ class Layer:
         return _reaches(self.there + folder) or _reaches(self.gone + folder)
 
 
+def status_at(path: str) -> os.stat_result | None:
+    """What lstat tells of a real path; None where it tells nothing."""
+    try:
+        return posix.lstat(path)
+    except OSError:
+        return None
+
+
 def is_folder(path: str) -> bool:
     """Whether a path of the file system is a folder, and no link to one."""
-    try:
-        return stat.S_ISDIR(posix.lstat(path).st_mode)
-    except OSError:
-        return False
+    status = status_at(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def is_there(path: str) -> bool:

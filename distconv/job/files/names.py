@@ -41,16 +41,19 @@ class Names:
         if not path:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         path = self.without_root(path) if path[0] == "/" else f"{self._start(folder_descriptor)}/{path}"
-        folder, _, last = path.rstrip("/").rpartition("/")
-        if last in ("", ".", ".."):
-            return self._folder(path)
-        name = f"{self._folder(folder).rstrip('/')}/{last}"
-        return self._followed(name, 0) if follow or path.endswith("/") else name
+        return self._resolved(path, 0, follow or path.endswith("/"))
 
     def _start(self, descriptor: int | None) -> str:
         if descriptor is None:
             return self.working_folder()
         return self.without_root(posix.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def _resolved(self, path: str, links: int, follow: bool = True) -> str:
+        folder, _, last = path.rstrip("/").rpartition("/")
+        if last in ("", ".", ".."):
+            return self._folder(path, links)
+        name = f"{self._folder(folder, links).rstrip('/')}/{last}"
+        return self._followed(name, links) if follow else name
 
     def _followed(self, name: str, links: int) -> str:
         link = self.link_at(name)
@@ -59,12 +62,9 @@ class Names:
         if links == _MOST_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
         path = self.without_root(link) if link.startswith("/") else f"{os.path.dirname(name)}/{link}"
-        folder, _, last = path.rstrip("/").rpartition("/")
-        if last in ("", ".", ".."):
-            return self._folder(path, links + 1)
-        return self._followed(f"{self._folder(folder, links + 1).rstrip('/')}/{last}", links + 1)
+        return self._resolved(path, links + 1)
 
-    def _folder(self, path: str, links: int = 0) -> str:
+    def _folder(self, path: str, links: int) -> str:
         known = self._folders.get(path)
         if known is not None:
             return known

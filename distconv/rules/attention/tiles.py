@@ -12,7 +12,7 @@ broadcasts to the scores (..., heads, L, S). Plain tensors, no communication, no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -153,11 +153,7 @@ def attend_backward(
         if into.mask is not None:
             part = Scores(1.0, False, scores.rows, into.mask).of_mask(own, columns)
             assert part is not None
-            part += slopes.sum_to_size(_lengthened(part.shape, slopes.dim())).view(part.shape)
+            part += slopes.sum_to_size(part.shape)
         into.query[..., rows, :] += torch.matmul(slopes, wide_k) * scores.scale
         dk += torch.matmul(slopes.transpose(-2, -1), own_q) * scores.scale
     return _summed(dk, groups).to(k.dtype), _summed(dv, groups).to(v.dtype)
-
-
-def _lengthened(shape: Sequence[int], ndim: int) -> list[int]:
-    return [1] * (ndim - len(shape)) + list(shape)

@@ -15,6 +15,7 @@ piece.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -39,25 +40,19 @@ from mucudnn.runtime.shim import marks_local_work
 
 def convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's y, from its x and its block of the weight. Collective over the axes that the plan exchanges along."""
-    if plan.is_own and marks_local_work(x.device.type):
-        with LocalWork():
-            return _convolved(plan, x, weight, bias)
-    return _convolved(plan, x, weight, bias)
-
-
-def _convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     parts = plan.split
     local = LocalConvolution(plan, weight)
     halos = [side.inputs for side in plan.sides]
-    if plan.overlap is not None and parts.is_whole:
-        y = overlap.forward(local, plan.overlap, x, bias)
-    elif parts.is_local:
-        pieces = _arriving(parts.channels, x, plan, halos)
-        channels, piece = next(pieces)
-        y = local.forward(piece, bias, channels, local.filters)
-        for channels, piece in pieces:
-            y += local.forward(piece, None, channels, local.filters)
-    else:
+    with _marked(plan, x):
+        if plan.overlap is not None and parts.is_whole:
+            return overlap.forward(local, plan.overlap, x, bias)
+        if parts.is_local:
+            pieces = _arriving(parts.channels, x, plan, halos)
+            channels, piece = next(pieces)
+            y = local.forward(piece, bias, channels, local.filters)
+            for channels, piece in pieces:
+                y += local.forward(piece, None, channels, local.filters)
+            return y
         wide = _whole(parts.channels, x, halos)
 
         def partial(filters: Interval) -> Tensor:
@@ -66,32 +61,29 @@ def _convolved(plan: ConvolutionPlan, x: Tensor, weight: Tensor, bias: Tensor | 
         y = _leaving(parts.filters, partial, plan, plan.out_local, x)
         if bias is not None:
             y += bias.view(-1, *[1] * (y.dim() - 2))
-    return y
+        return y
 
 
 def convolution_gradients(
     plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Those asked for of this rank's dL/dx and of its shares of dL/dweight and dL/dbias. Collective, too."""
-    if plan.is_own and marks_local_work(x.device.type):
-        with LocalWork():
-            return _convolution_gradients(plan, grad, x, weight, mask)
-    return _convolution_gradients(plan, grad, x, weight, mask)
-
-
-def _convolution_gradients(
-    plan: ConvolutionPlan, grad: Tensor, x: Tensor, weight: Tensor, mask: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     parts, local = plan.split, LocalConvolution(plan, weight)
     dx: Tensor | None = None
     dw: Tensor | None = None
-    if mask[0] or mask[1]:
-        if plan.overlap is not None and parts.is_whole:
-            dx, dw = overlap.backward(local, plan.overlap, grad, x, mask[0], mask[1])
-        else:
-            make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
-            dx, dw = make(local, grad, x, mask)
-    return dx, dw, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+    with _marked(plan, x):
+        if mask[0] or mask[1]:
+            if plan.overlap is not None and parts.is_whole:
+                dx, dw = overlap.backward(local, plan.overlap, grad, x, mask[0], mask[1])
+            else:
+                make = _from_arriving_gradients if parts.channels.is_identity else _from_arriving_inputs
+                dx, dw = make(local, grad, x, mask)
+        return dx, dw, grad.sum([0, *range(2, grad.dim())]) if mask[2] else None
+
+
+def _marked(plan: ConvolutionPlan, x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Within, mucudnn takes what it computes for work of this rank alone, where it is that."""
+    return LocalWork() if plan.is_own and marks_local_work(x.device.type) else contextlib.nullcontext()
 
 
 class Convolution(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from distconv.rules.normalization.combining import Share, of_all
 from distconv.rules.normalization.rows import Over, normalized, statistics
 from distconv.rules.normalization.running import can_wait, combine_later, move
-from distconv.rules.normalization.shares import check_vector, share, vector_layout, vectors_here
+from distconv.rules.normalization.shares import check_vectors, share, vector_layout, vectors_here
 from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.operands.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd
@@ -96,9 +96,8 @@ def batch_norm(
     """y of a distributed input, or of a plain one with distributed parameters."""
     func = torch.ops.aten.batch_norm.default
     mesh, placements = norm_input(func, x, weight, bias)
-    named = {"weight": weight, "bias": bias, "running mean": running_mean, "running variance": running_var}
-    for name, vector in named.items():
-        check_vector(func, vector, name, x.shape[1])
+    running = {"running_mean": running_mean, "running_variance": running_var}
+    check_vectors(func, x.shape[1], weight=weight, bias=bias, **running)
     local, (w, b) = brought(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
     if training:
         plan = batch_plan(mesh, tuple(placements), tuple(x.shape), batch_norm_statistics.get(mesh) == "local")

@@ -20,7 +20,7 @@ from distconv.rules.normalization.combining import Share, combined, of_all
 from distconv.rules.normalization.moments import moments
 from distconv.rules.normalization.rows import Over, normalized
 from distconv.rules.normalization.running import move
-from distconv.rules.normalization.shares import boxes_along, check_vector, share, split_axes, vectors_here
+from distconv.rules.normalization.shares import boxes_along, check_vectors, share, split_axes, vectors_here
 from distconv.rules.operands.channel_split import norm_input
 from distconv.rules.operands.own_parts import brought, wrapped
 from distconv.rules.operands.sums import precise
@@ -117,8 +117,7 @@ def _grouped(
     """y, its layout, and this rank's mean and 1 / sqrt(variance + eps) of each (sample, group)."""
     mesh, placements = norm_input(func, x, weight, bias)
     channels = x.shape[1]
-    for name, vector in (("weight", weight), ("bias", bias)):
-        check_vector(func, vector, name, channels)
+    check_vectors(func, channels, weight=weight, bias=bias)
     if group < 1 or channels % group:
         raise RuntimeError(f"{func}: {channels} channels do not divide into {group} groups")
     groups = groups_of(mesh, tuple(placements), tuple(x.shape), group)
@@ -152,8 +151,7 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
     func, (samples, channels) = aten.instance_norm.default, x.shape[:2]
-    for name, vector in (("running mean", running_mean), ("running variance", running_var)):
-        check_vector(func, vector, name, channels)
+    check_vectors(func, channels, running_mean=running_mean, running_variance=running_var)
     y, (mesh, placements), mean, inverse = _grouped(func, x, channels, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():

@@ -86,15 +86,7 @@ def normalized(
 class _Normalized(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        shape: Sequence[int] | None,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        over: Over | None,
-        eps: float,
+        ctx: Any, x: Tensor, shape: Any, weight: Any, bias: Any, mean: Tensor, variance: Tensor, over: Any, eps: float
     ) -> Tensor:
         dtype = precise(x.dtype)
         mean, variance = _as(mean, dtype), _as(variance, dtype)

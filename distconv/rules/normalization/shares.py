@@ -55,10 +55,12 @@ def share(
     return Share(joint_group(mesh, axes), here, tuple((count,) for count in counts), sum(counts))
 
 
-def check_vector(func: Any, tensor: Tensor | None, name: str, channels: int) -> None:
-    """RuntimeError unless it has one number per channel."""
-    if tensor is not None and tuple(tensor.shape) != (channels,):
-        raise RuntimeError(f"{func}: its {name} has shape {tuple(tensor.shape)}; accepted: ({channels},)")
+def check_vectors(func: Any, channels: int, **vectors: Tensor | None) -> None:
+    """RuntimeError unless each has one number per channel."""
+    for name, vector in vectors.items():
+        if vector is not None and tuple(vector.shape) != (channels,):
+            told = name.replace("_", " ")
+            raise RuntimeError(f"{func}: its {told} has shape {tuple(vector.shape)}; accepted: ({channels},)")
 
 
 def vector_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from distconv.tensors.layouts import Layout, layout
-from distconv.tensors.mesh import whole_group
 from distconv.tensors.refusal import refuse
 from distconv.transfer.all_reduce import SUM, all_reduced
+from distconv.transfer.group import joint_group
 from distconv.transfer.partial_sums import added
 
 PARAMETER_USES = {"_UseBackward", "_HandOverBackward"}
@@ -29,14 +29,11 @@ VIEWS = {
 
 
 def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = SUM) -> Tensor:
-    """The reduction of ``local`` over mesh axes: one collective where the axes are one or all. A new tensor."""
-    axes = [axis for axis in axes if mesh.size(axis) > 1]
+    """The reduction of ``local`` over mesh axes, by one collective. A new tensor."""
+    along = tuple(axis for axis in axes if mesh.size(axis) > 1)
     result = local.clone(memory_format=torch.contiguous_format)
-    if math.prod(mesh.size(axis) for axis in axes) == mesh.size() and axes:
-        result = all_reduced(result, whole_group(mesh), op)
-    else:
-        for axis in axes:
-            result = all_reduced(result, mesh.get_group(axis), op)
+    if along:
+        result = all_reduced(result, joint_group(mesh, along), op)
     return result.to(local.dtype)
 
 

@@ -107,30 +107,22 @@ def extremum_of_all(func: Any, x: DTensor) -> DTensor:
     return work.wrap(work.extremum(work.local, func._schema.name.endswith("max")))
 
 
-def _moments(work: Reduction, correction: float | None) -> tuple[Tensor, Tensor]:
-    mean = work.mean(work.local)
-    squares = work.sum((work.local - mean).square())
-    degrees = max(work.count - (1.0 if correction is None else correction), 0.0)
-    return squares / degrees, mean
-
-
-@rule("aten::var.correction", "aten::std.correction")
-def spread(func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False) -> DTensor:
-    """Variance, or standard deviation, with the correction of the whole count."""
-    work = Reduction(func, x, dims, keepdim)
-    variance, _ = _moments(work, correction)
-    return work.wrap(variance.sqrt() if "std" in func._schema.name else variance)
-
-
 @rule("aten::var_mean.correction", "aten::std_mean.correction")
 def spread_and_mean(
     func: Any, x: DTensor, dims: Any = None, *, correction: Any = None, keepdim: bool = False
 ) -> tuple[DTensor, DTensor]:
-    """Variance, or standard deviation, and mean."""
+    """Variance, or standard deviation, with the correction of the whole count, and mean."""
     work = Reduction(func, x, dims, keepdim)
-    variance, mean = _moments(work, correction)
-    first = variance.sqrt() if "std" in func._schema.name else variance
-    return work.wrap(first), work.wrap(mean)
+    mean = work.mean(work.local)
+    squares = work.sum((work.local - mean).square())
+    variance = squares / max(work.count - (1.0 if correction is None else correction), 0.0)
+    return work.wrap(variance.sqrt() if "std" in func._schema.name else variance), work.wrap(mean)
+
+
+@rule("aten::var.correction", "aten::std.correction")
+def spread(func: Any, x: DTensor, dims: Any = None, **options: Any) -> DTensor:
+    """Variance, or standard deviation, alone."""
+    return spread_and_mean(func, x, dims, **options)[0]
 
 
 @rule("aten::linalg_vector_norm")

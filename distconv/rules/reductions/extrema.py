@@ -20,18 +20,16 @@ from distconv.rules.reductions import reduced_axes, reduced_shape
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import dim_axes, local_box, owners
-from distconv.tensors.mesh import whole_group
 from distconv.transfer.exchange import exchange
 from distconv.transfer.gathering import all_gathered
+from distconv.transfer.group import joint_group
 from distconv.transfer.needs import window
 
 
 def _first_best(values: Tensor, places: Tensor, largest: bool) -> tuple[Tensor, Tensor]:
     """Along dim 0, the best value at the smallest place."""
     best = values.amax(0) if largest else values.amin(0)
-    nan = values.isnan().any(0) if values.is_floating_point() else torch.zeros_like(best, dtype=torch.bool)
-    wins = torch.where(nan, values.isnan(), values == best) if values.is_floating_point() else values == best
-    best = torch.where(nan, torch.full_like(best, math.nan), best) if values.is_floating_point() else best
+    wins = (values == best) | values.isnan()  # where there is one, it is the best
     return best, torch.where(wins, places, torch.iinfo(torch.int64).max).amin(0)
 
 
@@ -59,11 +57,9 @@ def _located(func: Any, x: DTensor, dim: int | None, keepdim: bool, largest: boo
     else:
         value = flat.new_full(flat.shape[1:], lowest(flat.dtype, largest))
         place = torch.full(flat.shape[1:], torch.iinfo(torch.int64).max, device=flat.device)
-    axes = [axis for axis in reduced_axes(mesh, placements, dims) if mesh.size(axis) > 1]
-    groups: list[tuple[Any, int]] = [(mesh.get_group(axis), mesh.size(axis)) for axis in axes]
-    if len(groups) > 1 and math.prod(ranks for _, ranks in groups) == mesh.size():
-        groups = [(whole_group(mesh), mesh.size())]
-    for group, ranks in groups:
+    axes = tuple(axis for axis in reduced_axes(mesh, placements, dims) if mesh.size(axis) > 1)
+    if axes:
+        group, ranks = joint_group(mesh, axes), math.prod(mesh.size(axis) for axis in axes)
         value, place = _first_best(_gathered(value, group, ranks), _gathered(place, group, ranks), largest)
     result = reduced_layout(placements, dims, keepdim, Replicate())
     shape = reduced_shape(x.shape, dims, keepdim)

@@ -30,11 +30,6 @@ from distconv.transfer.needs import Need, Piece, window
 from distconv.transfer.tracing import planned
 
 
-def _sharding_axes(x: DTensor, dim: int) -> tuple[int, ...]:
-    """The mesh axes of more than one rank that shard a dim."""
-    return dim_axes(*layout(x), dim)
-
-
 @planned(4096)
 def _slice_plan(
     mesh: DeviceMesh, axes: tuple[int, ...], dim: int, extent: int, start: int, stop: int, step: int
@@ -60,7 +55,7 @@ def slice_of(
 ) -> DTensor:
     """x[start:stop:step] along dim."""
     dim %= x.dim()
-    axes = _sharding_axes(x, dim)
+    axes = dim_axes(*layout(x), dim)
     begin, end, _ = slice(start, stop, step).indices(x.shape[dim])
     if not axes or (begin, end, step) == (0, x.shape[dim], 1):
         return stock(func, (x, dim, start, stop, step))
@@ -107,7 +102,7 @@ def slice_backward(
     """Zeros of ``shape`` with the gradient where the slice was, laid out as the gradient."""
     dim %= len(shape)
     mesh, placements = layout(grad)
-    own, axes = grad._local_tensor, _sharding_axes(grad, dim)
+    own, axes = grad._local_tensor, dim_axes(*layout(grad), dim)
     begin, end, _ = slice(start, stop, step).indices(shape[dim])
     if not axes:
         local = local_shape(mesh, placements, _replaced(shape, dim, 1))
@@ -123,7 +118,7 @@ def slice_backward(
 def select(func: Any, x: DTensor, dim: int, index: int) -> DTensor:
     """x[index] along dim; of a sharded dim every rank gets it."""
     dim %= x.dim()
-    axes = _sharding_axes(x, dim)
+    axes = dim_axes(*layout(x), dim)
     if not axes:
         return stock(func, (x, dim, index))
     extent = x.shape[dim]
@@ -168,7 +163,7 @@ def split(func: Any, x: DTensor, *args: Any) -> Sequence[DTensor]:
     extent = x.shape[dim]
     if not extent and sizes is not None:  # of nothing torch makes one piece, or as many as sizes are named
         return [_alias(x) for _ in (sizes if not isinstance(sizes, int) else [0])]
-    if not _sharding_axes(x, dim):
+    if not dim_axes(*layout(x), dim):
         return _pieces(func, x, dim, args)
     if sizes is None:
         return [select(func, x, dim, index) for index in range(extent)]
@@ -252,7 +247,7 @@ def _local(func: Any, x: DTensor, *args: Any) -> DTensor:
 def flip(func: Any, x: DTensor, dims: Sequence[int]) -> DTensor:
     """The dims reversed."""
     for dim in {dim % x.dim() for dim in dims}:
-        sharded = bool(_sharding_axes(x, dim))
+        sharded = bool(dim_axes(*layout(x), dim))
         x = _mapped(x, dim, lambda n: (Piece(n, n - 1, -1),)) if sharded else _local(func, x, [dim])
     return x
 
@@ -260,13 +255,13 @@ def flip(func: Any, x: DTensor, dims: Sequence[int]) -> DTensor:
 @rule("aten::roll")
 def roll(func: Any, x: DTensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> DTensor:
     """The dims shifted, around the end."""
-    if not dims and any(_sharding_axes(x, dim) for dim in range(x.dim())):
+    if not dims and any(dim_axes(*layout(x), dim) for dim in range(x.dim())):
         raise refuse(func, "a roll without dims, over a sharded tensor")
     if not dims:
         return _local(func, x, shifts)
     for shift, dim in zip(shifts, dims, strict=True):
         dim %= x.dim()
-        if not _sharding_axes(x, dim):
+        if not dim_axes(*layout(x), dim):
             x = _local(func, x, [shift], [dim])
         elif by := shift % max(x.shape[dim], 1):
             x = _mapped(x, dim, lambda n, by=by: (Piece(by, n - by), Piece(n - by, 0)))  # type: ignore[misc]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -26,7 +25,7 @@ HELLO, SHARES = (str(SCRIPTS / name) for name in ("hello.py", "shares.py"))
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_script_sees_its_arguments_and_prints_once(way):
-    done = launch(way, 2, "--partition", "height=2", HELLO, "ok", "--partition=own", "-m", "x")
+    done = launch(way, 2, "--partition", "height=2", HELLO, "ok", "--partition=own", "-m", "x", fresh=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello __main__ ['--partition=own', '-m', 'x']\nend\n"
 
@@ -113,7 +112,7 @@ def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys)
 
 def test_a_program_started_alone_is_told_how_to_start():
     program = "import distconv; distconv.init('sample=2,height=2')"
-    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    done = run_python("-c", program, env=ENVIRONMENT)
     assert "[rank0]" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert (
@@ -203,11 +202,11 @@ def alone(tmp_path_factory) -> dict[str, list[float]]:
 @pytest.mark.parametrize(
     ("way", "task", "partition", "options"),
     [
-        ("alone", "classes", "height=2", []),
-        ("alone", "classes", "sample=2", ["--shard-data"]),
+        ("alone", "classes", "width=2,sample=2", ["--shard-data"]),
+        ("alone", "pixels", "sample=2,height=2", []),
         ("alone", "pixels", "sample=2,height=2", ["--shard-data"]),
-        pytest.param("mpiexec", "pixels", "sample=2,height=2", [], marks=needs_mpi),
-        pytest.param("mpiexec", "classes", "width=2,sample=2", ["--shard-data"], marks=needs_mpi),
+        pytest.param("mpiexec", "pixels", "height=2", [], marks=needs_mpi),
+        pytest.param("mpiexec", "classes", "sample=2", ["--shard-data"], marks=needs_mpi),
         ("torchrun", "pixels", "height=2", []),
     ],
 )

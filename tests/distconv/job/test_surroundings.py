@@ -33,7 +33,7 @@ def plain() -> dict:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_draw_alike_and_are_told_of_one_process(way, plain):
-    done = launch(way, 2, "--print-all-ranks", "--partition", "height=2", ASKS)
+    done = launch(way, 2, "--print-all-ranks", "--partition", "height=2", ASKS, fresh=True)
     assert done.returncode == 0, done.stderr
     first, second = answers(done.stdout)
     assert first["drawn"] == second["drawn"]

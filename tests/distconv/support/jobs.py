@@ -62,11 +62,16 @@ def command(way: str, ranks: int, *arguments: str) -> list[str]:
 
 
 def launch(
-    way: str, ranks: int, *arguments: str, seconds: int = 240, **environment: str
+    way: str, ranks: int, *arguments: str, seconds: int = 240, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """What a job prints. It is forked from a process that has imported torch, but for ranks that are started by others.
+
+    fresh: whether a job without a launcher is started as a user starts it, for tests of that very start.
+    """
     words = command(way, ranks, *arguments)
-    if way == "torchrun":  # torch's own agent, whose imports are nobody's matter here
-        return run_python(*words[1:], env={**ENVIRONMENT, **environment}, timeout=seconds)
+    if way == "torchrun" or (way == "alone" and not fresh):
+        forks = way == "alone"
+        return run_python(*words[1:], env={**ENVIRONMENT, **environment}, timeout=seconds, forks=forks)
     return subprocess.run(
         words,
         env={**ENVIRONMENT, **environment},
