@@ -187,3 +187,26 @@ def test_a_graph_draws_what_is_drawn_without_a_compiler(ranks: Callable[[int], R
         pytest.skip("over Gloo")
     for errors in pool.run(drawn, "height=2", how):
         assert errors == [{}]
+
+
+def laid_out(partition: str) -> list[dict[str, Any]]:
+    """How the gradients of parameters lie, without and with a compiler."""
+    found: list[dict[str, Any]] = []
+    with fresh():
+        for compiled in (False, True):
+            plain = distconv.parallelize(made(Net), distconv.init(partition, device_type="cpu"))
+            model = torch.compile(plain, backend="aot_eager", fullgraph=True) if compiled else plain
+            model(torch.ones(5, 4, 9, 8).double()).sum().backward()
+            grads = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+            found.append(
+                {
+                    name: (type(grad), grad.shape, grad.stride(), getattr(grad, "_spec", None))
+                    for name, grad in grads.items()
+                }
+            )
+    return found
+
+
+def test_gradients_lie_as_without_a_compiler(ranks: Callable[[int], Ranks]) -> None:
+    for eager, compiled in ranks(2).run(laid_out, "channel=2"):
+        assert compiled == eager
