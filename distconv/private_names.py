@@ -54,6 +54,7 @@ NAMES = (
     Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),
     Name("torch._dynamo.exc.FailOnRecompileLimitHit", "a model that cannot be compiled runs without"),
     Name("torch._dynamo.exc.TorchDynamoException", "a model that cannot be compiled runs without"),
+    Name("torch._dynamo.guards.extract_dtensor_spec", "a graph remembers its inputs' mesh itself, no copy of it"),
     Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
     Name("torch._foreach_lerp_", "running statistics, all at once"),
     Name("torch._foreach_mul", "running statistics, all at once"),

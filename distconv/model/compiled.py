@@ -12,6 +12,7 @@ middle of a model, parameters would be read outside of it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import weakref
@@ -27,6 +28,7 @@ from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_statistics import move_statistics_last
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.user_lines import asked_for
+from distconv.transfer.graph_merges import merging
 from mucudnn.substitution import substituted
 from mucudnn.warning import warn
 
@@ -125,19 +127,20 @@ def leave(module: nn.Module, reason: str) -> None:
 
 
 class _Question:
-    """Whether all ranks could compile a model. Each asks once, when it knows of itself."""
+    """Whether all ranks could compile a model. Each asks when it knows of itself, until its first graph is there."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh, self.asked = mesh, False
+        self.mesh, self._is_open = mesh, True
 
-    def all(self, here: bool) -> bool:
-        """Collective over the mesh the first time; afterwards the ranks make the same graphs."""
-        if self.asked or self.mesh.size() == 1:
+    def all(self, here: bool, last: bool = True) -> bool:
+        """Collective over the mesh until the last time, or one of the ranks could not; later graphs they make alike."""
+        if not self._is_open or self.mesh.size() == 1:
             return here
-        self.asked = True
         flag = torch.tensor(int(here), device=self.mesh.device_type)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=whole_group(self.mesh))
-        return bool(flag.item())
+        answer = bool(flag.item())
+        self._is_open = answer and not last
+        return answer
 
 
 class _Form:
@@ -210,10 +213,17 @@ class _Backend:
                 raise RuntimeError("torch.utils.checkpoint within a compiled model; accepted: on one rank")
             move_statistics_last(graph, inputs)
             enter_parameters(graph, inputs, meshes())
-        result = self._backend(graph, inputs)
-        if self.everywhere is not None and not self.everywhere.all(True):
-            raise RuntimeError("another rank could not compile it")
+        if self.everywhere is None:
+            return self._backend(graph, inputs)
+        with merging(self.everywhere.mesh, functools.partial(self._meet, last=False)):
+            result = self._backend(graph, inputs)
+        self._meet()
         return result
+
+    def _meet(self, last: bool = True) -> None:
+        assert self.everywhere is not None
+        if not self.everywhere.all(True, last):
+            raise RuntimeError("another rank could not compile it")
 
 
 def _has_checkpoint(graph: fx.GraphModule) -> bool:

@@ -21,7 +21,7 @@ def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
     x = max(inputs, key=lambda each: each.numel(), default=None)
     if _told or x is None or x.dim() < 3 or not x.numel():
         return
-    axes = tuple(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+    axes = tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     working = at_work(axes, tuple(x.shape))
     if working < math.prod(size for _, size in axes):
         _told.add(model)

@@ -42,9 +42,26 @@ def wrap_strided(
     return _dtensor(local, _spec(mesh, tuple(placements), tuple(shape), tuple(strides), local.dtype))
 
 
-def _dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+def rewrap(local: Tensor, like: DTensor) -> DTensor:
+    """The DTensor that is laid out as ``like`` is, of another local tensor, which lies as that one's."""
+    return _dtensor(local, like._spec)
+
+
+def put_together(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    requires_grad: bool,
+) -> DTensor:
+    """What a compiled graph returns, of a local tensor that it has computed."""
+    return _dtensor(local, _spec(mesh, placements, tuple(shape), tuple(strides), local.dtype), requires_grad)
+
+
+def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     # Not DTensor(...): its __init__ does nothing, and takes three times as long as all the rest.
-    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -5,15 +5,19 @@ What is replaced here is torch's own, and was read in torch 2.13; networks in te
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from distconv.tensors.dtensors import put_together
 from distconv.tensors.mesh import is_ours
+from distconv.transfer.graph_merges import merge_all
 from distconv.transfer.unread import read_all, side
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -29,6 +33,8 @@ def watch() -> None:
 
     @functools.wraps(flatten)
     def flattened(self: DTensor) -> Any:
+        if "torch._dynamo.guards" in sys.modules:
+            _guarded_quickly()
         if "torch._functorch.partitioners" in sys.modules:  # else none compiles, and it takes a second to import
             _as_often_everywhere()
             _unread_too()
@@ -40,8 +46,26 @@ def watch() -> None:
         return flatten(self)
 
     tensors.__tensor_flatten__ = flattened
+    tensors.__tensor_unflatten__ = staticmethod(_together(tensors.__tensor_unflatten__))
     if hasattr(tensors, "_stable_hash_for_caching"):  # without it, no two processes have a key in common
         tensors._stable_hash_for_caching = _hashed(tensors._stable_hash_for_caching)
+
+
+def _together(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
+    """Makes the DTensors that a graph returns, such as gradients, by descriptions that were made before.
+
+    Torch makes and verifies a new one for each of them at every step.
+    """
+
+    @functools.wraps(stock)
+    def together(inner: dict[str, Any], context: Any, shape: Any, strides: Any) -> DTensor:
+        local, mesh = inner["_local_tensor"], inner["device_mesh"]
+        if type(local) is not Tensor or not is_ours(mesh):
+            return stock(inner, context, shape, strides)
+        placements, _, _, requires_grad = context
+        return put_together(local, mesh, placements, shape, strides, requires_grad)
+
+    return together
 
 
 def _hashed(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
@@ -61,6 +85,17 @@ def _hashed(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
         return hash_of(self)
 
     return of_others
+
+
+@functools.cache
+def _guarded_quickly() -> None:
+    """Lets a graph remember the layouts of its inputs with their mesh itself, which is compared at once.
+
+    Torch keeps a copy of the mesh for every DTensor, and compares all that is in it at every call of the graph.
+    """
+    from torch._dynamo import guards
+
+    guards.extract_dtensor_spec = lambda guard, value: copy.copy(value)
 
 
 @functools.cache
@@ -96,6 +131,7 @@ def _unread_too() -> None:
     before, is_not_collective = partitioners.force_save_collectives, getattr(partitioners, "is_not_collective", None)
 
     def read_before(joint_module: torch.fx.GraphModule) -> None:
+        merge_all(joint_module.graph)
         read_all(joint_module.graph)
         before(joint_module)
 

@@ -22,7 +22,7 @@ from distconv.rules.registry import rule
 from distconv.rules.schemas import name_of
 from distconv.rules.views.padding import restricted
 from distconv.rules.whole.copies import copy_of
-from distconv.tensors.dtensors import wrap, wrap_strided
+from distconv.tensors.dtensors import rewrap, wrap, wrap_strided
 from distconv.tensors.layouts import dim_axes, has_partial, layout, local_shape, owners
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.local_part import everywhere, local_as
@@ -117,7 +117,7 @@ def in_place(func: Any, x: DTensor, *args: Any) -> DTensor:
 @rule("aten::detach", "aten::alias")
 def same(func: Any, x: DTensor) -> DTensor:
     """x without its graph."""
-    return wrap_strided(func(x._local_tensor), x.device_mesh, x.placements, x.shape, x.stride())
+    return rewrap(func(x._local_tensor), x)
 
 
 @rule("aten::t")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import fresh, made
+from compiling import fresh, made, steps, worst
 from ranks import Ranks
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -59,40 +59,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.projection(x).flatten(2).transpose(1, 2)
         return self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1)
-
-
-def steps(model: Any, plain: nn.Module, train: int = 3) -> dict[str, Tensor]:
-    """What some steps of training give, and one evaluation after them."""
-    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
-    found: dict[str, Tensor] = {}
-    for step in range(train):
-        generator = torch.Generator().manual_seed(step)
-        x, targets = torch.randn(5, 4, 9, 8, generator=generator).double(), torch.arange(5) % 4
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), targets)
-        loss.backward()
-        found[f"loss {step}"] = torch.tensor(loss.item())
-        for name, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                found[f"gradient {step} of {name}"] = distconv.whole_state(parameter.grad).clone()
-        optimizer.step()
-    for name, buffer in plain.named_buffers():
-        found[f"buffer {name}"] = distconv.whole_state(buffer).clone()
-    plain.eval()
-    with torch.no_grad():
-        found["evaluation"] = distconv.gather(model(x)).clone()
-    return found
-
-
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """The relative errors that are not below 1e-10; one of all where names differ."""
-    if found.keys() != expected.keys():
-        return {str(found.keys() ^ expected.keys()): float("inf")}
-    errors = {
-        name: float((found[name] - right).abs().max() / right.abs().max().clamp(min=1e-3))
-        for name, right in expected.items()
-    }
-    return {name: error for name, error in errors.items() if not error <= 1e-10}
 
 
 def trained(partition: str, way: str, kind: type[nn.Module]) -> tuple[dict[str, float], dict[str, int], int]:
@@ -221,3 +187,26 @@ def test_a_graph_draws_what_is_drawn_without_a_compiler(ranks: Callable[[int], R
         pytest.skip("over Gloo")
     for errors in pool.run(drawn, "height=2", how):
         assert errors == [{}]
+
+
+def laid_out(partition: str) -> list[dict[str, Any]]:
+    """How the gradients of parameters lie, without and with a compiler."""
+    found: list[dict[str, Any]] = []
+    with fresh():
+        for compiled in (False, True):
+            plain = distconv.parallelize(made(Net), distconv.init(partition, device_type="cpu"))
+            model = torch.compile(plain, backend="aot_eager", fullgraph=True) if compiled else plain
+            model(torch.ones(5, 4, 9, 8).double()).sum().backward()
+            grads = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+            found.append(
+                {
+                    name: (type(grad), grad.shape, grad.stride(), getattr(grad, "_spec", None))
+                    for name, grad in grads.items()
+                }
+            )
+    return found
+
+
+def test_gradients_lie_as_without_a_compiler(ranks: Callable[[int], Ranks]) -> None:
+    for eager, compiled in ranks(2).run(laid_out, "channel=2"):
+        assert compiled == eager
