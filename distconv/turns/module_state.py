@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,6 +12,24 @@ from torch.distributed.tensor import DTensor
 
 _SHARED = ("_modules", "_parameters")
 _CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, set, tuple)
+
+Hooks = OrderedDict[int, Any]
+
+_spare: list[Hooks] = []
+"""Empty dicts of hooks that no call needs any more. A call of a large model takes ten thousands of them; to make so
+many anew would set off Python's search for cycles among all objects of the process.
+"""
+
+
+def _without_hooks(taken: list[Hooks]) -> Hooks:
+    """A dict without hooks, which is noted as taken."""
+    taken.append(_spare.pop() if _spare else OrderedDict())
+    return taken[-1]
+
+
+def _spared(taken: list[Hooks]) -> None:
+    """What was taken is free for another call."""
+    _spare.extend(hooks for hooks in taken if not hooks)
 
 
 class ModuleState:
@@ -26,6 +45,8 @@ class ModuleState:
         self._callers = [module.__dict__ for module in modules]
         self._originals: dict[int, Any] = {}
         """By the id of a container of the first part: the caller's, of which it is a copy."""
+        self._taken: list[Hooks] = []
+        weakref.finalize(self, _spared, self._taken).atexit = False
         self._own = [self._copies(part) for part in range(parts)]
 
     def _copies(self, part: int) -> list[dict[str, Any]]:
@@ -37,7 +58,9 @@ class ModuleState:
             for name, value in of.items():
                 if name in _SHARED or (part == 0 and "_hooks" in name):
                     continue
-                if type(value) in _CONTAINERS or isinstance(value, Tensor):
+                if "_hooks" in name and type(value) is OrderedDict and not value:
+                    own[name] = _without_hooks(self._taken)
+                elif type(value) in _CONTAINERS or isinstance(value, Tensor):
                     own[name] = _copy(value, known, originals, tensors=part > 0)
             own["_parameters"] = dict(of["_parameters"])
             result.append(own)
@@ -58,7 +81,9 @@ class ModuleState:
         leaving = _Leaving(whole, self._originals if part == 0 else None)
         for own, of in zip(self._own[part], self._callers, strict=True):
             changed = {
-                name: leaving.value(x) for name, x in own.items() if name not in _SHARED and x is not of.get(name)
+                name: leaving.value(x)
+                for name, x in own.items()
+                if x is not of.get(name) and name not in _SHARED and (part == 0 or type(x) not in _CONTAINERS or x)
             }
             if part == 0:
                 of.update(changed)

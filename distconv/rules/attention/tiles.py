@@ -101,10 +101,27 @@ def _summed(grad: Tensor, groups: int) -> Tensor:
     return grad if heads == groups else grad.unflatten(-3, (groups, heads // groups)).sum(-3)
 
 
+def _has_kernel(q: Tensor, v: Tensor, scores: Scores) -> bool:
+    """Whether torch has a kernel that gives such a result together with its logarithm."""
+    plain = scores.mask is None and not scores.causal
+    return plain and q.device.type == "cpu" and q.dim() == 4 and q.shape[-1] == v.shape[-1] and v.shape[-2] > 0
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """With the features of a token side by side in memory, as that kernel takes them without looking."""
+    fits = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1]
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
+
+
 def attend(running: Running, q: Tensor, k: Tensor, v: Tensor, scores: Scores, columns: Interval) -> None:
     """Adds to a running result the attention to the keys at ``columns`` of all."""
     heads = q.shape[-3] if q.dim() > 2 else 1
     k, v = repeated(k, heads).to(q.dtype), repeated(v, heads).to(q.dtype)
+    if _has_kernel(q, v, scores):
+        attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        result, logarithm = attention(_in_rows(q), _in_rows(k), _in_rows(v), scale=scores.scale)
+        running.add(result, logarithm, (0, q.shape[-2]))
+        return
     for own in _chunks(q, k.shape[-2]):
         tile = scores.tile(q[..., slice(*own), :], k, own, columns)
         peak = tile.amax(-1, keepdim=True)
