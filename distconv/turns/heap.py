@@ -14,6 +14,12 @@ from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 KEPT = 8
 """Beside what is used, the heap may keep freed pages of one part in so many of that."""
 
+EXCESS, LEAST = 6, 1 << 24
+"""Within a limit, freed pages of one part in so many of it may stay, or of so many bytes where that is more."""
+
+LOOKS = 16
+"""The process is looked at when one part in so many of the limit has been made anew."""
+
 _ARENA_MAX = -8  # as in malloc.h
 
 _FREE = "mkl_serv_thread_free_buffers"
@@ -75,3 +81,34 @@ class Heap:
         used = heap_bytes()
         library.malloc_trim(0)
         self._used, self._other = max(self._used, used), resident_bytes() - used
+
+
+class Excess:
+    """Watches, while operators of parts run within a limit, how much larger the process is than what the parts hold.
+
+    An operator's scratch, and a tensor that was freed for a limit's sake, leave free pages behind in the heap. They are
+    given back where the process would otherwise be larger than by the limit and a sixth of it.
+    """
+
+    def __init__(self) -> None:
+        self._other: int | None = None
+        """Bytes that were resident and no tensors of parts when freed pages were last given back."""
+        self._made = 0
+        """Bytes of tensors that were made since the process was last looked at."""
+
+    def begin(self) -> None:
+        """A call begins: what else the process holds may have become more, or less."""
+        self._other = None
+
+    def check(self, made: int, held: int, limit: int) -> None:
+        """After an operator that has made so many bytes of tensors, of all that parts hold on the device."""
+        self._made += made
+        if self._other is not None and self._made < limit // LOOKS:
+            return
+        library = glibc()
+        if library is None:
+            return
+        self._made = 0
+        if self._other is None or resident_bytes() > self._other + limit + max(limit // EXCESS, LEAST):
+            library.malloc_trim(0)
+            self._other = resident_bytes() - held

@@ -8,13 +8,10 @@ they are. It is filled again before the next operator that is given it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import tempfile
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,79 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distconv.tensors.deferred import Deferred
+from distconv.turns.heap import Excess
+from distconv.turns.places import File, Pinned, Place
 
 LEAST = 1 << 16
 """Smaller storages stay, and are not counted."""
-
-
-class Place(Protocol):
-    """Where storages go that leave the device."""
-
-    def write(self, storage: torch.UntypedStorage) -> Any:
-        """Keeps what a storage holds; a key by which it is read."""
-
-    def read(self, key: Any, storage: torch.UntypedStorage) -> None:
-        """Fills a storage of the same size."""
-
-    def drop(self, key: Any, size: int) -> None:
-        """Forgets what was kept."""
-
-
-class File:
-    """A file without a name, for storages of a CPU."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="distconv-parts-")  # noqa: SIM115
-        self._end = 0
-        self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """By size: places that are no longer needed."""
-
-    def write(self, storage: torch.UntypedStorage) -> int:
-        size = storage.nbytes()
-        free = self._free[size]
-        at = free.pop() if free else self._end
-        self._end = max(self._end, at + size)
-        self._move(os.pwrite, storage, at)
-        return at
-
-    def read(self, key: int, storage: torch.UntypedStorage) -> None:
-        self._move(lambda file, bytes, at: os.preadv(file, [bytes], at), storage, key)
-
-    def drop(self, key: int, size: int) -> None:
-        self._free[size].append(key)
-
-    def _move(self, move: Any, storage: torch.UntypedStorage, at: int) -> None:
-        bytes = memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
-        done = 0
-        while done < len(bytes):
-            count = move(self._file.fileno(), bytes[done:], at + done)
-            if not count:
-                raise OSError(f"parts in turn: their file ended after {at + done} bytes")
-            done += count
-
-
-class Pinned:
-    """Pinned memory of the host, for storages of a GPU; copies go in the order of its stream."""
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-
-    def write(self, storage: torch.UntypedStorage) -> Tensor:
-        size = storage.nbytes()
-        free = self._free[size]
-        kept = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        kept.copy_(_bytes(storage), non_blocking=True)
-        return kept
-
-    def read(self, key: Tensor, storage: torch.UntypedStorage) -> None:
-        _bytes(storage).copy_(key, non_blocking=True)
-
-    def drop(self, key: Tensor, size: int) -> None:
-        self._free[size].append(key)
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class _Page:
@@ -129,10 +58,13 @@ class Pager:
         self._place: Place = Pinned() if device_type == "cuda" else File()
         self._device_type = device_type
         self._of_call: set[int] = set()
+        self._excess = Excess() if device_type == "cpu" else None
 
     def new_call(self) -> None:
         """A call begins, at the end of which `release_all` may let its storages go."""
         self._of_call.clear()
+        if self._excess is not None:
+            self._excess.begin()
 
     def begin(self, keys: Iterable[int], changes: bool) -> dict[int, _Page]:
         """An operator is to read some storages, and may change them: they are there when this returns."""
@@ -152,6 +84,7 @@ class Pager:
 
     def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, _Page]) -> None:
         """It has made some: those in storages of their own are the parts'. ``given``: the storages of its inputs."""
+        made = 0
         for x in results:
             storage = x.untyped_storage()
             key = storage._cdata
@@ -161,7 +94,10 @@ class Pager:
             self._of_call.add(key)
             weakref.finalize(storage, self._freed, key, page).atexit = False
             self._count(page.size)
+            made += page.size
         self._fit(used)
+        if made and self._excess is not None:
+            self._excess.check(made, self.resident, self.limit)
 
     def release(self, x: Tensor) -> None:
         """A tensor leaves the parts: it is there from now on."""

@@ -69,3 +69,25 @@ def test_what_mkl_keeps_for_a_thread_goes_when_its_turn_ends() -> None:
     kept, left = found
     assert kept > 1 << 18
     assert left < kept // 4
+
+
+@pytest.mark.skipif(glibc() is None, reason="the C library is not glibc 2.33 or later")
+def test_freed_pages_go_back_while_a_limit_holds() -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    limit = BLOCK * COUNT // 4
+    watch = heap.Excess()
+    watch.begin()
+    watch.check(BLOCK, 0, limit)  # from here on the process is compared with what it was
+    blocks = [library.malloc(size) for _ in range(COUNT) for size in (BLOCK, BETWEEN)]
+    for block in blocks[::2]:
+        ctypes.memset(block, 1, BLOCK)
+    before = resident_bytes()
+    for block in blocks[::2]:
+        library.free(block)
+    watch.check(limit // heap.LOOKS - BLOCK, 0, limit)
+    assert before - resident_bytes() < BLOCK  # little was made since
+    watch.check(BLOCK, 0, limit)
+    assert before - resident_bytes() > BLOCK * COUNT // 2
+    for block in blocks[1::2]:
+        library.free(block)
