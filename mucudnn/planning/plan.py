@@ -65,11 +65,6 @@ class Plan:
         return self.schedule.problem
 
     @property
-    def dim(self) -> Dim:
-        """Along which it is divided."""
-        return self.schedule.dim
-
-    @property
     def division(self) -> Division:
         """The algorithms and the sizes of the parts."""
         return self.schedule.division
@@ -77,7 +72,7 @@ class Plan:
     @cached_property
     def is_stock(self) -> bool:
         """Whether torch's own kernel serves the problem undivided."""
-        return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
+        return [option.algorithm for option in self.division.options] == [STOCK]
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +91,7 @@ class Plan:
             undivided_seconds=self.undivided_seconds,
             stock_seconds=self.stock_seconds,
             workspace=self.division.workspace,
-            dim=str(self.dim),
+            dim=str(self.division.dim),
             whole_workspace=self.whole_workspace,
             trials=self.trials,
             cost=self.cost,
@@ -107,32 +102,32 @@ class Plan:
             stock_workspace=self.stock_workspace,
         )
 
-    def divided(self, dim: Dim, division: Division) -> Plan:
+    def divided(self, division: Division) -> Plan:
         """The plan with another division, at the time that the launches of that one add up to."""
-        schedule = replace(self.schedule, dim=dim, division=division)
-        return replace(self, schedule=schedule, seconds=division.seconds)
+        return replace(self, schedule=replace(self.schedule, division=division), seconds=division.seconds)
 
     def undivided(self) -> Plan:
         """The plan with torch's own kernel on the whole."""
-        return self.divided(Dim.BATCH, Division((self._stock(Dim.BATCH),)))
+        return self.divided(Division((self._stock(Dim.BATCH),)))
 
     def without(self, failed: LaunchError) -> Plan:
         """The next best plan once an algorithm has failed: without it at the failed extent and above."""
         options = dict(self.options)
-        for dim in options if failed.extent == 0 else (self.dim,):
+        for dim in options if failed.extent == 0 else (Dim(self.division.dim),):
             left = options.get(dim, ())
             options[dim] = [o for o in left if o.algorithm != failed.algorithm or o.extent < failed.extent]
-        return replace(self, options=options).divided(*self.best(options))
+        return replace(self, options=options).divided(self.best(options))
 
-    def best(self, options: Options) -> tuple[Dim, Division]:
+    def best(self, options: Options) -> Division:
         """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the
         choices; that, too, where nothing fits.
         """
-        found: list[tuple[Dim, Division]] = []
-        for dim in dims(self.problem):
-            division = best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.limit)
-            found += [] if division is None else [(dim, division)]
-        return min(found, key=lambda choice: choice[1].seconds, default=(Dim.BATCH, self.undivided().division))
+        every = (
+            best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.limit, dim)
+            for dim in dims(self.problem)
+        )
+        found = (division for division in every if division is not None)
+        return min(found, key=lambda division: division.seconds, default=self.undivided().division)
 
     def desirable(self) -> list[Division]:
         """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
@@ -140,18 +135,10 @@ class Plan:
         fast = [
             division
             for dim in dims(self.problem)
-            for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim))
+            for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim), dim)
             if division.seconds <= worthwhile and division.workspace <= self.limit
         ]
         return [Division((self._stock(Dim.BATCH),)), *desirable_set(fast)]
-
-    def taking(self, division: Division, limit: float) -> Plan:
-        """The plan with one of the desirable divisions, which a limit allows."""
-        known = {dim: {*self.options.get(dim, ()), self._stock(dim)} for dim in dims(self.problem)}
-        dim = next(
-            dim for dim in known if division.extent == self._extent(dim) and known[dim].issuperset(division.options)
-        )
-        return replace(self, limit=limit).divided(dim, division)
 
     def _stock(self, dim: Dim) -> Option:
         return Option(self._extent(dim), STOCK, self.stock_seconds, self.stock_workspace or 0)

@@ -116,8 +116,7 @@ class _Trials:
 def _key(trial: Trial) -> Key:
     """The launch that a trial is made for."""
     assert trial.division is not None, "torch's own kernel has no launches"
-    tried = trial.division.options[0]
-    return trial.dim, tried.algorithm, tried.extent
+    return trial.division.keys[0]
 
 
 _log = logging.getLogger("mucudnn")
@@ -214,7 +213,7 @@ class Planner:
                 key = {**measurement.logbook.key(problem), "work": "plan", **search.terms}
                 values = self._board.once(key, lambda: search.values(plan_ahead(search)))
                 plan = search.plan_of(values) or _planned_anew(search, values)
-        _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
+        _log.info("%s %s: %s %s", problem.direction, problem, plan.division.dim, plan.division.runs())
         return plan
 
 

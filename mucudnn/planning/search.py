@@ -195,7 +195,7 @@ class Search:
         """Torch's own kernel as the plan."""
         whole = Division((Option(self.problem.extent, STOCK, seconds, self.stock_workspace or 0),))
         wrong = tuple(self.measurement.logbook.wrong(self.problem).items())
-        schedule, same = Schedule(self.problem, Dim.BATCH, whole, self.providers), (seconds,) * 3
+        schedule, same = Schedule(self.problem, whole, self.providers), (seconds,) * 3
         checks, held = self.settings.check, self.stock_workspace
         return Plan(schedule, self.limit, {}, *same, wrong=wrong, checks=checks, stock_workspace=held)
 
@@ -212,7 +212,7 @@ class Search:
         options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
         plan = replace(self.so_far(exploration), options=options, leader=None, leader_seconds=0.0)
         if settled.division is not None:
-            plan = plan.divided(Dim(settled.dim), settled.division)
+            plan = plan.divided(settled.division)
             plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
         return self._complete(plan)
 
@@ -234,7 +234,7 @@ class Search:
     def values(self, plan: Plan) -> dict[str, Any]:
         """A plan as plain values, from which `plan_of` makes it again."""
         return {
-            "dim": plan.dim,
+            "dim": plan.division.dim,
             "parts": [astuple(option) for option in plan.division.options],
             "seconds": plan.seconds,
             "undivided_seconds": plan.undivided_seconds,
@@ -254,8 +254,8 @@ class Search:
         What its maker has found wrong is noted here, too.
         """
         self.measurement.logbook.note_wrong(self.problem, values.get("wrong", {}))
-        division, dim = Division(tuple(Option(*part) for part in values["parts"])), Dim(values["dim"])
-        plan = self.stock(values["stock_seconds"]).divided(dim, division)
+        division = Division(tuple(Option(*part) for part in values["parts"]), values["dim"])
+        plan = self.stock(values["stock_seconds"]).divided(division)
         if not plan.is_stock and not {o.algorithm for o in division.options} <= self.providers.keys():
             return None
         options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}

@@ -119,7 +119,7 @@ class SharedTotal:
         if within is None:
             return replace(stock, limit=share).record
         if within is _UNKNOWN or within.plan is None:  # as the times of its launches promise
-            return stock.taking(division, share).record
+            return replace(stock, limit=share).divided(division).record
         (record,) = within.records()
         return record
 

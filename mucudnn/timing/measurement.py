@@ -159,7 +159,7 @@ class Measurement:
             part, operands = next(walk)
             if part.problem not in schedules:
                 division = Division((Option(part.problem.extent, algorithm, 0.0, workspace),))
-                schedules[part.problem] = Schedule(part.problem, Dim.BATCH, division, {algorithm: provider})
+                schedules[part.problem] = Schedule(part.problem, division, {algorithm: provider})
             target = operands.w.new_empty_strided(self.problem.target_shape, self.strides, dtype=dtype)
             whole = replace(operands, **{str(self.problem.target): target})
             schedules[part.problem].run(part.part(whole).operands)

@@ -271,7 +271,7 @@ def test_the_next_best_plan_is_checked_before_it_is_used(monkeypatch: pytest.Mon
     problem = call.problem(RIGHT[0])
     assert problem is not None
     providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(problem)}
-    schedule = Schedule(problem, Dim.BATCH, Division((options[0],)), providers)
+    schedule = Schedule(problem, Division((options[0],)), providers)
     plan = Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0, checks=True)
     decision = FixedLimit(plan, RIGHT[0].stride(), device_of(X.device))
     Wrong(monkeypatch, *Role)

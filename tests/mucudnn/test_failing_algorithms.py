@@ -67,7 +67,7 @@ def test_a_failing_plan_falls_to_the_next_best(
     convolution = call.problem(exact)
     assert convolution is not None
     providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(convolution)}
-    schedule = Schedule(convolution, Dim.BATCH, Division((options[0],)), providers)
+    schedule = Schedule(convolution, Division((options[0],)), providers)
     plan = Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0)
     decision = FixedLimit(plan, exact.stride(), device_of(x.device))
     assert decision.run(call) is not None
