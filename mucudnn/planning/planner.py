@@ -50,7 +50,7 @@ def plan_ahead(search: Search) -> Plan:
     assert exploration.settled is not None, "everything is granted"
     if exploration.settled.division is None and (wider := search.with_compiled()) is not None:
         return plan_ahead(wider)
-    plan = replace(search.found(exploration, exploration.settled), trials=0, cost=0.0, tries=())  # none in its calls
+    plan = search.found(exploration, exploration.settled).told(trials=0, cost=0.0, tries=())  # none in its calls
     search.keep(plan, exploration)
     return plan
 
