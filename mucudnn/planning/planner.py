@@ -45,7 +45,7 @@ def plan_ahead(search: Search) -> Plan:
         plan = search.stock(stock_seconds)
         search.settle(plan)
         return plan
-    exploration = search.exploration([stock_seconds], OverheadBudget(rate=math.inf), is_live=False)
+    exploration = search.exploration([stock_seconds], OverheadBudget(balance=math.inf), is_live=False)
     _Trials(search, exploration).make()
     assert exploration.settled is not None, "everything is granted"
     if exploration.settled.division is None and (wider := search.with_compiled()) is not None:
