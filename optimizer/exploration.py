@@ -33,6 +33,11 @@ class Trial:
     by_launch: bool = False
     place: int = BASELINE
 
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The launches, the one that is tried first of all; none of the baseline."""
+        return () if self.division is None else self.division.keys
+
 
 @dataclass(frozen=True)
 class Settled:
@@ -158,8 +163,8 @@ class Exploration:
             for name in algorithms - {self._name} or algorithms:
                 self.tries[name] = self.tries.get(name, 0) + 1
             self.lost += total - baseline
-        if trial.by_launch and trial.division is not None:
-            for key, seconds in zip(trial.division.keys, launches, strict=True):
+        if trial.by_launch:
+            for key, seconds in zip(trial.keys, launches, strict=True):
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] > self._warm_ups:
                     self.launches.seconds.setdefault(key, []).append(seconds)
@@ -187,8 +192,7 @@ class Exploration:
 
     def fresh(self, trial: Trial) -> list[Key]:
         """The launches of a trial that were never timed, each once."""
-        keys = () if trial.division is None else trial.division.keys
-        return sorted(set(keys).difference(self.launches.seconds))
+        return sorted(set(trial.keys).difference(self.launches.seconds))
 
     def adopt(self, ratios: Mapping[Key, float]) -> None:
         """Notes times of launches in another process, in units of the baseline there."""
