@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.convolution.call import torch_format
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
 from mucudnn.convolution.tile import Tile, extent, kinds, tile
@@ -222,13 +223,10 @@ def synthetic_operands(
 ) -> Operands:
     """Operands of the problem's shapes, types and memory formats, random if not made otherwise, and a target."""
     shapes = {Role.X: problem.x_shape, Role.W: problem.w_shape, Role.Y: problem.y_shape}
-    memory_formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     tensors = {}
     for (role, shape), name in zip(shapes.items(), problem.formats, strict=True):
         tensor = make(shape, device=device).to(getattr(torch, problem.dtype))
-        if name == "channels_last":
-            tensor = tensor.contiguous(memory_format=memory_formats[tensor.dim()])
-        tensors[str(role)] = tensor
+        tensors[str(role)] = tensor.contiguous(memory_format=torch_format(name, tensor.dim()))
     return Operands(**tensors)
 
 
