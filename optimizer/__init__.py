@@ -9,8 +9,8 @@ from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
 from mucudnn.optimizer.costs import Costs, Forecast
 from mucudnn.optimizer.exploration import Exploration, Settled, Trial
-from mucudnn.optimizer.launches import Key, Launches, Variant
-from mucudnn.optimizer.option import Division, Option
+from mucudnn.optimizer.launches import Launches, Variant
+from mucudnn.optimizer.option import Division, Key, Option
 from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.part_sizes import PartSizes

@@ -18,8 +18,9 @@ class Cover:
     Of divisions that are equally fast the one with the fewest parts counts.
     """
 
-    def __init__(self, extent: int) -> None:
+    def __init__(self, extent: int, dim: str = "batch") -> None:
         self.extent = extent
+        self._dim = dim
         self._seconds = np.full(extent + 1, np.inf)
         self._seconds[0] = 0.0
         self._parts = np.zeros(extent + 1, dtype=np.int64)
@@ -64,4 +65,4 @@ class Cover:
             option, times = self._options[self._last[left]], int(self._times[left])
             chosen += [option] * times
             left -= times * option.extent
-        return Division(tuple(sorted(chosen, key=lambda option: (option.algorithm, -option.extent))))
+        return Division(tuple(sorted(chosen, key=lambda option: (option.algorithm, -option.extent))), self._dim)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mucudnn.optimizer.launches import Key, Launches, Variant
-from mucudnn.optimizer.option import Division
+from mucudnn.optimizer.launches import Launches, Variant
+from mucudnn.optimizer.option import Division, Key
 from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.playoff import BASELINE, Playoff
 
@@ -24,16 +24,19 @@ class Trial:
     """What computes a call.
 
     Attributes:
-        dim: along which the call is divided.
         division: `None` for the baseline; the seconds of its options are the expected ones.
         by_launch: whether every launch is timed, rather than the whole.
         place: in the playoff.
     """
 
-    dim: str = ""
     division: Division | None = None
     by_launch: bool = False
     place: int = BASELINE
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The launches, the one that is tried first of all; none of the baseline."""
+        return () if self.division is None else self.division.keys
 
 
 @dataclass(frozen=True)
@@ -41,13 +44,11 @@ class Settled:
     """The result of an exploration.
 
     Attributes:
-        dim: along which the division cuts.
         division: `None` for the baseline.
         seconds: of the division: the baseline's, times the upper quartile of the ratios to it.
         undivided_seconds: of the best algorithm that computes the whole at once, the baseline included.
     """
 
-    dim: str
     division: Division | None
     seconds: float
     undivided_seconds: float
@@ -102,10 +103,10 @@ class Exploration:
         self.tries: dict[str, int] = {}
         self._baseline = list(seconds)
         self._seen: dict[Key, int] = {}
-        self._contenders: list[tuple[str, Division]] = []
+        self._contenders: list[Division] = []
         self._playoff: Playoff | None = None
         self._surveyed = False
-        self._wanted: list[tuple[str, Division]] | None = None  # trials of launches, kept until more is known
+        self._wanted: list[Division] | None = None  # trials of launches, kept until more is known
 
     @property
     def baseline_seconds(self) -> float:
@@ -114,7 +115,7 @@ class Exploration:
 
     def leader(self) -> tuple[str, float]:
         """The algorithms of the fastest division by the times so far, and its seconds; "" for the baseline."""
-        best = min((division for _, division in self.launches.wholes()), key=lambda found: found.seconds, default=None)
+        best = min(self.launches.wholes(), key=lambda division: division.seconds, default=None)
         if best is None or best.seconds >= self.baseline_seconds:
             return "", self.baseline_seconds
         return " + ".join(dict.fromkeys(option.algorithm for option in best.options)), best.seconds
@@ -138,10 +139,10 @@ class Exploration:
                 place = self._playoff.next()
                 if place == BASELINE:
                     return Trial()
-                dim, division = self._contenders[place]
                 excess = (self._playoff.expected(place) - 1) * self.baseline_seconds
                 is_known = bool(self._playoff.ratios[place])  # its launches may be slower together than alone
-                return Trial(dim, division, place=place) if self._overhead.grants(excess, is_known=is_known) else None
+                is_granted = self._overhead.grants(excess, is_known=is_known)
+                return Trial(self._contenders[place], place=place) if is_granted else None
         return None
 
     def learn(self, trial: Trial, total: float, launches: Sequence[float] = ()) -> None:
@@ -162,9 +163,8 @@ class Exploration:
             for name in algorithms - {self._name} or algorithms:
                 self.tries[name] = self.tries.get(name, 0) + 1
             self.lost += total - baseline
-        if trial.by_launch and trial.division is not None:
-            for option, seconds in zip(trial.division.options, launches, strict=True):
-                key = trial.dim, option.algorithm, option.extent
+        if trial.by_launch:
+            for key, seconds in zip(trial.keys, launches, strict=True):
                 self._seen[key] = self._seen.get(key, 0) + 1
                 if self._seen[key] > self._warm_ups:
                     self.launches.seconds.setdefault(key, []).append(seconds)
@@ -184,7 +184,7 @@ class Exploration:
         """Expected seconds of the fastest division so far, which others must beat; if any gain will do, infinite."""
         if self._any_gain:
             return math.inf
-        return min((division.seconds for _, division in self.launches.wholes()), default=math.inf)
+        return min((division.seconds for division in self.launches.wholes()), default=math.inf)
 
     def end_survey(self) -> None:
         """Tries no further launches: the best divisions of those that are known play off."""
@@ -192,9 +192,7 @@ class Exploration:
 
     def fresh(self, trial: Trial) -> list[Key]:
         """The launches of a trial that were never timed, each once."""
-        options = () if trial.division is None else trial.division.options
-        keys = {(trial.dim, option.algorithm, option.extent) for option in options}
-        return sorted(keys.difference(self.launches.seconds))
+        return sorted(set(trial.keys).difference(self.launches.seconds))
 
     def adopt(self, ratios: Mapping[Key, float]) -> None:
         """Notes times of launches in another process, in units of the baseline there."""
@@ -205,10 +203,11 @@ class Exploration:
     def fail(self, trial: Trial, algorithm: str, extent: int) -> None:
         """Excludes an algorithm from the extent at which it failed upwards; with extent 0, along all dims."""
         self._wanted = None
-        for dim in {variant.dim for variant in self.launches.variants} if extent == 0 else (trial.dim,):
+        dims = {variant.dim for variant in self.launches.variants}
+        for dim in dims if extent == 0 or trial.division is None else (trial.division.dim,):
             self.launches.fail(dim, algorithm, extent)
         if self._playoff is not None:
-            for place, (_, division) in enumerate(self._contenders):
+            for place, division in enumerate(self._contenders):
                 uses_it = any(option.algorithm == algorithm for option in division.options)
                 if place == trial.place or (extent == 0 and uses_it):
                     self._playoff.drop(place)
@@ -227,23 +226,22 @@ class Exploration:
             self._surveyed = not self._wanted
         if self._surveyed:
             return None
-        granted = (whole for whole in self._wanted if self._overhead.grants(whole[1].seconds - stock))
-        trials = (Trial(*whole, by_launch=True) for whole in granted)
+        granted = (whole for whole in self._wanted if self._overhead.grants(whole.seconds - stock))
+        trials = (Trial(whole, by_launch=True) for whole in granted)
         trial = next((trial for trial in trials if not is_elsewhere(self.fresh(trial))), None)
         if trial is None:
-            faster = (whole for whole in self.launches.wholes() if whole[1].seconds < stock)
-            whole = min(faster, key=lambda whole: whole[1].seconds, default=None)
-            trial = None if whole is None else Trial(*whole, by_launch=True)
+            faster = (whole for whole in self.launches.wholes() if whole.seconds < stock)
+            whole = min(faster, key=lambda whole: whole.seconds, default=None)
+            trial = None if whole is None else Trial(whole, by_launch=True)
         return trial
 
     def _begin(self) -> None:
         """Starts a playoff of the best divisions."""
-        wholes = {_shape(whole): whole for whole in self.launches.wholes()}.values()
-        stock = self.baseline_seconds
-        fast = (whole for whole in wholes if whole[1].seconds < (1 - self._margin(whole[1])) * stock)
-        self._contenders = sorted(fast, key=lambda whole: whole[1].seconds)[:MOST_CONTENDERS]
-        margins = [self._margin(division) for _, division in self._contenders]
-        self._playoff = Playoff(margins, stock, [division.seconds for _, division in self._contenders])
+        stock, wholes = self.baseline_seconds, dict.fromkeys(self.launches.wholes())
+        fast = (whole for whole in wholes if whole.seconds < (1 - self._margin(whole)) * stock)
+        self._contenders = sorted(fast, key=lambda whole: whole.seconds)[:MOST_CONTENDERS]
+        margins = [self._margin(division) for division in self._contenders]
+        self._playoff = Playoff(margins, stock, [division.seconds for division in self._contenders])
 
     def _margin(self, division: Division) -> float:
         return self._margins[1 if {option.algorithm for option in division.options} == {self._name} else 0]
@@ -252,15 +250,10 @@ class Exploration:
         """Settles on the winner."""
         stock, winner = self.baseline_seconds, playoff.winner
         if winner is None or winner == BASELINE:
-            self.settled = Settled("", None, stock, stock)
+            self.settled = Settled(None, stock, stock)
             return
         seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
-        played = {_shape(self._contenders[place]): found for place, found in seconds.items()}
-        wholes = (whole for whole in self.launches.wholes() if len(whole[1].options) == 1)
-        undivided = [played.get(_shape(whole), whole[1].seconds) for whole in wholes]
-        dim, division = self._contenders[winner]
-        self.settled = Settled(dim, division, seconds[winner], min([stock, *undivided]))
-
-
-def _shape(whole: tuple[str, Division]) -> Hashable:
-    return whole[0], whole[1].runs()
+        played = {self._contenders[place].keys: found for place, found in seconds.items()}
+        wholes = (whole for whole in self.launches.wholes() if len(whole.options) == 1)
+        undivided = [played.get(whole.keys, whole.seconds) for whole in wholes]
+        self.settled = Settled(self._contenders[winner], seconds[winner], min([stock, *undivided]))

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mucudnn.optimizer.option import Division, Option
+from mucudnn.optimizer.option import Division, Key, Option
 from mucudnn.optimizer.reuse import best_division
 
 TREND, MOST_GAIN = 1.5, 2.25
@@ -41,10 +41,6 @@ class Variant:
     seconds: float
     uncertainty: float = 1.0
     rests: Mapping[int, int] = field(default_factory=dict)
-
-
-Key = tuple[str, str, int]
-"""(dim, algorithm, size) of a launch."""
 
 
 class Launches:
@@ -100,19 +96,19 @@ class Launches:
             if (times := self.seconds.get((dim, variant.algorithm, size)))
         ]
 
-    def wholes(self) -> Iterator[tuple[str, Division]]:
+    def wholes(self) -> Iterator[Division]:
         """Divisions into measured launches. Along each dim: the fastest, the fastest without the algorithms of the
         first, and the fastest that computes the whole in one launch."""
         for dim, extent in {variant.dim: variant.extent for variant in self.variants}.items():
             options = self.options(dim)
-            found = [best_division(options, extent, math.inf)]
-            if found[0] is not None:
-                used = {option.algorithm for option in found[0].options}
-                found.append(best_division([o for o in options if o.algorithm not in used], extent, math.inf))
-            found.append(best_division([option for option in options if option.extent == extent], extent, math.inf))
-            yield from ((dim, division) for division in found if division is not None)
+            first = best_division(options, extent, math.inf, dim)
+            used = set() if first is None else {option.algorithm for option in first.options}
+            others = [option for option in options if option.algorithm not in used]
+            whole = [option for option in options if option.extent == extent]
+            found = first, *(best_division(some, extent, math.inf, dim) for some in (others, whole))
+            yield from (division for division in found if division is not None)
 
-    def trials(self, bar: Callable[[str], float], baseline: float) -> Iterator[tuple[str, Division]]:
+    def trials(self, bar: Callable[[str], float], baseline: float) -> Iterator[Division]:
         """Divisions for one call, each to measure a size of a variant that is worth it, the most informative first.
 
         The variant with the smallest lower bound comes first: as a rule the one that is known least. Sizes are pruned
@@ -137,7 +133,7 @@ class Launches:
             for size in self._starts(variant, wanted):
                 division = self._division(variant, size, baseline)
                 if division is not None:
-                    yield variant.dim, division
+                    yield division
 
     def _sizes(self, variant: Variant) -> list[int]:
         """The sizes in ascending order, without those at which the algorithm failed."""
@@ -184,7 +180,7 @@ class Launches:
         """A division of the whole with a launch of the size; `None` where nothing can compute the rest."""
         tried, left = self._option(variant, size), variant.extent - size
         if left == 0:
-            return Division((tried,))
+            return Division((tried,), variant.dim)
         others = [self._option(variant, size) for size in self._sizes(variant)]
         for other in self.variants:
             if (other.dim, other.algorithm) == (variant.dim, self._baseline):
@@ -194,7 +190,7 @@ class Launches:
                 if left in other.rests:
                     others.append(Option(left, self._baseline, left * share, other.rests[left]))
         rest = best_division(others, left, math.inf)
-        return None if rest is None else Division((tried, *rest.options))
+        return None if rest is None else Division((tried, *rest.options), variant.dim)
 
     def _option(self, variant: Variant, size: int) -> Option:
         return Option(

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass
 from itertools import groupby
 
+Key = tuple[str, str, int]
+"""(dim, algorithm, extent): a call, whatever its time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -40,9 +43,13 @@ class Division:
     """A mini-batch as a sequence of calls, one after the other, that share one workspace.
 
     Time adds up over the calls; the workspace is that of the largest (mu-cuDNN, Oyama et al. 2018, section III-A).
+
+    Attributes:
+        dim: what is divided, if not the mini-batch: extents are then rows of that dim.
     """
 
     options: tuple[Option, ...]
+    dim: str = "batch"
 
     @property
     def extent(self) -> int:
@@ -58,6 +65,11 @@ class Division:
     def workspace(self) -> int:
         """Bytes: the maximum over the parts."""
         return max((option.workspace for option in self.options), default=0)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Of every part: what it is known by."""
+        return tuple((self.dim, option.algorithm, option.extent) for option in self.options)
 
     def runs(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """The parts with neighbours of one algorithm put together: ((algorithm, (extent, ...)), ...)."""

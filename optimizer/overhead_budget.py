@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 RATE = 0.1
 """Trials may slow down all calls together by this share of the baseline's time."""
 
@@ -19,22 +17,15 @@ class OverheadBudget:
 
     Attributes:
         balance: seconds that may be lost now; negative after a trial that took longer than expected.
-        lost: seconds of all calls beyond the baseline; faster calls count negative.
-        earned: seconds of the baseline for all calls that were counted.
     """
 
-    def __init__(self, rate: float = RATE) -> None:
+    def __init__(self, rate: float = RATE, balance: float = 0.0) -> None:
         """
         Args:
-            rate: not negative; infinite to grant everything.
+            rate: what calls earn; not negative.
+            balance: at first; infinite to grant everything.
         """
-        self._rate = rate
-        self.lost = 0.0
-        self.earned = 0.0
-
-    @property
-    def balance(self) -> float:
-        return math.inf if self._rate == math.inf else self._rate * self.earned - self.lost
+        self._rate, self.balance = rate, balance
 
     def grants(self, seconds: float, *, is_known: bool = False) -> bool:
         """Whether a call may take so many seconds more than the baseline, by what is expected of it.
@@ -51,6 +42,5 @@ class OverheadBudget:
             baseline: seconds of the baseline for this call.
             seconds: of the call itself; the baseline's if not given.
         """
-        self.earned += baseline
-        if seconds is not None:
-            self.lost += seconds - baseline
+        lost = 0.0 if seconds is None else seconds - baseline
+        self.balance += self._rate * baseline - lost

@@ -40,7 +40,7 @@ def desirable_set(items: Iterable[Item]) -> list[Item]:
     return kept
 
 
-def desirable_divisions(options: Iterable[Option], extent: int) -> list[Division]:
+def desirable_divisions(options: Iterable[Option], extent: int, dim: str = "batch") -> list[Division]:
     """The divisions of a mini-batch that no other division dominates.
 
     Sweeps the limit over the distinct workspaces, ascending: the fastest division within a limit belongs to the set if
@@ -50,12 +50,13 @@ def desirable_divisions(options: Iterable[Option], extent: int) -> list[Division
     Args:
         options: calls to choose from, of any extents, each any number of times.
         extent: the mini-batch size in samples, at least 0.
+        dim: what is divided, if not the mini-batch.
 
     Returns:
         The set in ascending workspace, therefore in strictly descending time; of divisions equally good, one with the
         fewest parts. Empty where the options do not add up to the extent.
     """
-    cover = Cover(extent)
+    cover = Cover(extent, dim)
     found: list[Division] = []
     for _, calls in groupby(sorted(options, key=_by_workspace), key=lambda option: option.workspace):
         before = cover.seconds

@@ -32,7 +32,7 @@ def micro_batch_sizes(policy: str, extent: int) -> list[int]:
     raise ValueError(f"policy={policy!r}: accepted are {', '.join(POLICIES)}")
 
 
-def best_division(options: Iterable[Option], extent: int, limit: float) -> Division | None:
+def best_division(options: Iterable[Option], extent: int, limit: float, dim: str = "batch") -> Division | None:
     """The fastest division of a mini-batch into the given options, each within the workspace limit.
 
     With T1(b) the least time among the options of extent b that fit, the programme is
@@ -43,12 +43,13 @@ def best_division(options: Iterable[Option], extent: int, limit: float) -> Divis
         options: calls to choose from, of any extents.
         extent: the mini-batch size in samples, at least 0.
         limit: bytes that one call may use; `math.inf` for no limit.
+        dim: what is divided, if not the mini-batch.
 
     Returns:
         The division, its options sorted by algorithm and descending extent so that calls of one algorithm are
         neighbours; of divisions equally fast, one with the fewest parts. `None` where nothing fits.
     """
-    cover = Cover(extent)
+    cover = Cover(extent, dim)
     # The fastest per sample first: most of the other options then improve nothing and are skipped at once.
     for option in sorted(options, key=lambda option: (option.seconds / option.extent, option.workspace)):
         if option.workspace <= limit:

@@ -179,7 +179,7 @@ def _weight_gradient(problem: ConvProblem, given: Operands) -> torch.Tensor:
 
 def _schedule(problem: ConvProblem, provider: Provider, name: str, parts: int) -> Schedule:
     division = Division((Option(problem.extent // parts, name, 0.0, 0),) * parts)
-    return Schedule(problem, Dim.BATCH, division, {name: provider})
+    return Schedule(problem, division, {name: provider})
 
 
 def _run(schedule: Schedule, operands: Operands, device: torch.device) -> None:

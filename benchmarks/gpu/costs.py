@@ -51,7 +51,7 @@ def part_microseconds(device: torch.device) -> tuple[str, float]:
         division = Division((Option(1, algorithm, 0.0, workspace),) * parts)
         cut = tile(problem, Dim.BATCH, 0, parts)
         given = cut.part(operands).operands
-        schedule = Schedule(cut.problem, Dim.BATCH, division, providers)
+        schedule = Schedule(cut.problem, division, providers)
         times = []
         for _ in range(ROUNDS):
             if device.type == "cuda":

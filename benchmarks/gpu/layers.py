@@ -247,7 +247,7 @@ def _tried(
     problem: ConvProblem, division: Division, operands: Operands, planner: Planner, call: Callable[[], object]
 ) -> tuple[dict[str, Any], Callable[[], object] | None]:
     """Whether a division runs, and how far its result is from torch's own, relative to that in the 2-norm."""
-    schedule = Schedule(problem, Dim.BATCH, division, planner.offers.providers(problem))
+    schedule = Schedule(problem, division, planner.offers.providers(problem))
 
     def work() -> None:
         schedule.run(operands)

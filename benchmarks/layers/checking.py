@@ -40,7 +40,7 @@ from tqdm import tqdm
 from benchmarks.layers.convolutions import draw, exact, operands
 from benchmarks.table import Table, conditions, save, show
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import ConvProblem, Dim, Role
+from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers import HOST_PROVIDERS, STOCK, Provider, stock_result
@@ -85,7 +85,7 @@ class Planted(Gemm):
 def whole(problem: ConvProblem, algorithm: str, provider: Provider, *extents: int) -> Schedule:
     """The problem by one algorithm, in parts of some samples each."""
     options = tuple(Option(extent, algorithm, 0.0, 0) for extent in extents or (problem.extent,))
-    return Schedule(problem, Dim.BATCH, Division(options), {algorithm: provider})
+    return Schedule(problem, Division(options), {algorithm: provider})
 
 
 def drawn(number: int) -> tuple[ConvProblem, Operands]:

@@ -203,7 +203,7 @@ def judged(seed: int) -> dict[str, Any]:
         record["faults"].append("unlike again")
     parts = "+".join(f"{len(sizes)} {name}" for name, sizes in plan.division.runs())
     figures = {"error": error / (unit or 1.0), "stock_error": stock_error / (unit or 1.0), "used": used}
-    return record | figures | {"parts": parts, "workspace": plan.division.workspace, "dim": str(plan.dim)}
+    return record | figures | {"parts": parts, "workspace": plan.division.workspace, "dim": plan.division.dim}
 
 
 def tables(records: list[dict[str, Any]]) -> list[Table]:

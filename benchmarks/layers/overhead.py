@@ -23,7 +23,7 @@ from benchmarks.detour import CALLS, ROUNDS, detour, microseconds
 from benchmarks.layers.elsewhere import wheel_library
 from benchmarks.layers.engines import NoCard
 from benchmarks.table import Table, conditions, save, show
-from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.optimizer import Division, Option, best_division, micro_batch_sizes
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.library import Library, Unavailable
@@ -67,7 +67,7 @@ def part_microseconds(library: Library, parts: int) -> float:
     )
     operands, engines = synthetic_operands(problem), Engines(Stubbed(library))
     division = Division((Option(MANY // parts, "eng1", 0.0, 0),) * parts)
-    schedule = Schedule(problem, Dim.BATCH, division, {"eng1": engines})
+    schedule = Schedule(problem, division, {"eng1": engines})
     schedule.run(operands)
     calls, found = CALLS // parts, []
     for _ in range(ROUNDS):

@@ -95,30 +95,6 @@ class Call:
         return backend.name in ("Cudnn", "CudnnTranspose")
 
 
-class Outline:
-    """What of a call its problem depends on: no contents, no device."""
-
-    __slots__ = ("_call", "_looks")
-
-    def __init__(self, call: Call, result: torch.Tensor) -> None:
-        self._looks = [
-            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
-            for tensor in (call.input, call.weight, call.grad_output, result)
-        ]
-        self._call = call.direction, call.geometry
-
-    def problem(self) -> ConvProblem | None:
-        """The problem that is solved; `None` for one that mucudnn does not divide."""
-        tensors = [
-            None if look is None else torch.empty_strided(look[0], look[1], dtype=look[2], device="meta")
-            for look in self._looks
-        ]
-        input, weight, grad_output, result = tensors
-        direction, geometry = self._call
-        assert input is not None and weight is not None, "a call has both"
-        return Call(direction, input, weight, None, grad_output, *geometry).problem(result)
-
-
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dims."""
 

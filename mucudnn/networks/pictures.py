@@ -14,8 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from mucudnn.networks.plan import NetworkPlan, Row
-from mucudnn.optimizer import share
-from mucudnn.planning.on_record import Choice
+from mucudnn.optimizer import Division, share
 from mucudnn.reporting.run_file import Moment
 from mucudnn.sizes import format_bytes
 
@@ -202,7 +201,7 @@ def style() -> Any:
     return matplotlib.rc_context(STYLE)
 
 
-def _reused(kernels: Sequence[Sequence[Choice]], limit: float) -> float:
+def _reused(kernels: Sequence[Sequence[Division]], limit: float) -> float:
     """Seconds of all kernels, each within the limit."""
     return sum([c for c in menu if c.workspace <= limit][-1].seconds for menu in kernels)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mucudnn.networks.layers import LayerCall
-from mucudnn.optimizer import Sharing, share
-from mucudnn.planning.on_record import Choice, Choices, Times
+from mucudnn.optimizer import Division, Sharing, share
+from mucudnn.planning.on_record import Choices, Times
 from mucudnn.planning.plan import MARGIN
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.tables import times
@@ -29,7 +29,7 @@ class Row:
 
     layer: LayerCall
     count: int
-    choice: Choice
+    choice: Division
     choices: Choices
     record: Record
 
@@ -39,7 +39,7 @@ class Row:
         return self.record.direction.replace("_", " ")
 
     @property
-    def fastest(self) -> Choice:
+    def fastest(self) -> Division:
         """With all the workspace there may be."""
         return self.choices.desirable[-1]
 
@@ -58,7 +58,7 @@ class NetworkPlan:
 
     rows: Sequence[Row]
     missing: Sequence[LayerCall]
-    sharing: Sharing[Choice] | None
+    sharing: Sharing[Division] | None
     limit: float
     total: float | None
 
@@ -164,7 +164,7 @@ def plan(layers: Sequence[LayerCall], known: Times, settings: Settings) -> Netwo
     return NetworkPlan(rows, missing, sharing, settings.workspace_limit, total)
 
 
-def _record(layer: LayerCall, choice: Choice, choices: Choices, limit: float) -> Record:
+def _record(layer: LayerCall, choice: Division, choices: Choices, limit: float) -> Record:
     undivided = [other.seconds for other in choices.undivided if other.workspace <= limit]
     if len(choice.options) == 1:
         undivided.append(choice.seconds)

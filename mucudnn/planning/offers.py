@@ -171,14 +171,13 @@ class AffordableParts:
             may_win: whether an algorithm is of interest; otherwise nothing is asked of it.
         """
         self._measurement, self._allowed, self._policy = measurement, allowed, policy
-        self._budget = PlanBudget(measurement.problem, lambda: offers.plans_made)
         self.offered: dict[Task, Candidate] = {}
         self.fitting: dict[Task, dict[int, int]] = {}
         self._tried: dict[Task, PartSizes] = {}
         problem = measurement.problem
         batches: dict[Task, Candidate] = {(Dim.BATCH, one[1]): one for one in offers.candidates(problem, Dim.BATCH)}
         wanted = {task: one for task, one in batches.items() if task[1] != STOCK and may_win(one)}
-        self._budget.wait(wanted.values())
+        self._budget = PlanBudget(problem, lambda: offers.plans_made, wanted.values())
         self._ask(wanted)
         providers = offers.providers(problem)
         for is_in_strips in (False, True):
@@ -249,18 +248,14 @@ class PlanBudget:
     Where a user wants all engines tried, and not the best few, there are more plans, one part of each.
     """
 
-    def __init__(self, problem: ConvProblem, plans_made: Callable[[], int]) -> None:
+    def __init__(self, problem: ConvProblem, plans_made: Callable[[], int], candidates: Iterable[Candidate]) -> None:
         """
         Args:
             plans_made: how many plans cuDNN was asked for so far, for whatever problem.
+            candidates: whose turn is to come. Algorithms of cuDNN's older functions, and torch's, take no plans.
         """
         self._each = 2 if problem.target is Role.W and not problem.is_half else 1
         self._plans_made, self._before = plans_made, plans_made()
-        self._waiting = set[str]()
-        self._more = 0
-
-    def wait(self, candidates: Iterable[Candidate]) -> None:
-        """Tells the algorithms whose turn is to come. Those of cuDNN's older functions, and torch's, take no plans."""
         self._waiting = {name for provider, name in candidates if isinstance(provider, Engines)}
         self._more = self._each * max(0, len(self._waiting) - proposals.MOST)
 

@@ -16,17 +16,6 @@ _PROBLEM = ("direction", "x", "w", "y", "stride", "padding", "dilation", "groups
 """What of a database's key is `ConvProblem.launch_key()`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice(Division):
-    """A division on record.
-
-    Attributes:
-        dim: what it cuts: "batch" or a spatial dim.
-    """
-
-    dim: str = "batch"
-
-
 @dataclass(frozen=True)
 class Choices:
     """How a convolution may be computed.
@@ -37,11 +26,11 @@ class Choices:
         undivided: every algorithm on the whole, torch's own kernel among them.
     """
 
-    desirable: list[Choice]
+    desirable: list[Division]
     undivided: list[Option]
 
     @property
-    def stock(self) -> Choice:
+    def stock(self) -> Division:
         """Torch's own kernel."""
         return self.desirable[0]
 
@@ -86,17 +75,16 @@ class Times:
         rows = self._of(problem)
         sizes = set(micro_batch_sizes(policy, problem.extent))
         launches = [row for row in rows if row.extent in sizes and not _is_whole(row) and _is_launch(row, problem)]
-        wholes = {_parts(row): row for row in rows if _is_whole(row) and row.extent == problem.extent}
-        found: list[Choice] = []
-        for division in desirable_divisions([stock, *launches], problem.extent):
-            whole = wholes.pop(("batch", _shape(division)), None)
-            found.append(_timed(division, division.seconds if whole is None else whole.seconds))
-        for (dim, parts), row in wholes.items():
-            if dim != "batch" or {extent for extent, _ in parts} <= sizes:
-                found.append(_on_record(dim, parts, row))
+        timed = [_whole(row) for row in rows if _is_whole(row) and row.extent == problem.extent]
+        wholes = {whole.keys: whole for whole in timed}
+        summed = desirable_divisions([stock, *launches], problem.extent)
+        found = [_timed(division, wholes.pop(division.keys, division).seconds) for division in summed]
+        for whole in wholes.values():
+            if whole.dim != "batch" or {option.extent for option in whole.options} <= sizes:
+                found.append(whole)
         fast = [choice for choice in desirable_set(found) if choice.seconds <= (1 - MARGIN) * stock.seconds]
         undivided = [stock, *(row for row in launches if row.extent == problem.extent)]
-        return Choices([Choice((stock,)), *fast], undivided)
+        return Choices([Division((stock,)), *fast], undivided)
 
     def _stock(self, problem: ConvProblem) -> Option | None:
         found = (row for row in self._of(problem) if (row.algorithm, row.extent) == (STOCK, problem.extent))
@@ -130,23 +118,15 @@ def _is_whole(row: Option) -> bool:
     return row.algorithm.startswith("division ")
 
 
-def _parts(row: Option) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """The dim and the parts from the name of a whole: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
+def _whole(row: Option) -> Division:
+    """The division of a whole, from its name: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
     *dims, parts = row.algorithm.split(" ")[1:]
-    pairs = (part.partition(":") for part in parts.split("+"))
-    return (dims[0] if dims else "batch"), tuple((int(extent), algorithm) for extent, _, algorithm in pairs)
+    pairs = [part.partition(":") for part in parts.split("+")]
+    seconds = row.seconds / len(pairs)
+    return Division(tuple(Option(int(size), name, seconds, row.workspace) for size, _, name in pairs), *dims)
 
 
-def _shape(division: Division) -> tuple[tuple[int, str], ...]:
-    return tuple((option.extent, option.algorithm) for option in division.options)
-
-
-def _timed(division: Division, seconds: float) -> Choice:
+def _timed(division: Division, seconds: float) -> Division:
     """The division at the time it has as a whole, its launches in proportion."""
     factor = seconds / division.seconds if division.seconds > 0 else 1.0
-    return Choice(tuple(replace(option, seconds=option.seconds * factor) for option in division.options))
-
-
-def _on_record(dim: str, parts: tuple[tuple[int, str], ...], row: Option) -> Choice:
-    seconds = row.seconds / len(parts)
-    return Choice(tuple(Option(extent, algorithm, seconds, row.workspace) for extent, algorithm in parts), dim)
+    return Division(tuple(replace(option, seconds=option.seconds * factor) for option in division.options))

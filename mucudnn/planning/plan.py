@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
@@ -25,49 +26,21 @@ class Plan:
 
     Attributes:
         schedule: the launches; one of `STOCK` over the whole extent means torch's own kernel, untouched.
-        limit: bytes of workspace that were allowed.
+        record: the plan for people. Its seconds are those that compare with torch's own kernel when both run in turn.
         options: all launches that are known beside torch's own kernel on the whole, from which another division can be
             made.
-        seconds: of the division, as it compares with torch's own kernel when both run in turn.
-        undivided_seconds: of the best algorithm that fits and takes the whole at once, compared alike.
-        stock_seconds: of torch's own kernel on the whole.
-        whole_workspace: bytes that the division's algorithms, other than torch's own, would need undivided.
-        trials: calls of the program that tried something, where planning is live.
-        cost: seconds that these took more than torch's own kernel would have.
-        tries: algorithms, and how many of these calls tried each.
-        leader: of what was tried so far, as `Record` has it; `None` where nothing is tried any more.
-        leader_seconds: what that takes.
-        wrong: algorithms whose results were wrong, torch's own kernel perhaps among them, and what was wrong.
         checks: whether another division made of the options is to be checked before it is used.
-        stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted,
-            so that it fits any limit.
     """
 
     schedule: Schedule
-    limit: float
+    record: Record
     options: Options
-    seconds: float
-    undivided_seconds: float
-    stock_seconds: float
-    whole_workspace: int = 0
-    trials: int = 0
-    cost: float = 0.0
-    tries: tuple[tuple[str, int], ...] = ()
-    leader: str | None = None
-    leader_seconds: float = 0.0
-    wrong: tuple[tuple[str, str], ...] = ()
     checks: bool = False
-    stock_workspace: int | None = None
 
     @property
     def problem(self) -> ConvProblem:
         """The convolution."""
         return self.schedule.problem
-
-    @property
-    def dim(self) -> Dim:
-        """Along which it is divided."""
-        return self.schedule.dim
 
     @property
     def division(self) -> Division:
@@ -77,84 +50,50 @@ class Plan:
     @cached_property
     def is_stock(self) -> bool:
         """Whether torch's own kernel serves the problem undivided."""
-        return self.division.runs() == ((STOCK, (extent(self.problem, self.dim),)),)
+        return [option.algorithm for option in self.division.options] == [STOCK]
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the division exceeds the limit, as torch's own kernel may where that counts."""
-        return self.division.workspace > self.limit
-
-    @property
-    def record(self) -> Record:
-        """The plan for people."""
-        return Record(
-            problem=self.problem,
-            direction=str(self.problem.direction),
-            limit=self.limit,
-            parts=tuple((option.extent, option.algorithm) for option in self.division.options),
-            seconds=self.seconds,
-            undivided_seconds=self.undivided_seconds,
-            stock_seconds=self.stock_seconds,
-            workspace=self.division.workspace,
-            dim=str(self.dim),
-            whole_workspace=self.whole_workspace,
-            trials=self.trials,
-            cost=self.cost,
-            tries=self.tries,
-            leader=self.leader,
-            leader_seconds=self.leader_seconds,
-            wrong=self.wrong,
-            stock_workspace=self.stock_workspace,
-        )
-
-    def divided(self, dim: Dim, division: Division) -> Plan:
+    def divided(self, division: Division) -> Plan:
         """The plan with another division, at the time that the launches of that one add up to."""
-        schedule = replace(self.schedule, dim=dim, division=division)
-        return replace(self, schedule=schedule, seconds=division.seconds)
+        parts = tuple((option.extent, option.algorithm) for option in division.options)
+        told = self.told(parts=parts, dim=str(division.dim), seconds=division.seconds, workspace=division.workspace)
+        return replace(told, schedule=replace(self.schedule, division=division))
+
+    def told(self, **changes: Any) -> Plan:
+        """The plan with a record of which some fields are others."""
+        return replace(self, record=replace(self.record, **changes))
 
     def undivided(self) -> Plan:
         """The plan with torch's own kernel on the whole."""
-        return self.divided(Dim.BATCH, Division((self._stock(Dim.BATCH),)))
+        return self.divided(Division((self._stock(Dim.BATCH),)))
 
     def without(self, failed: LaunchError) -> Plan:
-        """The next best plan once an algorithm has failed: without it at the failed extent and above."""
+        """The next best plan once an algorithm has failed: without it at the failed extent and above. Torch's own
+        kernel is what is left in the end, even beyond the limit."""
         options = dict(self.options)
-        for dim in options if failed.extent == 0 else (self.dim,):
+        for dim in options if failed.extent == 0 else (Dim(self.division.dim),):
             left = options.get(dim, ())
             options[dim] = [o for o in left if o.algorithm != failed.algorithm or o.extent < failed.extent]
-        return replace(self, options=options).divided(*self.best(options))
-
-    def best(self, options: Options) -> tuple[Dim, Division]:
-        """The fastest division within the limit, along whichever dim, torch's own kernel on the whole among the
-        choices; that, too, where nothing fits.
-        """
-        found: list[tuple[Dim, Division]] = []
-        for dim in dims(self.problem):
-            division = best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.limit)
-            found += [] if division is None else [(dim, division)]
-        return min(found, key=lambda choice: choice[1].seconds, default=(Dim.BATCH, self.undivided().division))
+        every = (
+            best_division((*options.get(dim, ()), self._stock(dim)), self._extent(dim), self.record.limit, dim)
+            for dim in dims(self.problem)
+        )
+        fitting = (division for division in every if division is not None)
+        best = min(fitting, key=lambda division: division.seconds, default=self.undivided().division)
+        return replace(self, options=options).divided(best)
 
     def desirable(self) -> list[Division]:
         """The divisions that no other beats in time and workspace, torch's own kernel being the first of them."""
-        worthwhile = (1 - MARGIN) * self.stock_seconds
+        worthwhile = (1 - MARGIN) * self.record.stock_seconds
         fast = [
             division
             for dim in dims(self.problem)
-            for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim))
-            if division.seconds <= worthwhile and division.workspace <= self.limit
+            for division in desirable_divisions((*self.options.get(dim, ()), self._stock(dim)), self._extent(dim), dim)
+            if division.seconds <= worthwhile and division.workspace <= self.record.limit
         ]
         return [Division((self._stock(Dim.BATCH),)), *desirable_set(fast)]
 
-    def taking(self, division: Division, limit: float) -> Plan:
-        """The plan with one of the desirable divisions, which a limit allows."""
-        known = {dim: {*self.options.get(dim, ()), self._stock(dim)} for dim in dims(self.problem)}
-        dim = next(
-            dim for dim in known if division.extent == self._extent(dim) and known[dim].issuperset(division.options)
-        )
-        return replace(self, limit=limit).divided(dim, division)
-
     def _stock(self, dim: Dim) -> Option:
-        return Option(self._extent(dim), STOCK, self.stock_seconds, self.stock_workspace or 0)
+        return Option(self._extent(dim), STOCK, self.record.stock_seconds, self.record.stock_workspace or 0)
 
     def _extent(self, dim: Dim) -> int:
         return extent(self.problem, dim)

@@ -14,7 +14,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
+from mucudnn.optimizer import Exploration, OverheadBudget, Trial
 from mucudnn.planning.counted import HOST, counted, counting, scratch_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.offers import Offers
@@ -45,12 +45,12 @@ def plan_ahead(search: Search) -> Plan:
         plan = search.stock(stock_seconds)
         search.settle(plan)
         return plan
-    exploration = search.exploration([stock_seconds], OverheadBudget(rate=math.inf), is_live=False)
+    exploration = search.exploration([stock_seconds], OverheadBudget(balance=math.inf), is_live=False)
     _Trials(search, exploration).make()
     assert exploration.settled is not None, "everything is granted"
     if exploration.settled.division is None and (wider := search.with_compiled()) is not None:
         return plan_ahead(wider)
-    plan = replace(search.found(exploration, exploration.settled), trials=0, cost=0.0, tries=())  # none in its calls
+    plan = search.found(exploration, exploration.settled).told(trials=0, cost=0.0, tries=())  # none in its calls
     search.keep(plan, exploration)
     return plan
 
@@ -82,19 +82,19 @@ class _Trials:
 
     def _at_once(self, first: Trial, count: int) -> list[Trial]:
         """A trial of a launch, and the next ones of other launches, at most so many."""
-        trials, keys = [first], {_key(first)}
+        trials, keys = [first], {first.keys[0]}
         while len(trials) < count:
             trial = self._exploration.trial(lambda fresh: not keys.isdisjoint(fresh))
-            if trial is None or not trial.by_launch or _key(trial) not in self._exploration.fresh(trial):
+            if trial is None or not trial.by_launch or trial.keys[0] not in self._exploration.fresh(trial):
                 break
             trials.append(trial)
-            keys.add(_key(trial))
+            keys.add(trial.keys[0])
         return trials
 
     def _timed(self, trial: Trial, search: Search) -> float | LaunchError:
         """Seconds of the first launch of a trial: the others would only compute the rest of a call."""
         assert trial.division is not None, "torch's own kernel has no launches"
-        dim, algorithm, size = _key(trial)
+        dim, algorithm, size = trial.keys[0]
         most = self._exploration.bar(algorithm) * size / trial.division.extent
         try:
             return search.measurement.seconds((search.providers[algorithm], algorithm), Dim(dim), size, most)
@@ -102,7 +102,7 @@ class _Trials:
             return error
 
     def _learn(self, trial: Trial, seconds: float | LaunchError) -> None:
-        exploration, key = self._exploration, _key(trial)
+        exploration, key = self._exploration, trial.keys[0]
         if isinstance(seconds, LaunchError):
             exploration.fail(trial, seconds.algorithm, seconds.extent)
             return
@@ -111,13 +111,6 @@ class _Trials:
         self._search.note(key, seconds)
         if self._spent > PATIENCE * exploration.baseline_seconds:
             exploration.end_survey()
-
-
-def _key(trial: Trial) -> Key:
-    """The launch that a trial is made for."""
-    assert trial.division is not None, "torch's own kernel has no launches"
-    tried = trial.division.options[0]
-    return trial.dim, tried.algorithm, tried.extent
 
 
 _log = logging.getLogger("mucudnn")
@@ -214,7 +207,7 @@ class Planner:
                 key = {**measurement.logbook.key(problem), "work": "plan", **search.terms}
                 values = self._board.once(key, lambda: search.values(plan_ahead(search)))
                 plan = search.plan_of(values) or _planned_anew(search, values)
-        _log.info("%s %s: %s %s", problem.direction, problem, plan.dim, plan.division.runs())
+        _log.info("%s %s: %s %s", problem.direction, problem, plan.division.dim, plan.division.runs())
         return plan
 
 

@@ -19,6 +19,7 @@ from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting, fitt
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 from mucudnn.timing.schedule import Schedule
@@ -34,6 +35,9 @@ seconds of the whole in units of that kernel's on the whole, and the factor with
 PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
 so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
+
+_SECONDS = ("seconds", "undivided_seconds", "stock_seconds")
+"""What of a plan's record the database keeps."""
 
 
 @dataclass(frozen=True)
@@ -193,27 +197,26 @@ class Search:
 
     def stock(self, seconds: float) -> Plan:
         """Torch's own kernel as the plan."""
-        whole = Division((Option(self.problem.extent, STOCK, seconds, self.stock_workspace or 0),))
-        wrong = tuple(self.measurement.logbook.wrong(self.problem).items())
-        schedule, same = Schedule(self.problem, Dim.BATCH, whole, self.providers), (seconds,) * 3
-        checks, held = self.settings.check, self.stock_workspace
-        return Plan(schedule, self.limit, {}, *same, wrong=wrong, checks=checks, stock_workspace=held)
+        problem, held, same = self.problem, self.stock_workspace, (seconds,) * 3
+        whole, parts = Option(problem.extent, STOCK, seconds, held or 0), ((problem.extent, STOCK),)
+        wrong = tuple(self.measurement.logbook.wrong(problem).items())
+        told = problem, str(problem.direction), self.limit, parts, *same, whole.workspace
+        record = Record(*told, wrong=wrong, stock_workspace=held)
+        return Plan(Schedule(problem, Division((whole,)), self.providers), record, {}, self.settings.check)
 
     def so_far(self, exploration: Exploration) -> Plan:
         """Torch's own kernel, and what was tried beside it."""
-        plan = self.stock(exploration.baseline_seconds)
-        tries = tuple(sorted(exploration.tries.items()))
-        leader, seconds = exploration.leader()
-        plan = replace(plan, trials=exploration.tried, cost=exploration.lost, tries=tries)
-        return replace(plan, leader=leader, leader_seconds=seconds)
+        tries, (leader, seconds) = tuple(sorted(exploration.tries.items())), exploration.leader()
+        tried = {"trials": exploration.tried, "cost": exploration.lost, "tries": tries}
+        return self.stock(exploration.baseline_seconds).told(**tried, leader=leader, leader_seconds=seconds)
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
         """The plan that the exploration has settled on, with all known launches."""
         options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
-        plan = replace(self.so_far(exploration), options=options, leader=None, leader_seconds=0.0)
+        plan = replace(self.so_far(exploration).told(leader=None, leader_seconds=0.0), options=options)
         if settled.division is not None:
-            plan = plan.divided(Dim(settled.dim), settled.division)
-            plan = replace(plan, seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
+            plan = plan.divided(settled.division)
+            plan = plan.told(seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
         return self._complete(plan)
 
     def keep(self, plan: Plan, exploration: Exploration) -> None:
@@ -222,9 +225,9 @@ class Search:
             for option in exploration.launches.options(dim):
                 self.measurement.adopt(dim, option)
         record, whole = self.measurement.logbook.record, self.problem.extent
-        record(self.problem, Option(whole, STOCK, plan.stock_seconds, 0))
+        record(self.problem, Option(whole, STOCK, plan.record.stock_seconds, 0))
         if not plan.is_stock:
-            record(self.problem, Option(whole, plan.schedule.name, plan.seconds, plan.division.workspace))
+            record(self.problem, Option(whole, plan.schedule.name, plan.record.seconds, plan.division.workspace))
         self.settle(plan)
 
     def settle(self, plan: Plan) -> None:
@@ -234,13 +237,11 @@ class Search:
     def values(self, plan: Plan) -> dict[str, Any]:
         """A plan as plain values, from which `plan_of` makes it again."""
         return {
-            "dim": plan.dim,
+            "dim": plan.division.dim,
             "parts": [astuple(option) for option in plan.division.options],
-            "seconds": plan.seconds,
-            "undivided_seconds": plan.undivided_seconds,
-            "stock_seconds": plan.stock_seconds,
+            **{name: getattr(plan.record, name) for name in _SECONDS},
             "options": {str(dim): [astuple(option) for option in options] for dim, options in plan.options.items()},
-            "wrong": dict(plan.wrong),
+            "wrong": dict(plan.record.wrong),
         }
 
     def kept(self) -> Plan | None:
@@ -254,13 +255,12 @@ class Search:
         What its maker has found wrong is noted here, too.
         """
         self.measurement.logbook.note_wrong(self.problem, values.get("wrong", {}))
-        division, dim = Division(tuple(Option(*part) for part in values["parts"])), Dim(values["dim"])
-        plan = self.stock(values["stock_seconds"]).divided(dim, division)
+        division = Division(tuple(Option(*part) for part in values["parts"]), values["dim"])
+        plan = self.stock(values["stock_seconds"]).divided(division)
         if not plan.is_stock and not {o.algorithm for o in division.options} <= self.providers.keys():
             return None
         options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
-        plan = replace(plan, options=options, **{name: values[name] for name in ("seconds", "undivided_seconds")})
-        return self._complete(plan)
+        return self._complete(replace(plan.told(**{name: values[name] for name in _SECONDS}), options=options))
 
     def _complete(self, plan: Plan) -> Plan:
         """The plan with what its algorithms other than torch's own would need undivided."""
@@ -270,7 +270,7 @@ class Search:
             for one in self.offers.candidates(self.problem, whole)
             if one[1] in used
         ]
-        return replace(plan, whole_workspace=max((need for need in needs if need is not None), default=0))
+        return plan.told(whole_workspace=max((need for need in needs if need is not None), default=0))
 
 
 def is_too_short(seconds: float) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import Dim
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Trial
 from mucudnn.planning.search import Search
@@ -29,7 +28,7 @@ class TrialRunner:
         self._search, self._strides = search, search.measurement.strides
         self._device = search.measurement.device
         self._schedules: dict[Hashable, Schedule] = {}
-        self._right, self._met = set[str](), set[tuple[Dim, str]]()
+        self._right, self._met = set[str](), set[tuple[str, str]]()
         self._peer: Schedule | None = None
         self._least_seconds = math.inf
         self.checking = 0.0
@@ -71,7 +70,7 @@ class TrialRunner:
             WrongResult: where an algorithm computed something wrong.
         """
         start = time.perf_counter()
-        met = {(schedule.dim, algorithm) for algorithm, _ in schedule.division.runs()}
+        met = {key[:2] for key in schedule.division.keys}
         # Where budgets come from a step's memory, no second result may be held: a sample must do.
         compares = not self._search.settings.is_by_step and not met <= self._met
         other, by = self._second_result(operands) if compares else (None, STOCK)
@@ -135,9 +134,9 @@ class TrialRunner:
             LaunchError: where it does not.
         """
         assert trial.division is not None
-        key = trial.dim, trial.division.runs()
+        key = trial.division.keys
         if key not in self._schedules:
-            schedule = Schedule(self._search.problem, Dim(trial.dim), trial.division, self._search.providers)
+            schedule = Schedule(self._search.problem, trial.division, self._search.providers)
             # Parts at an edge, or at an odd address, may need more than others of their size.
             for option, workspace in zip(trial.division.options, schedule.workspaces(), strict=True):
                 if workspace > self._search.limit:

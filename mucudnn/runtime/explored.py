@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,9 +27,6 @@ WATCHED = 2
 WORTH = 20
 """The trials of a convolution are prepared once its calls have taken so many times as long as the preparation."""
 
-MOST_PREPARINGS = 101
-"""The number of latest preparations whose median time is the expected one."""
-
 PREPARING_SECONDS = 5e-3
 """The expected time of a preparation before any was timed."""
 
@@ -49,12 +44,10 @@ class LiveBudget:
         self.overhead = OverheadBudget()
         self.lock = threading.RLock()
         self.preparing = PREPARING_SECONDS
-        self._preparing = deque([PREPARING_SECONDS], maxlen=MOST_PREPARINGS)
 
     def prepared(self, seconds: float) -> None:
         """Notes the time of a preparation, and charges it to the overhead budget."""
-        self._preparing.append(seconds)
-        self.preparing = statistics.median(self._preparing)
+        self.preparing = (self.preparing + seconds) / 2  # the latest counts half, earlier ones ever less
         self.overhead.count(0, seconds)
 
 

@@ -36,9 +36,8 @@ class FixedLimit:
             device: where the convolutions are computed.
         """
         self._empty, self._is_lasting = device.empty, device.is_asynchronous
-        self._is_next_best = False
+        self._is_next_best = self._has_failed = False
         self._shape, self._strides = plan.problem.target_shape, strides
-        self._warned = False
         self.calls = 0
         self._launch: Callable[[Operands], None] | None = None
 
@@ -79,7 +78,9 @@ class FixedLimit:
                 return target
             except LaunchError as error:
                 del target
-                self._warn(error)
+                if not self._has_failed:
+                    warn(f"{call.direction} of {self.plan.problem} goes on with the next best plan: {error}")
+                self._has_failed = True
                 self._adopt(self.plan.without(error))
                 self._is_next_best = True
         return None
@@ -87,9 +88,3 @@ class FixedLimit:
     def records(self) -> list[Record]:
         """The record of the plan."""
         return [replace(self.plan.record, calls=self.calls)]
-
-    def _warn(self, error: LaunchError) -> None:
-        if not self._warned:
-            self._warned = True
-            problem = self.plan.problem
-            warn(f"{problem.direction} of {problem} goes on with the next best plan: {error}")

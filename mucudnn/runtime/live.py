@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from mucudnn.convolution.call import Call, Outline
+from mucudnn.convolution.call import Call
+from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.optimizer import Key
 from mucudnn.planning.experience import Experience
@@ -129,8 +130,8 @@ class Live:
     """
 
     __slots__ = (
-        *("_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock", "_outline"),
-        *("_planning", "_seconds", "_watch"),
+        *("_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock"),
+        *("_planning", "_seconds", "_timed", "_watch"),
     )
 
     def __init__(
@@ -154,7 +155,7 @@ class Live:
         self._lock = threading.Lock()
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
-        self._outline: tuple[Outline, Planner | None] | None = None
+        self._timed: tuple[ConvProblem | None, Planner | None] = None, None
         self._explored: Explored | None = None
         self._is_left = False
 
@@ -205,8 +206,8 @@ class Live:
             self._watch = watch
             if self._explored is None and (begins or self._is_worth()):
                 self._begin(call, result, [*earlier, watch])
-            elif self._outline is None:
-                self._outline = Outline(call, result), self._planning.planner_for(call)
+            else:
+                self._timed = call.problem(result), self._planning.planner_for(call)
             return result
         finally:
             self._lock.release()
@@ -237,11 +238,8 @@ class Live:
         """The records of the exploration, or of torch's own kernel before that."""
         if self._explored is not None:
             return self._explored.records()
-        if self._outline is None or self._seconds is None:
-            return []
-        outline, planner = self._outline
-        problem = outline.problem()
-        if problem is None or planner is None:
+        problem, planner = self._timed
+        if problem is None or planner is None or self._seconds is None:
             return []
         search = planner.search(planner.measurement(problem), self._limit)
         return [replace(search.stock(self._seconds).record, leader="")]

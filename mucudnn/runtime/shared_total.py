@@ -117,9 +117,9 @@ class SharedTotal:
     def _record(self, division: Division, share: int, stock: Plan) -> Record:
         within = self._within.get(share, _UNKNOWN)
         if within is None:
-            return replace(stock, limit=share).record
+            return replace(stock.record, limit=share)
         if within is _UNKNOWN or within.plan is None:  # as the times of its launches promise
-            return stock.taking(division, share).record
+            return replace(stock.divided(division).record, limit=share)
         (record,) = within.records()
         return record
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ _SCHEMA = (
     f"PRAGMA application_id = {_APPLICATION}",
     f"PRAGMA user_version = {_VERSION}",
 )
-_KEPT = {
+_LATER = {
     "needs": "launch TEXT NOT NULL, workspace INTEGER CHECK (workspace >= 0), PRIMARY KEY (problem, launch)",
     "settlements": "terms TEXT NOT NULL, plan TEXT NOT NULL, PRIMARY KEY (problem, terms)",
     "compiled": "launch TEXT NOT NULL, plan TEXT NOT NULL, PRIMARY KEY (problem, launch)",
@@ -34,8 +34,11 @@ it are as good, and a file may be one that can only be read."""
 
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
+LAUNCHES = "launches"
+"""The table that each file has."""
+
 Launches = dict[tuple[str, int], Option]
-Kept = dict[str, Any]
+Kept = dict[Any, Any]
 Result = TypeVar("Result")
 
 
@@ -104,53 +107,41 @@ def check(connection: sqlite3.Connection) -> None:
     (answer, *_) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if answer != "ok":
         raise Damaged(answer)
-    select(connection)
+    select(connection, LAUNCHES)
 
 
-def select(connection: sqlite3.Connection, key: str | None = None) -> dict[str, Launches]:
-    """The launches of a key, of every key if none is given, keys in the order in which they came."""
-    found: dict[str, Launches] = {}
+def select(connection: sqlite3.Connection, table: str, key: str | None = None) -> dict[str, Kept]:
+    """What a table keeps of a key, by name, or of every key if none is given, keys in the order in which they came."""
+    if (
+        table in _LATER
+        and connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is None
+    ):
+        return {}
+    query = f"SELECT key, {table}.* FROM problems JOIN {table} ON problem = id"
+    query += " ORDER BY id, 3, 4" if key is None else " WHERE key = ?"
+    found: dict[str, Kept] = {}
     try:
-        for text, _, algorithm, extent, seconds, workspace in _rows(connection, "launches", key):
-            found.setdefault(text, {})[algorithm, extent] = Option(extent, algorithm, seconds, workspace)
+        for text, _, *row in connection.execute(query, () if key is None else (key,)):
+            name, value = row if table in _LATER else _launch(*row)
+            found.setdefault(text, {})[name] = value
     except (ValueError, TypeError) as error:
         raise Damaged(str(error)) from error
     return found
 
 
-def insert(connection: sqlite3.Connection, key: str, options: list[Option]) -> None:
+def _launch(algorithm: str, extent: int, seconds: float, workspace: int) -> tuple[tuple[str, int], Option]:
+    return (algorithm, extent), Option(extent, algorithm, seconds, workspace)
+
+
+def insert(
+    connection: sqlite3.Connection, table: str, key: str, rows: Sequence[tuple[str | int | float | None, ...]]
+) -> None:
+    """Adds rows to what a table keeps of a key, in place of those of the same names."""
     with transaction(connection):
-        problem = _problem(connection, key)
-        connection.executemany(
-            "INSERT OR REPLACE INTO launches VALUES (?, ?, ?, ?, ?)",
-            [(problem, row.algorithm, int(row.extent), float(row.seconds), int(row.workspace)) for row in options],
-        )
-
-
-def select_kept(connection: sqlite3.Connection, table: str, key: str | None = None) -> list[tuple[str, str, Any]]:
-    """(key, name, value) of what a table keeps, for all keys if none is given."""
-    if connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is None:
-        return []
-    return [(text, name, value) for text, _, name, value in _rows(connection, table, key)]
-
-
-def insert_kept(connection: sqlite3.Connection, table: str, key: str, name: str, value: str | int | None) -> None:
-    with transaction(connection):
-        columns = f"problem INTEGER NOT NULL REFERENCES problems (id), {_KEPT[table]}"
-        connection.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) WITHOUT ROWID")
-        problem = _problem(connection, key)
-        connection.execute(f"INSERT OR REPLACE INTO {table} VALUES (?, ?, ?)", (problem, name, value))
-
-
-def _rows(connection: sqlite3.Connection, table: str, key: str | None) -> sqlite3.Cursor:
-    query = f"SELECT key, {table}.* FROM problems JOIN {table} ON problem = id"
-    if key is None:
-        return connection.execute(f"{query} ORDER BY id, 3, 4")
-    return connection.execute(f"{query} WHERE key = ?", (key,))
-
-
-def _problem(connection: sqlite3.Connection, key: str) -> int:
-    """The number of a key, which is new or not; within a transaction."""
-    connection.execute("INSERT OR IGNORE INTO problems (key) VALUES (?)", (key,))
-    (number,) = connection.execute("SELECT id FROM problems WHERE key = ?", (key,)).fetchone()
-    return int(number)
+        if table in _LATER:
+            columns = f"problem INTEGER NOT NULL REFERENCES problems (id), {_LATER[table]}"
+            connection.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) WITHOUT ROWID")
+        connection.execute("INSERT OR IGNORE INTO problems (key) VALUES (?)", (key,))
+        (problem,) = connection.execute("SELECT id FROM problems WHERE key = ?", (key,)).fetchone()
+        values = ", ".join("?" * (3 if table in _LATER else 5))
+        connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({values})", [(problem, *row) for row in rows])

@@ -118,7 +118,8 @@ class Logbook:
 
 def settlements(store: Store) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
     """What planning has found for all problems: key, terms and values."""
-    return [(key, json.loads(terms), json.loads(text)) for key, terms, text in store.everything_kept("settlements")]
+    every = ((key, terms, text) for key, kept in store.everything("settlements") for terms, text in kept.items())
+    return [(key, json.loads(terms), json.loads(text)) for key, terms, text in every]
 
 
 class CompiledPlans:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.convolution.call import torch_format
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role, Shape
 from mucudnn.convolution.tile import Tile, extent, kinds, tile
@@ -159,7 +160,7 @@ class Measurement:
             part, operands = next(walk)
             if part.problem not in schedules:
                 division = Division((Option(part.problem.extent, algorithm, 0.0, workspace),))
-                schedules[part.problem] = Schedule(part.problem, Dim.BATCH, division, {algorithm: provider})
+                schedules[part.problem] = Schedule(part.problem, division, {algorithm: provider})
             target = operands.w.new_empty_strided(self.problem.target_shape, self.strides, dtype=dtype)
             whole = replace(operands, **{str(self.problem.target): target})
             schedules[part.problem].run(part.part(whole).operands)
@@ -222,13 +223,10 @@ def synthetic_operands(
 ) -> Operands:
     """Operands of the problem's shapes, types and memory formats, random if not made otherwise, and a target."""
     shapes = {Role.X: problem.x_shape, Role.W: problem.w_shape, Role.Y: problem.y_shape}
-    memory_formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     tensors = {}
     for (role, shape), name in zip(shapes.items(), problem.formats, strict=True):
         tensor = make(shape, device=device).to(getattr(torch, problem.dtype))
-        if name == "channels_last":
-            tensor = tensor.contiguous(memory_format=memory_formats[tensor.dim()])
-        tensors[str(role)] = tensor
+        tensors[str(role)] = tensor.contiguous(memory_format=torch_format(name, tensor.dim()))
     return Operands(**tensors)
 
 

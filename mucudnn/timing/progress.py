@@ -21,7 +21,7 @@ def bar(total: int | None, description: str, mode: str = "auto") -> Iterator[Adv
         description: what is being done.
         mode: `Settings.progress`: "auto" shows the bar where stderr is a terminal, "on" always, "off" never.
     """
-    if mode == "off" or (mode == "auto" and not _on_terminal()):
+    if mode == "off" or (mode == "auto" and (sys.stderr is None or not sys.stderr.isatty())):
         yield lambda: None
         return
     from tqdm import tqdm
@@ -48,7 +48,3 @@ def bar(total: int | None, description: str, mode: str = "auto") -> Iterator[Adv
         finally:
             ended.set()
             clock.join()
-
-
-def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()

@@ -80,13 +80,11 @@ class Schedule:
 
     Attributes:
         problem: the convolution.
-        dim: along which it is divided.
         division: the algorithms and the sizes of the parts.
         providers: by algorithm, at least those in the division.
     """
 
     problem: ConvProblem
-    dim: Dim
     division: Division
     providers: Mapping[str, Provider] = field(compare=False, repr=False)
 
@@ -96,7 +94,7 @@ class Schedule:
         start = 0
         for algorithm, extents in self.division.runs():
             accumulate = self.problem.target is Role.W and start > 0
-            parts = tuple(tiles(self.problem, self.dim, extents, start))
+            parts = tuple(tiles(self.problem, Dim(self.division.dim), extents, start))
             runs.append(_run(algorithm, self.providers[algorithm], parts, accumulate))
             start += sum(extents)
         return runs
@@ -110,7 +108,8 @@ class Schedule:
     def name(self) -> str:
         """The key of the whole's time: "division 8:fft+8:fft", "division depth 8:fft+8:fft"."""
         parts = "+".join(f"{option.extent}:{option.algorithm}" for option in self.division.options)
-        return f"division {parts}" if self.dim is Dim.BATCH else f"division {self.dim} {parts}"
+        dim = self.division.dim
+        return f"division {parts}" if dim == Dim.BATCH else f"division {dim} {parts}"
 
     @cached_property
     def _singly(self) -> Sequence[Run]:
@@ -153,7 +152,7 @@ class Schedule:
         if self.problem.target is Role.W:
             return set(names) - {STOCK} or set(names)
         ends = itertools.accumulate(option.extent for option in self.division.options)
-        at = place[0 if self.dim is Dim.BATCH else 2]
+        at = place[0 if self.division.dim == Dim.BATCH else 2]
         return {next(name for name, end in zip(names, ends, strict=True) if at < end)}
 
     def run(self, operands: Operands, lap: Callable[[], object] | None = None) -> None:

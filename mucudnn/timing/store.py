@@ -11,7 +11,7 @@ import os
 import sqlite3
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ from mucudnn.optimizer import Option
 from mucudnn.recent import Recent
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
-from mucudnn.timing.database import Damaged, Kept, Launches, Result, told
+from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, told
 from mucudnn.warning import warn
 
-MOST_KEYS = 4096
-"""What is kept of so many keys stays in memory, too, and where there is no file, so do the launches."""
+MOST_KEYS = 8192
+"""What so many tables keep of keys stays in memory, too; of launches only where there is no file."""
 
 _SIDECARS = ("-journal", "-wal", "-shm")
 
@@ -56,8 +56,7 @@ class Store:
         self._connection: sqlite3.Connection | None = None
         self._readable = path != MEMORY
         self._writable = path != MEMORY
-        self._memory: Recent[str, Launches] = Recent(MOST_KEYS)
-        self._kept: Recent[tuple[str, str], Kept] = Recent(MOST_KEYS)
+        self._memory: Recent[tuple[str, str], Kept] = Recent(MOST_KEYS)
         _stores.add(self)
 
     @property
@@ -69,17 +68,15 @@ class Store:
         """Everything measured for the key, by (algorithm, extent)."""
         text = canonical(key)
         with self._lock:
-            found = self._read(lambda connection: database.select(connection, text)) or {}
-            return found.get(text, {}) | self._memory.get(text, {})
+            return self._read(LAUNCHES, text).get(text, {}) | self._memory.get((LAUNCHES, text), {})
 
     def record(self, key: Mapping[str, Any], options: Iterable[Option]) -> None:
         """Adds launches of the key, replacing those of the same algorithm and extent."""
-        text, rows = canonical(key), list(options)
+        text, found = canonical(key), {(option.algorithm, option.extent): option for option in options}
+        rows = [(o.algorithm, int(o.extent), float(o.seconds), int(o.workspace)) for o in found.values()]
         with self._lock:
-            if not (self._writable and self._write(lambda connection: database.insert(connection, text, rows))):
-                if text not in self._memory:
-                    self._memory[text] = {}
-                self._memory[text].update({(row.algorithm, row.extent): row for row in rows})
+            if not self._write(LAUNCHES, text, rows):
+                self._memory[LAUNCHES, text] = self._memory.get((LAUNCHES, text), {}) | found
 
     def kept(self, table: str, key: Mapping[str, Any]) -> Kept:
         """What a table keeps of the key, by name; not to be changed.
@@ -89,38 +86,32 @@ class Store:
         cuDNN's texts of plans that were compiled for launches.
         """
         with self._lock:
-            return self._kept_of(table, canonical(key))
+            return self._kept(table, canonical(key))
 
     def keep(self, table: str, key: Mapping[str, Any], name: str, value: str | int | None) -> None:
         """Adds a value to what a table keeps of the key, in place of one of that name."""
         text = canonical(key)
         with self._lock:
-            self._kept_of(table, text)[name] = value
-            if self._writable:
-                self._write(lambda connection: database.insert_kept(connection, table, text, name, value))
+            self._kept(table, text)[name] = value
+            self._write(table, text, [(name, value)])
 
-    def everything_kept(self, table: str) -> list[tuple[dict[str, Any], str, Any]]:
-        """Key, name and value of all that a table keeps."""
+    def _kept(self, table: str, text: str) -> Kept:
+        if (table, text) not in self._memory:
+            self._memory[table, text] = self._read(table, text).get(text, {})
+        return self._memory[table, text]
+
+    def everything(self, table: str) -> list[tuple[dict[str, Any], Kept]]:
+        """Every key with what a table keeps of it, keys in the order in which they were first recorded."""
         with self._lock:
-            rows = self._read(lambda connection: database.select_kept(connection, table)) or []
-            found = {(text, name): value for text, name, value in rows}
-            for (of, text), values in self._kept.items():
-                found |= {(text, name): value for name, value in values.items() if of == table}
-        return [(json.loads(text), name, value) for (text, name), value in found.items()]
-
-    def _kept_of(self, table: str, text: str) -> Kept:
-        if (table, text) not in self._kept:
-            rows = self._read(lambda connection: database.select_kept(connection, table, text)) or []
-            self._kept[table, text] = {name: value for _, name, value in rows}
-        return self._kept[table, text]
+            found = self._read(table)
+            for (of, text), values in self._memory.items():
+                if of == table:
+                    found[text] = found.get(text, {}) | values
+        return [(json.loads(text), values) for text, values in found.items()]
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
         """Every key with its launches, keys in the order in which they were first recorded."""
-        with self._lock:
-            found = self._read(database.select) or {}
-            for text, launches in self._memory.items():
-                found[text] = found.get(text, {}) | launches
-        return [(json.loads(text), list(launches.values())) for text, launches in found.items()]
+        return [(key, list(launches.values())) for key, launches in self.everything(LAUNCHES)]
 
     def counts(self) -> Counts:
         """How many keys and launches there are."""
@@ -135,27 +126,27 @@ class Store:
     def __del__(self) -> None:
         self._disconnect()
 
-    def _read(self, query: Callable[[sqlite3.Connection], Result]) -> Result | None:
-        """The query's answer from the file, `None` where there is no readable file."""
+    def _read(self, table: str, text: str | None = None) -> dict[str, Kept]:
+        """What a table of the file keeps of a key, or of all; nothing where there is no readable file."""
         if not self._readable:
-            return None
+            return {}
         try:
-            return self._attempt(query)
+            return self._attempt(lambda connection: database.select(connection, table, text))
         except (sqlite3.Error, OSError, Damaged) as error:
             self._readable = self._writable = False
             self._disconnect()
             self._warn(f"cannot be used ({error}); times are kept in memory")
-            return None
+            return {}
 
-    def _write(self, action: Callable[[sqlite3.Connection], None]) -> bool:
-        """Runs an action; returns whether the file has its data."""
+    def _write(self, table: str, text: str, rows: Sequence[tuple[str | int | float | None, ...]]) -> bool:
+        """Adds rows to a table of the file; returns whether they are there."""
         try:
-            self._attempt(action)
+            if self._writable:
+                self._attempt(lambda connection: database.insert(connection, table, text, rows))
         except (sqlite3.Error, OSError, Damaged) as error:
             self._writable = False
             self._warn(f"cannot be written ({error}); new times are kept in memory")
-            return False
-        return True
+        return self._writable
 
     def _attempt(self, action: Callable[[sqlite3.Connection], Result]) -> Result:
         """The action on the open file, once more on a fresh one if the file turns out to be damaged."""

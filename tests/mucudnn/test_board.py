@@ -48,7 +48,7 @@ def test_what_a_database_knows_does_not_set_its_owner_apart() -> None:
     board, store = Shared(), Store(":memory:")
     own = planned(None, store)
     first = planned(board)
-    assert planned(board, store).stock_seconds == first.stock_seconds != own.stock_seconds
+    assert planned(board, store).record.stock_seconds == first.record.stock_seconds != own.record.stock_seconds
     assert planned(None, store) == own
 
 
@@ -66,7 +66,7 @@ def test_what_one_finds_wrong_all_know(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Shared()
     with pytest.warns(RuntimeWarning, match="fft computed"):
         plans = [planned(board) for _ in range(2)]
-    assert [dict(plan.wrong).keys() for plan in plans] == [{"fft"}] * 2
+    assert [dict(plan.record.wrong).keys() for plan in plans] == [{"fft"}] * 2
 
 
 def test_who_lacks_an_algorithm_of_the_posted_plan_says_so_and_plans_anew(

@@ -36,6 +36,7 @@ from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS, STOCK, stock
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
+from mucudnn.reporting.record import Record
 from mucudnn.reporting.tables import summary
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.settings import SettingError
@@ -271,8 +272,9 @@ def test_the_next_best_plan_is_checked_before_it_is_used(monkeypatch: pytest.Mon
     problem = call.problem(RIGHT[0])
     assert problem is not None
     providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(problem)}
-    schedule = Schedule(problem, Dim.BATCH, Division((options[0],)), providers)
-    plan = Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0, checks=True)
+    schedule = Schedule(problem, Division((options[0],)), providers)
+    record = Record(problem, "forward", math.inf, ((8, "gemm"),), 0.1, 0.1, 1.0, 80)
+    plan = Plan(schedule, record, {Dim.BATCH: options}, checks=True)
     decision = FixedLimit(plan, RIGHT[0].stride(), device_of(X.device))
     Wrong(monkeypatch, *Role)
 

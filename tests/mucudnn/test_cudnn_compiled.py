@@ -49,7 +49,7 @@ def compute(engines: Engines, algorithm: str) -> float:
     half = extent(PROBLEM, Dim.BATCH) // 2
     division = Division((Option(half, algorithm, 0.0, 0),) * 2)
     given = operands(PROBLEM)
-    Schedule(PROBLEM, Dim.BATCH, division, {algorithm: engines}).run(given)
+    Schedule(PROBLEM, division, {algorithm: engines}).run(given)
     return relative_error(given.y, reference(PROBLEM, given))
 
 

@@ -232,8 +232,8 @@ def test_a_problem_has_a_budget_of_plans(
 def test_every_engine_is_asked_for_once(direction: Direction, count: int, machine: Machine) -> None:
     made, each = 0, 2 if direction is Direction.BACKWARD_FILTER else 1
     names = [f"eng{number}" for number in range(count)]
-    budget = PlanBudget(sized(5, direction), lambda: made)
-    budget.wait([(machine.engines, name) for name in names] + [(Stock(), STOCK)])
+    candidates = [*((machine.engines, name) for name in names), (Stock(), STOCK)]
+    budget = PlanBudget(sized(5, direction), lambda: made, candidates)
     for name in names:
         budget.begin(name)
         assert budget.allows(Dim.BATCH)

@@ -54,8 +54,8 @@ def run(
     whole = extent(problem, dim)
     size = -(-whole // min(parts, whole))
     sizes = [size] * (whole // size) + [whole % size] * (whole % size > 0)
-    division = Division(tuple(Option(size, algorithm, 0.0, 0) for size in sizes))
-    Schedule(problem, dim, division, {algorithm: provider}).run(given)
+    division = Division(tuple(Option(size, algorithm, 0.0, 0) for size in sizes), dim)
+    Schedule(problem, division, {algorithm: provider}).run(given)
 
 
 @settings(max_examples=150)
@@ -105,7 +105,7 @@ def test_operands_in_other_formats_are_copied_by_ready_launches(
     engines = Engines(SimulatedCard())
     monkeypatch.setattr(engines, "launch", lambda *_: pytest.fail("nothing was ready"))
     options = tuple(Option(size, f"eng{number}", 0.0, 0) for number, size in enumerate(sizes))
-    Schedule(problem, Dim.BATCH, Division(options), {option.algorithm: engines for option in options}).launch(given)
+    Schedule(problem, Division(options), {option.algorithm: engines for option in options}).launch(given)
     assert relative_error(given.target(problem), reference(problem, given)) <= TOLERANCE["float32"]
 
 
@@ -199,7 +199,7 @@ def test_workspace_is_that_of_the_largest_part_and_asked_for_once() -> None:
     engines = Engines(card)
     given_operands = operands(PLAIN)
     division = Division(tuple(Option(size, "eng1", 0.0, 0) for size in (3, 2, 1)))
-    Schedule(PLAIN, Dim.BATCH, division, {"eng1": engines}).run(given_operands)
+    Schedule(PLAIN, division, {"eng1": engines}).run(given_operands)
     assert card.scratches == [3 * 1024]
     assert engines.workspace(PLAIN.with_extent(3), "eng1") == 3 * 1024
     assert card.simulated.executed == ["eng1"] * 3
@@ -210,7 +210,7 @@ def test_plans_and_variant_packs_are_made_once() -> None:
     engines = Engines(card)
     given_operands = operands(PLAIN)
     division = Division(tuple(Option(2, "eng0", 0.0, 0) for _ in range(3)))
-    schedule = Schedule(PLAIN, Dim.BATCH, division, {"eng0": engines})
+    schedule = Schedule(PLAIN, division, {"eng0": engines})
     schedule.run(given_operands)
     live = card.simulated.live
     for _ in range(5):

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from problems import problems
 
 from benchmarks.layers.elsewhere import wheel_library
-from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
+from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode, Kind, Name, Note, Type
@@ -269,7 +269,7 @@ def test_a_division_makes_the_calls_it_should(
     monkeypatch.setattr(cudnn, "cudnnBackendExecute", lambda *arguments: calls.append(arguments) or 0)
     problem = replace(CONV2, direction=Direction.BACKWARD_FILTER, x_shape=(4, 64, 27, 27), y_shape=(4, 192, 27, 27))
     division = Division(tuple(Option(2, "eng1", 0.0, 0) for _ in range(2)))
-    schedule = Schedule(problem, Dim.BATCH, division, {"eng1": engines})
+    schedule = Schedule(problem, division, {"eng1": engines})
     operands = synthetic_operands(problem)
     schedule.run(operands)
     schedule.run(operands)

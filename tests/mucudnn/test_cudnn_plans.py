@@ -45,7 +45,7 @@ GPU = torch.device("cuda", 0)
 
 def schedule_of(problem: ConvProblem, provider: Provider, algorithm: str, *sizes: int) -> Schedule:
     division = Division(tuple(Option(size, algorithm, 0.0, 0) for size in sizes))
-    return Schedule(problem, Dim.BATCH, division, {algorithm: provider})
+    return Schedule(problem, division, {algorithm: provider})
 
 
 # When they are made

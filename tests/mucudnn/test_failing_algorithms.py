@@ -19,6 +19,7 @@ from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.stock import Stock
+from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.timing.schedule import Schedule
 
@@ -67,8 +68,9 @@ def test_a_failing_plan_falls_to_the_next_best(
     convolution = call.problem(exact)
     assert convolution is not None
     providers = {name: provider for provider in HOST_PROVIDERS for name in provider.algorithms(convolution)}
-    schedule = Schedule(convolution, Dim.BATCH, Division((options[0],)), providers)
-    plan = Plan(schedule, math.inf, {Dim.BATCH: options}, 0.1, 0.1, 1.0)
+    schedule = Schedule(convolution, Division((options[0],)), providers)
+    record = Record(convolution, "forward", math.inf, ((8, "fft"),), 0.1, 0.1, 1.0, 0)
+    plan = Plan(schedule, record, {Dim.BATCH: options})
     decision = FixedLimit(plan, exact.stride(), device_of(x.device))
     assert decision.run(call) is not None
     for provider, least in faults.items():

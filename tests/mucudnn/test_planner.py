@@ -74,7 +74,7 @@ def test_only_what_is_measurably_faster_is_taken(machine: Machine, ratio: float,
     machine.ratio = ratio
     chosen = plan(machine, 16, math.inf)
     assert chosen.is_stock != taken
-    assert chosen.seconds == (ratio * STOCK_SECONDS if taken else STOCK_SECONDS)
+    assert chosen.record.seconds == (ratio * STOCK_SECONDS if taken else STOCK_SECONDS)
 
 
 def test_a_division_that_disappoints_gives_way_to_the_next(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_sizes_between_slow_ones_are_not_measured(machine: Machine) -> None:
 def test_what_gains_little_is_not_measured_for_long(machine: Machine) -> None:
     machine.seconds["fast"] = lambda extent: 0.9 * extent / 64
     machine.ratio = 0.9
-    assert plan(machine, 64, math.inf, "all").seconds == 0.9 * STOCK_SECONDS
+    assert plan(machine, 64, math.inf, "all").record.seconds == 0.9 * STOCK_SECONDS
     launches = machine.launches
     timed = sum(machine.seconds["fast"](sum(extents)) for _, extents in launches)
     assert timed <= (PATIENCE + 2 + MOST_CONTENDERS * MOST_ROUNDS) * STOCK_SECONDS

@@ -30,7 +30,7 @@ class Process:
         variants.append(
             Variant("batch", "stock", 8, {1: 0, 2: 0, 4: 0}, 1.0 * slow, 1.5, dict.fromkeys(range(1, 8), 0))
         )
-        self.exploration = Exploration("stock", [slow] * 2, variants, OverheadBudget(math.inf), (0.05, 0.15))
+        self.exploration = Exploration("stock", [slow] * 2, variants, OverheadBudget(balance=math.inf), (0.05, 0.15))
         self.pool = PooledLaunches(board, {"problem": "one"}, "stock")
         self.failing = ""
 

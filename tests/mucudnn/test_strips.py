@@ -34,8 +34,8 @@ def test_parts_in_strips_equal_the_reference_and_keep_what_they_declare(algorith
     first = data.draw(st.integers(1, whole))
     extents = [first, *([whole - first] if first < whole else [])]
     for strips in strips_of(problem, dim, PROVIDERS[algorithm], algorithm)[:3]:
-        division = Division(tuple(Option(size, strips.name, 0.0, 0) for size in extents))
-        schedule = Schedule(problem, dim, division, {strips.name: strips})
+        division = Division(tuple(Option(size, strips.name, 0.0, 0) for size in extents), dim)
+        schedule = Schedule(problem, division, {strips.name: strips})
         if not all(strips.serves(tile.problem, strips.name) for run in schedule._runs for tile in run.tiles):
             continue
         given = widened(problem, operands(problem))

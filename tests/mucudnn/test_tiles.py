@@ -203,7 +203,7 @@ def test_the_faster_dim_is_taken(
     store = Store(":memory:")
     planner = Planner(chosen, store, (rows,))
     plan = planner.plan(planner.measurement(problem))
-    assert plan.dim is dim
+    assert plan.division.dim == dim
     assert max(option.extent for option in plan.division.options) == largest
     assert plan.division.workspace <= limit
     # A tile's time is kept under the tile's own problem.

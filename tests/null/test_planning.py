@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import ConvProblem, Dim, Direction
+from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division, Option
 from mucudnn.planning.plan import Plan
@@ -123,7 +123,7 @@ def test_a_compiled_plan_is_restored_and_computes_the_same(
         needs.append(engines.workspace(small, COMPILED))
         y = torch.empty_like(x)
         division = Division((Option(1, COMPILED, 0.0, 0),) * 2)
-        Schedule(small, Dim.BATCH, division, {COMPILED: engines}).run(Operands(x, w, y))
+        Schedule(small, division, {COMPILED: engines}).run(Operands(x, w, y))
         results.append(y.cpu())
     assert len(compiled) == 2  # of one sample and of two, in the first run
     assert card.counted("restored") == restored + 2

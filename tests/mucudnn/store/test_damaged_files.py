@@ -48,8 +48,6 @@ def lost_table(path: Path) -> None:
 
 def torn_page(path: Path) -> None:
     store = Store(str(path))
-    for i in range(200):
-        store._memory[f'{{"i":{i}}}'] = keyed(FFT)
     store.record(KEY, [Option(i + 1, "fft", 1.0, 0) for i in range(2000)])
     store.close()
     content = bytearray(path.read_bytes())
