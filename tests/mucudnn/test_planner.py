@@ -13,7 +13,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Dim, Direction
 from mucudnn.optimizer import Trial
 from mucudnn.optimizer.exploration import MOST_CONTENDERS
-from mucudnn.optimizer.playoff import MOST_ROUNDS
+from mucudnn.optimizer.playoff import ROUNDS
 from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.planner import PATIENCE, Planner, plan_ahead
 from mucudnn.planning.search import LEAST_SECONDS
@@ -126,7 +126,7 @@ def test_what_gains_little_is_not_measured_for_long(machine: Machine) -> None:
     assert plan(machine, 64, math.inf, "all").record.seconds == 0.9 * STOCK_SECONDS
     launches = machine.launches
     timed = sum(machine.seconds["fast"](sum(extents)) for _, extents in launches)
-    assert timed <= (PATIENCE + 2 + MOST_CONTENDERS * MOST_ROUNDS) * STOCK_SECONDS
+    assert timed <= (PATIENCE + 2 + MOST_CONTENDERS * ROUNDS) * STOCK_SECONDS
     assert 7 < len({extents for _, extents in launches}) < 64, "some sizes between the powers of two, but not all"
 
 
