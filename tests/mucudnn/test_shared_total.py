@@ -184,15 +184,18 @@ def test_where_memory_runs_out_while_a_share_is_measured_torch_serves(
     assert {(record.workspace, record.limit, record.division) for record in records} == {(0, 0, "stock(8)")}
 
 
-def test_shares_settle_in_the_second_step(quick: None) -> None:
+def test_shares_settle_in_the_first_steps(quick: None) -> None:
     """Though within most shares another division wins than the times of launches promise."""
-    module, seen = network(), []
-    with drawn_times(1), mucudnn.patched(total_workspace_size=300 * KIB, database=":memory:") as session:
-        for _ in range(5):
-            train(module, 1)
-            seen.append([(record.limit, record.division) for record in session.records()])
-    assert len(set(map(str, seen[1:]))) == 1 and seen[0] != seen[1]
-    assert sum(limit for limit, division in seen[1] if division != "stock(8)") > 0
+    settled = []
+    for seed in range(8):
+        module, seen = network(), []
+        with drawn_times(seed), mucudnn.patched(total_workspace_size=300 * KIB, database=":memory:") as session:
+            for _ in range(6):
+                train(module, 1)
+                seen.append([(record.limit, record.division) for record in session.records()])
+        assert sum(limit for limit, division in seen[-1] if division != "stock(8)") > 0
+        settled.append(1 + next(step for step in range(6) if all(each == seen[-1] for each in seen[step:])))
+    assert sum(step <= 3 for step in settled) >= 6 and max(settled) <= 5, settled
 
 
 def test_shares_are_kept_where_other_divisions_win(slow_stock: None, monkeypatch: pytest.MonkeyPatch) -> None:
