@@ -132,8 +132,9 @@ class Pager:
         """Lets what was read longest ago leave, but nothing that an operator uses, until there is room."""
         if self.resident + more <= self.limit:
             return
-        for key, page in list(self._pages.items()):
-            if page.away or key in used:
+        for key in list(self._pages):  # of keys alone: pairs may set off a garbage collection, which frees pages
+            page = self._pages.get(key)
+            if page is None or page.away or key in used:
                 continue
             storage = page.storage()
             if storage is None:
