@@ -22,7 +22,7 @@ from mucudnn.lazily import attributes
 from mucudnn.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from distconv.interface import (
+    from distconv.model.interface import (
         UnsupportedOperation,
         distributed_script,
         gather,
@@ -58,6 +58,6 @@ if is_run():
 settle()  # before torch is imported, since a rank may start itself anew; nothing happens outside `distconv run`
 
 _OF_TURNS = {"in_turn"}
-_PLACES = {"distconv.interface": set(__all__) - _OF_TURNS - {"__version__"}, "distconv.turns.turning": _OF_TURNS}
+_PLACES = {"distconv.model.interface": set(__all__) - _OF_TURNS - {"__version__"}, "distconv.turns.turning": _OF_TURNS}
 
 __getattr__ = attributes(__name__, _PLACES, check)

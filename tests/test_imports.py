@@ -78,15 +78,17 @@ def test_no_module_and_no_room_imports_itself_in_a_circle() -> None:
     assert rooms.circle(rooms.rooms(modules)) == []
 
 
-MOST_ROOMS_OF_DISTCONV, MOST_ARROWS_OF_DISTCONV = 20, 90
-"""The most rooms of distconv, and the most imports from one of them to another."""
+MOST_ROOMS_OF_DISTCONV, MOST_FLOORS_OF_DISTCONV, MOST_ARROWS_OF_DISTCONV = 20, 9, 90
+"""The most rooms of distconv, the most floors on which they stand, and the most imports from one of them to another."""
 
 
-def test_distconv_has_few_rooms_and_few_arrows_between_them() -> None:
+def test_distconv_has_few_rooms_on_few_floors_and_few_arrows_between_them() -> None:
     every = rooms.rooms(rooms.imports())
     of_distconv = {room for room in every if rooms.package_of(room) == "distconv"}
-    assert len(of_distconv) <= MOST_ROOMS_OF_DISTCONV
-    assert sum(len(every[room] & of_distconv) for room in of_distconv) <= MOST_ARROWS_OF_DISTCONV
+    between = {room: every[room] & of_distconv for room in of_distconv}
+    assert len(between) <= MOST_ROOMS_OF_DISTCONV
+    assert max(rooms.floors(between).values()) < MOST_FLOORS_OF_DISTCONV
+    assert sum(map(len, between.values())) <= MOST_ARROWS_OF_DISTCONV
 
 
 def test_families_of_rules_do_not_import_each_other_in_a_circle() -> None:

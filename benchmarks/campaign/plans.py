@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import distconv.interface
+import distconv.model.interface
 from benchmarks.campaign.networks import AXES, Case
 from benchmarks.campaign.training import train
 from benchmarks.campaign.trial import Answer

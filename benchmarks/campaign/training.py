@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import distconv.interface  # at once: ranks are forked from here
+import distconv.model.interface  # at once: ranks are forked from here
 from benchmarks.campaign.layers import Shape
 from benchmarks.campaign.networks import Case, loss_of, network
 from benchmarks.campaign.rounding import Results

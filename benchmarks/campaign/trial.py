@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import distconv.interface  # at once: ranks are forked from here
+import distconv.model.interface  # at once: ranks are forked from here
 import mucudnn.patching
 from benchmarks.campaign.networks import Case, draw
 from benchmarks.campaign.rounding import Results, differences, error_of, fingerprints

@@ -15,10 +15,10 @@ from distconv import settings
 from distconv.commands.parts import parts_of_job, run_in_turn
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, part, start
 from distconv.job.supervisor import supervise_rank
+from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.model.strategy import Strategy, as_toml, read
 from distconv.place import Place, find_place
 from distconv.settings.channels import check_algorithm
-from distconv.settings.choosing import NothingChosen, Question, ask, environment_of_settings
 from distconv.settings.partition import AXES, Partition
 from mucudnn.substitution import environment
 

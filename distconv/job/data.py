@@ -19,9 +19,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from distconv.job.random_state import as_text, from_text, set_generators, state_of_generators
 from distconv.job.samples import Samples
+from distconv.model.choosing import ranks_here
 from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
-from distconv.settings.choosing import ranks_here
 from distconv.settings.partition import shards_data
 from mucudnn.substitution import substituted
 

@@ -17,7 +17,7 @@ from typing import TextIO
 
 import torch.distributed as dist
 
-from distconv.job import files
+from distconv import files
 from distconv.job.launcher import BadInput
 from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.output import Prefixed

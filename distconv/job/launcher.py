@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distconv import private_names, settings
-from distconv.job.files.private import FOLDER_VARIABLE, job_folder
+from distconv.files.private import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.supervisor import Watcher, accompany, part_into_ranks, supervise_launcher
 from distconv.model.strategy import Strategy
@@ -157,7 +157,7 @@ def import_for_ranks() -> None:
     """
     with uncollected():
         private_names.check()
-        for name in ("torch._dynamo", "distconv.interface", "distconv.job.script"):
+        for name in ("torch._dynamo", "distconv.model.interface", "distconv.job.script"):
             importlib.import_module(name)
     gc.freeze()  # a rank then need not look through what it shares, which would copy it, and take a second at its end
 

@@ -26,10 +26,10 @@ from distconv.job.summary import local_gain, summed_up
 from distconv.job.supervisor import Watcher
 from distconv.job.surroundings import surroundings
 from distconv.job.trace import traced
+from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
 from distconv.model.parallelize import distributed_script
 from distconv.model.strategy import Strategy
 from distconv.place import Place
-from distconv.settings.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
 from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distconv.job.files.private import FOLDER_VARIABLE, files_of_rank, make_folder
+from distconv.files.private import FOLDER_VARIABLE, files_of_rank, make_folder
 from distconv.job.one_process import one_process
 from distconv.job.random_state import (
     KEY_BYTES,

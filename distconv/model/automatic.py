@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv.model.strategy import Strategy
-from distconv.settings.choosing import (
+from distconv.model.choosing import (
     NothingChosen,
     Question,
     ask,
@@ -25,6 +24,7 @@ from distconv.settings.choosing import (
     ranks_here,
     told_to_all,
 )
+from distconv.model.strategy import Strategy
 from distconv.tensors.mesh import MeshToChoose, make_mesh
 from distconv.tensors.mesh_options import channel_algorithms
 

@@ -24,11 +24,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.agreement.ledger import ledger, note_state
-from distconv.direct.activation import Activation
-from distconv.direct.paths import is_open
 from distconv.model import compiled
 from distconv.model.assignment import Assignment
 from distconv.model.containers import Containers
+from distconv.model.direct.activation import Activation
+from distconv.model.direct.paths import is_open
 from distconv.model.halos import halos
 from distconv.model.idle import tell_idle
 from distconv.model.images import refuse_images

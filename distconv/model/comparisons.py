@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distconv.direct.paths import is_open
+from distconv.model.direct.paths import is_open
 from distconv.model.running import inside
 from distconv.tensors.deferred import begins, deferred
 

@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import compare_if_due
-from distconv.direct.activation import activation
-from distconv.direct.shares import counted_part
-from distconv.direct.shares import use as use_parameter
-from distconv.direct.where import where
+from distconv.model.direct.activation import activation
+from distconv.model.direct.shares import counted_part
+from distconv.model.direct.shares import use as use_parameter
+from distconv.model.direct.where import where
 from distconv.model.homes import Home, buckets, held, home
 from distconv.rules.operands.own_parts import Added, wrapped
 from distconv.tensors.dtensors import wrap

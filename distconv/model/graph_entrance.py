@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.direct.shares import as_sharded
+from distconv.model.direct.shares import as_sharded
 from distconv.model.gradients import Bucket, distributed, finish, new_bucket_plans
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.all_reduce import AllReduce

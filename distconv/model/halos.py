@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from distconv import settings
-from distconv.direct.activation import Activation
-from distconv.direct.chains.call import Choice, chained
-from distconv.direct.chains.choice import Prices
+from distconv.model.direct.activation import Activation
+from distconv.model.direct.chains.call import Choice, chained
+from distconv.model.direct.chains.choice import Prices
 from mucudnn.recent import Recent
 
 PRICES = {"cpu": Prices(exchange=3e-4, brought=1e-9, operation=5e-11, written=2e-10)}

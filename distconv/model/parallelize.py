@@ -17,15 +17,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distconv import settings
 from distconv.agreement.ledger import before_step, finish, ledger, note_state, settle
-from distconv.direct import discover
-from distconv.direct.activation import open_functions
-from distconv.direct.checkpoints import open_checkpoints
 from distconv.model import automatic
 from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.comparisons import open_comparisons
 from distconv.model.compiled import original
+from distconv.model.direct import discover
+from distconv.model.direct.activation import open_functions
+from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.parameters import shard_parameters
 from distconv.model.replacement import open_replacement

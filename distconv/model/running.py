@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from distconv.direct.activation import from_dtensor
 from distconv.model.assignment import Assignment
+from distconv.model.direct.activation import from_dtensor
 from distconv.model.gradients import uses
 from distconv.model.meeting import Meeting
 from distconv.rules.normalization.running import waiting

@@ -1,8 +1,8 @@
 """Chooses, once, the partition of every layer of a model for a number of ranks on this machine.
 
-`distconv.settings.choosing` starts this as a separate process, and reads what it has written:
+`distconv.model.choosing` starts this as a separate process, and reads what it has written:
 
-    python -m distconv.settings.choosing QUESTION ANSWER.json
+    python -m distconv.model.choosing QUESTION ANSWER.json
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 
 from distconv import settings
 from distconv.model.automatic import read as read_model
+from distconv.model.choosing import NothingChosen, Question, one_line
 from distconv.performance.calibration import as_toml
 from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Planner
@@ -33,7 +34,6 @@ from distconv.performance.machine import HERE, Machine, MachineError, here, read
 from distconv.performance.recording import record_step
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay
-from distconv.settings.choosing import NothingChosen, Question, one_line
 from distconv.settings.partition import Partition
 from mucudnn import program
 from mucudnn.timing import progress

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv import settings
-from distconv.direct.chains.choice import Prices
+from distconv.model.direct.chains.choice import Prices
 from distconv.model.halos import prices_of
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.turns.choosing import Choice, choose

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from distconv.direct.border import fitting
-from distconv.direct.where import where
 from distconv.model.containers import Containers
+from distconv.model.direct.border import fitting
+from distconv.model.direct.where import where
 from distconv.model.images import refuse_images
 from distconv.model.shard_gather import to_shards
 from distconv.tensors.dtensors import wrap

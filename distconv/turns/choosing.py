@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from distconv.direct.chains.choice import Prices
+from distconv.model.direct.chains.choice import Prices
 from distconv.settings.partition import Partition
 from distconv.turns.following import Followed
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from distconv.agreement.ledger import finish
-from distconv.direct.paths import is_open
 from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
+from distconv.model.direct.paths import is_open
 from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition

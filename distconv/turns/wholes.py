@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from distconv.direct.activation import Activation
+from distconv.model.direct.activation import Activation
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.tensors.memory_format import memory_format
 from distconv.transfer.redistribution import relaid

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ranks import missing_for_mpi
 from torch.utils.data import DataLoader, TensorDataset
 
-from distconv.interface import _take_gpu
 from distconv.job import data
 from distconv.job.data import loading
 from distconv.job.to_device import ToDevice
 from distconv.model import parallelize
+from distconv.model.interface import _take_gpu
 
 
 def test_what_ranks_import_before_they_are_forked_asks_for_no_gpu() -> None:

@@ -18,7 +18,9 @@ from distconv.transfer.group import joint_group
 from distconv.transfer.partial_sums import added
 
 PARAMETER_USES = {"_UseBackward", "_HandOverBackward"}
-"""The autograd nodes of distconv.direct.shares and distconv.model.graph_entrance that take a parameter's gradient."""
+"""The autograd nodes of `shares` (in distconv.model.direct) and `graph_entrance` (in distconv.model) that take a
+parameter's gradient.
+"""
 
 
 VIEWS = {

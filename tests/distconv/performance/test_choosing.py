@@ -20,13 +20,13 @@ from torch import nn
 
 import distconv
 from distconv.model.automatic import write
+from distconv.model.choosing import Question
 from distconv.performance.automatic import Choice, choose, main
 from distconv.performance.calibration import as_toml
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta
-from distconv.settings.choosing import Question
 from tests.forked_python import run_python
 
 

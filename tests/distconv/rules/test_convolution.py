@@ -117,7 +117,7 @@ def test_convolutions_equal_one_process(
 
 def wrong_in_turn(partition: str, cases: dict[str, Case], tolerance: float) -> tuple[Any, int]:
     """As ``wrong``, edges apart wherever that is possible, and how many convolutions that was."""
-    from distconv.direct.where import where
+    from distconv.model.direct.where import where
     from distconv.rules.convolution import edges, overlap, plan
 
     def forget() -> None:

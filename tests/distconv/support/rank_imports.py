@@ -9,7 +9,7 @@ import contextlib
 import gc
 import importlib
 
-IMPORTED = ("torch._dynamo", "torch.distributed.tensor", "distconv.interface", "hypothesis", "pytest")
+IMPORTED = ("torch._dynamo", "torch.distributed.tensor", "distconv.model.interface", "hypothesis", "pytest")
 
 gc.disable()
 for name in IMPORTED:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import distconv
 from distconv import settings
 from distconv.__main__ import main
-from distconv.direct.chains.choice import Prices
+from distconv.model.direct.chains.choice import Prices
 from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns import automatic, turning

@@ -1,0 +1,152 @@
+"""Libraries that open files without Python's file functions: from their import on they are given this rank's path."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from distconv.files.functions import Files
+from mucudnn.substitution import substituted
+
+Translate = Callable[[str, str], str]
+"""From a path and a mode ("r", "r+", "a", "w") to the path that a library may open."""
+
+LIBRARIES: dict[str, tuple[tuple[str, int, str | None, str], ...]] = {
+    "torch": (
+        ("save", 1, "f", "w"),
+        ("load", 0, "f", "r"),
+        ("from_file", 0, "filename", "r+"),
+        ("UntypedStorage.from_file", 0, "filename", "r+"),
+    ),
+    "torch.jit": (
+        # torch.jit.save calls these methods.
+        ("ScriptModule.save", 1, "f", "w"),
+        ("RecursiveScriptModule.save", 1, "f", "w"),
+        ("ScriptFunction.save", 1, "filename", "w"),
+        ("load", 0, "f", "r"),
+    ),
+    "torch.export.pt2_archive._package": (
+        ("PT2ArchiveWriter.__init__", 1, "archive_path_or_buffer", "w"),
+        ("PT2ArchiveReader.__init__", 1, "archive_path_or_buffer", "r"),
+    ),
+    "torch.package.package_exporter": (("PackageExporter.__init__", 1, "f", "w"),),
+    "torch.package.package_importer": (("PackageImporter.__init__", 1, "file_or_buffer", "r"),),
+    "sqlite3": (("connect", 0, "database", "a"),),
+    "h5py": (("File.__init__", 1, "name", "mode"),),
+    "safetensors": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "safetensors.torch": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "safetensors.numpy": (("serialize_file", 1, "filename", "w"), ("safe_open", 0, "filename", "r")),
+    "pyarrow": (("memory_map", 0, "path", "mode"),),
+    "cv2": (("imwrite", 0, "filename", "w"), ("imread", 0, "filename", "r")),
+}
+"""By module: a function, the place and the name of its path, and how it opens it ("mode": as its argument says)."""
+
+
+def translator(files: Files) -> Translate:
+    """The path that a library may open, as this rank's `files` have it; what is not there is left as it is."""
+
+    def translate(path: str, mode: str) -> str:
+        name = files.names.name(path)
+        if mode == "r":
+            try:
+                return files.read(name, str)
+            except OSError:
+                return path
+        return files.for_writing(name, exclusive=mode == "x", content=mode not in ("w", "x"))
+
+    return translate
+
+
+@contextlib.contextmanager
+def translated(translate: Translate) -> Iterator[None]:
+    """A context in which the functions of LIBRARIES open this rank's paths, in all modules imported before or later."""
+    with contextlib.ExitStack() as undo:
+
+        def take(module: ModuleType) -> None:
+            for function, position, name, mode in LIBRARIES[module.__name__]:
+                _replace(module, function, position, name, mode, translate, undo)
+
+        for module in [sys.modules[name] for name in LIBRARIES if name in sys.modules]:
+            take(module)
+        finder = _Finder(take)
+        sys.meta_path.insert(0, finder)
+        undo.callback(sys.meta_path.remove, finder)
+        yield
+
+
+def _replace(
+    module: ModuleType,
+    function: str,
+    position: int,
+    name: str | None,
+    mode: str,
+    translate: Translate,
+    undo: contextlib.ExitStack,
+) -> None:
+    *around, last = function.split(".")
+    owner: Any = module
+    for part in around:
+        owner = getattr(owner, part, None)
+    real = getattr(owner, last, None)
+    if real is None:
+        return
+
+    @functools.wraps(real)
+    def call(*args: Any, **named: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("mucudnn."):
+            return real(*args, **named)  # the database of times, which ranks share
+        path = args[position] if len(args) > position else named.get(name or "")
+        if isinstance(path, str | bytes | os.PathLike):
+            text = os.fsdecode(path)
+            if not text.startswith(("file:", ":memory:")) and text:
+                asked = mode
+                if mode == "mode":
+                    asked = str(named.get("mode", args[position + 1] if len(args) > position + 1 else "r"))
+                own = translate(text, "x" if asked == "w-" else asked)
+                if len(args) > position:
+                    args = (*args[:position], own, *args[position + 1 :])
+                else:
+                    named[name or ""] = own
+        return real(*args, **named)
+
+    attribute = staticmethod(call) if isinstance(owner, type) and position == 0 else call
+    undo.enter_context(substituted(owner, **{last: attribute}))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Calls `take` with each module of LIBRARIES when it has been imported."""
+
+    def __init__(self, take: Callable[[ModuleType], None]) -> None:
+        self._take = take
+        self._finding: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in LIBRARIES or name in self._finding:
+            return None
+        self._finding.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._finding.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._take(module)
+
+        loader.exec_module = exec_module
+        return spec

@@ -1,0 +1,148 @@
+"""Sets up the private files of a script when it starts on a rank, and removes them at its end."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import posix
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from distconv.files.first_rank import FirstRank
+from distconv.files.functions import Files, Functions
+from distconv.files.layer import Layer
+from distconv.files.libraries import translated, translator
+from distconv.files.own_layer import OwnLayer
+from distconv.files.view import View
+from mucudnn.substitution import environment, substituted
+
+APART = ("/dev/", "/proc/", "/sys/")
+FOLDER_VARIABLE = "DISTCONV_FILES"
+"""Where `distconv run` tells the ranks that it starts of the job's folder, which it removes when they have ended."""
+
+
+def make_folder() -> str:
+    """A new folder for a job, among the temporary files; folders that jobs of this machine have left are removed."""
+    begin = f"distconv-{socket.gethostname()}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):
+        process = left.name[len(begin) :].partition("-")[0]
+        if process.isdigit() and not _runs(int(process)):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-")
+
+
+def remove_folders_of(process: int) -> None:
+    """Removes what a process on this machine has made with `make_folder`; it has ended."""
+    for left in Path(tempfile.gettempdir()).glob(f"distconv-{socket.gethostname()}-{process}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[str]:
+    """A job's folder, removed at the end, whatever has become of the ranks."""
+    folder = make_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def files_of_rank(folder: str, rank: int) -> Iterator[None]:
+    """A context in which the first rank's script writes real files, and every other rank's into a layer of its own.
+
+    `folder` is the job's; ranks on a machine that cannot see it have one to themselves, and then they see what their
+    own disks hold. A rank's layer is removed at the end, the job's folder by the last rank that leaves it.
+    """
+    if not os.path.isdir(folder):
+        folder = make_folder()
+    here = Path(folder, "ranks", str(rank))
+    here.mkdir(parents=True)
+    apart = (*APART, f"{folder}/")
+    before, shared = Layer(f"{folder}/before"), Layer(f"{folder}/shared")
+    try:
+        with contextlib.ExitStack() as around:
+            if rank == 0:
+                files: Files = FirstRank(before, apart)
+            else:
+                own = Layer(str(here / "layer"))
+                files = OwnLayer(View(own, before, shared, apart))
+                around.enter_context(_temporary_files(here / "tmp"))
+            around.enter_context(_replaced(Functions(files, shared)))
+            around.enter_context(translated(translator(files)))
+            yield
+    finally:
+        if posix.getcwd().startswith(str(here)):
+            posix.chdir("/")
+        shutil.rmtree(here, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            here.parent.rmdir()  # fails while another rank is there
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _temporary_files(folder: Path) -> Iterator[None]:
+    folder.mkdir()
+    with substituted(tempfile, tempdir=str(folder)), environment(TMPDIR=str(folder)):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(functions: Functions) -> Iterator[None]:
+    """Puts the replacements where the real functions are: in `os` and `builtins`, and in modules that took them."""
+    new = {id(getattr(os, name)): function for name, function in functions.table().items()}
+    new[id(builtins.open)] = functions.open_file
+    with contextlib.ExitStack() as undo:
+        for module in _programs():
+            undo.enter_context(substituted(module, **_taken(module, new)))
+        for owner in _classes():
+            undo.enter_context(substituted(owner, **_taken(owner, new)))
+        for known in [value for value in vars(os).values() if isinstance(value, set)]:
+            known.update([new[id(function)] for function in known if id(function) in new])
+            undo.callback(known.difference_update, new.values())
+        # By paths, as a folder may be two on the disk.
+        undo.enter_context(substituted(shutil, _use_fd_functions=False))
+        yield
+
+
+def _taken(owner: Any, new: dict[int, Any]) -> dict[str, Any]:
+    """The attributes of a module or class that are functions with a replacement, by the number that `id` gives."""
+    found = {}
+    for name, value in list(vars(owner).items()):
+        function = new.get(id(value.__func__ if type(value) is staticmethod else value))
+        if function is not None:
+            found[name] = staticmethod(function) if isinstance(owner, type) else function
+    return found
+
+
+def _classes() -> list[type]:
+    """The standard library's classes that keep functions of `os`, as glob's do in Python 3.13."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] in ("glob", "pathlib")]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+
+
+def _programs() -> list[Any]:
+    """The modules that are to see the replacements."""
+    ours = __package__ + "."
+    kept = ("posix", "_io", "importlib._bootstrap", "importlib._bootstrap_external")
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if hasattr(module, "__dict__") and name not in kept and not name.startswith(ours)
+    ]

@@ -1,0 +1,156 @@
+"""Asks a separate process for the partition of every layer, for a script or for a model that a program has made.
+
+That process measures kernels and imagines jobs of many ranks, so it must not belong to a job itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from distconv import private_names, settings
+from distconv.place import without_place
+
+CHOOSES = "distconv.performance.automatic"
+"""The code that the process runs, after the check that torch has the private names that it needs."""
+
+
+class NothingChosen(ValueError):
+    """Why there is no choice: one line."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error, with its type."""
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+@dataclass(frozen=True)
+class Question:
+    """For what a partition is to be chosen.
+
+    Attributes:
+        kind: "script", "module" or "model".
+        name: the script's path, the module's name, or the file in which a model lies.
+        ranks: of the job.
+        local_ranks: those on this machine.
+        threads: of a rank.
+        arguments: of the script.
+        batch_norm: as of `parallelize`.
+        may_be_one: whether the answer may be one process; not where there are ranks already.
+    """
+
+    kind: str
+    name: str
+    ranks: int
+    local_ranks: int
+    threads: int
+    arguments: tuple[str, ...] = ()
+    batch_norm: str = "global"
+    may_be_one: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The chosen partition of every layer.
+
+    Attributes:
+        strategy: {pattern of layer names: partition}; the last pattern is ``*``.
+        told: the choice in one line for people.
+    """
+
+    strategy: Mapping[str, str]
+    told: str
+
+
+def ask(question: Question, **environment: str) -> Answer:
+    """The answer, for which this process waits.
+
+    Args:
+        environment: what that process has in its own beside this one's.
+
+    Raises:
+        NothingChosen: with the reason.
+    """
+    surrounding = without_place(os.environ)
+    surrounding.pop(settings.SETTINGS["partition"].variable, None)
+    with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
+        path = os.path.join(folder, "answer.json")
+        done = subprocess.run(
+            [sys.executable, "-m", "distconv.model.choosing", json.dumps(asdict(question)), path],
+            env={**surrounding, "OMP_NUM_THREADS": str(question.threads), **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        if done.returncode:
+            raise NothingChosen(f"the process that chooses a partition ended with exit code {done.returncode}")
+        with open(path) as file:
+            answer = json.load(file)
+    if "refusal" in answer:
+        raise NothingChosen(answer["refusal"])
+    return Answer(**answer)
+
+
+def environment_of_settings(channel_algorithm: str | None = None) -> dict[str, str]:
+    """What that process is to know of this job's settings; an argument of a call wins over them."""
+    given = {"channel_algorithm": channel_algorithm, "backend": None}
+    values = {name: settings.value(name, argument) for name, argument in given.items()}
+    return {settings.SETTINGS[name].variable: value for name, value in values.items() if value is not None}
+
+
+def told_to_all(asking: Callable[[], Answer]) -> Answer:
+    """The first rank's answer, on every rank of the job; all call it together.
+
+    Raises:
+        NothingChosen: on every rank.
+    """
+    import torch.distributed as dist
+
+    told: list[Answer | NothingChosen | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told[0] = asking()
+        except Exception as error:
+            told[0] = error if isinstance(error, NothingChosen) else NothingChosen(one_line(error))
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(told, 0)
+    answer = told[0]
+    if not isinstance(answer, Answer):
+        raise answer or NothingChosen("the first rank has told nothing")
+    return answer
+
+
+def ranks_here(group: Any = None) -> int:
+    """How many ranks of a group, by default of the job, run on its first rank's machine; each of them must call it."""
+    import platform
+
+    import torch.distributed as dist
+
+    nodes: list[str] = [""] * dist.get_world_size(group)
+    if len(nodes) == 1:
+        return 1
+    dist.all_gather_object(nodes, platform.node(), group=group)
+    return nodes.count(nodes[0])
+
+
+def main(question: str, output: str) -> int:
+    """The process that chooses: it writes an answer, or why there is none, to the file `output`."""
+    try:
+        private_names.check()
+    except private_names.MissingName as error:
+        Path(output).write_text(json.dumps({"refusal": str(error)}))
+        return 0
+    code: int = importlib.import_module(CHOOSES).main(question, output)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

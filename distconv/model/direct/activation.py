@@ -1,0 +1,253 @@
+"""Activation: a DTensor to whoever inspects it, a plain tensor of this rank to autograd.
+
+The ``root`` of an activation is an ordinary tensor in autograd's graph. Functions with a direct path (see
+`distconv.model.direct.paths`) compute with the roots. Every other function is given a DTensor that autograd derives
+from the root. Its results are activations again, whose roots autograd derives from DTensors when they are needed. If a
+DTensor exists and is changed in place, or a view of it is, its value counts: the root is derived anew.
+
+A gradient of a root is laid out as the activation is: shards separate, replicas equal. The gradient of a parameter's
+root is a share instead: the shares of all ranks that hold the parameter add up to the gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.model.direct.border import FromRoot, ToRoot, apply
+from distconv.model.direct.chains.held import Held
+from distconv.model.direct.paths import paths, running
+from distconv.model.direct.where import Where, where
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.mesh import is_ours
+
+
+class Activation(DTensor):
+    """See the module. Made by `activation`, `from_dtensor` and `of_parameter`."""
+
+    root: Tensor | None
+    dtensor: DTensor | None
+    version: int
+    """Of the DTensor, when the root was last the same."""
+    _place: Where
+    born_as_root: bool
+    """Whether autograd derives the DTensor from the root, and not the root from the DTensor."""
+    share: Callable[[Tensor], DTensor] | None
+    """Of a parameter: makes its DTensor from the root."""
+    wide: Tensor | None = None
+    """Within a chain: more than the root, as ``held`` says of every rank; see `distconv.model.direct.chains`."""
+    held: Held | None = None
+    wide_version: int = 0
+    """Of the DTensor, if there is one, when ``wide`` was last the same."""
+    cut_out: bool = False
+    """Whether the root is a part of what is held; else, what is held was made from the root."""
+    read_wide: bool = False
+    """Whether something was made from more than the root."""
+    link: tuple[Any, int] | None = None
+    """The chain, and the number of its link, that have made it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        path = paths.get(func)
+        if path is not None and not running.closed:
+            result = path(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in kwargs.items()})
+        return result if running.closed else activations(result)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Only where torch's functions are passed over, and with them autograd's record of this rank's tensors."""
+        values = (*args, *(kwargs or {}).values())
+        if torch.is_grad_enabled() and any(needs_gradient(value) for value in values):
+            raise RuntimeError(
+                f"{func}: reached an activation beneath autograd; accepted: functions of torch, and of torch.nn"
+            )
+        return func(*as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in (kwargs or {}).items()})
+
+    @property
+    def place(self) -> Where:
+        """Where it lies; in-place operators such as unsqueeze_ change it."""
+        found = self.dtensor
+        if found is not None and found._spec is not self._spec:
+            spec = self._spec = found._spec
+            self._place, self.version = where(spec.mesh, tuple(spec.placements), spec.shape), -1
+        return self._place
+
+    @property
+    def placements(self) -> Any:
+        return self.place.placements
+
+    @property
+    def device_mesh(self) -> Any:
+        return self.place.mesh
+
+    def to_local(self, **options: Any) -> Tensor:
+        return self.as_dtensor().to_local(**options)
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        return self.as_dtensor().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        return self.as_dtensor().redistribute(*args, **options)
+
+    def as_dtensor(self) -> DTensor:
+        """The DTensor that stands for it from now on."""
+        found = self.dtensor
+        if found is None:
+            root = self.root
+            assert root is not None
+            if self.share is not None:
+                with torch.set_grad_enabled(root.requires_grad):
+                    found = self.share(root)
+            elif root.requires_grad:
+                with torch.enable_grad():
+                    found = apply(FromRoot, root, self.place)
+            else:
+                found = wrap(root, self.place.mesh, self.place.placements, self.place.shape)
+                self.root = found._local_tensor  # a copy, where the root had gaps
+            self.dtensor, self.version, self._spec = found, _version(found), found._spec
+            self.wide_version = self.version
+            if found.is_inference():  # which has no version to tell whether it has changed
+                self.forget_wide()
+        return found
+
+    def widest(self) -> Tensor:
+        """What this rank holds within a chain: the root, or more."""
+        if self.wide is not None and running.chain is not None:
+            if self.dtensor is None or self.wide_version == _version(self.dtensor):
+                return self.wide
+            self.forget_wide()
+        return self.local()
+
+    def local(self) -> Tensor:
+        """The root, derived anew where the DTensor has changed."""
+        found = self.dtensor
+        if found is None:
+            assert self.root is not None
+            return self.root
+        version = _version(found)
+        if self.root is not None and version == self.version:
+            return self.root
+        if not found.requires_grad:
+            return found._local_tensor
+        with torch.enable_grad():
+            root: Tensor = apply(ToRoot, found)
+        self.root, self.version, self.born_as_root = root, version, False
+        return root
+
+    def keep_wide(self, wide: Tensor, held: Held) -> None:
+        """What this rank holds from now on; not of a DTensor that could change without a sign."""
+        found = self.dtensor
+        if found is None or not found.is_inference():
+            self.wide, self.held, self.wide_version = wide, held, 0 if found is None else found._version
+
+    def forget_wide(self) -> None:
+        """From now on this rank holds the root alone."""
+        self.wide = self.held = None
+
+    @property
+    def changed(self) -> bool:
+        """Of a parameter: whether its DTensor has been changed in place, and the root is not what it was."""
+        return self.dtensor is not None and self.version != _version(self.dtensor)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the root alone is what counts, so that it may be changed in place."""
+        return self.dtensor is None and self.share is None
+
+
+@functools.cache
+def open_functions() -> None:
+    """Makes a script's own autograd functions receive DTensors in place of activations, from now on."""
+    method = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or from torch 2.14 on of C++
+
+    def stock(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, cls)(*args, **kwargs)
+
+    @functools.wraps(torch.autograd.Function.apply)
+    def given(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = any(holds_activation(arg) for arg in args) or any(map(holds_activation, kwargs.values()))
+        running.closed += 1
+        try:
+            if not found:
+                return stock(cls, *args, **kwargs)
+            result = stock(cls, *as_dtensors(args), **{name: _as_dtensor(arg) for name, arg in kwargs.items()})
+        finally:
+            running.closed -= 1
+        return result if running.closed else activations(result)
+
+    torch.autograd.Function.apply = classmethod(given)  # type: ignore[assignment, method-assign]
+
+
+def holds_activation(value: Any) -> bool:
+    """Whether it is one, or a list with one among its items."""
+    return type(value) is Activation or (isinstance(value, list | tuple) and any(map(holds_activation, value)))
+
+
+def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
+    """That of a root. ``share``: see `Activation`."""
+    made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
+    made._place, made.root, made.dtensor, made.share, made.born_as_root = place, root, None, share, True
+    return made
+
+
+def from_dtensor(dtensor: DTensor) -> Activation:
+    """That of a DTensor on one of our meshes."""
+    spec = dtensor._spec
+    made: Any = DTensor.__new__(Activation, dtensor._local_tensor, spec, requires_grad=False)
+    made._place = where(spec.mesh, tuple(spec.placements), spec.shape)
+    made.root, made.dtensor, made.share, made.version, made.born_as_root = None, dtensor, None, -1, False
+    return made
+
+
+def activations(result: Any) -> Any:
+    """The results of a function of DTensors, with an activation in place of each DTensor."""
+    kind = type(result)
+    if kind is DTensor:
+        return from_dtensor(result) if is_ours(result.device_mesh) else result
+    if kind is tuple or kind is list or hasattr(kind, "n_sequence_fields"):
+        return kind([activations(item) for item in result])
+    return result
+
+
+def as_dtensors(args: Sequence[Any]) -> list[Any]:
+    """The arguments of a function, with the DTensor of each activation, in lists too."""
+    return [_as_dtensor(arg) for arg in args]
+
+
+def _as_dtensor(arg: Any) -> Any:
+    if type(arg) is Activation:
+        return arg.as_dtensor()
+    if isinstance(arg, list | tuple) and any(isinstance(item, Activation | list | tuple | dict) for item in arg):
+        values = [_as_dtensor(item) for item in arg]
+        return type(arg)(*values) if hasattr(arg, "_fields") else type(arg)(values)
+    if type(arg) is dict:
+        return {name: _as_dtensor(item) for name, item in arg.items()}
+    return arg
+
+
+def needs_gradient(value: Any) -> bool:
+    """Whether autograd records what is computed from an activation."""
+    if type(value) is Activation:
+        return (value.dtensor if value.root is None else value.root).requires_grad  # type: ignore[union-attr]
+    return isinstance(value, list | tuple) and any(needs_gradient(item) for item in value)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def is_parameter(value: Any) -> bool:
+    """Whether it is a parameter's activation, whose root is what a direct path may compute with."""
+    return type(value) is Activation and value.share is not None and not value.changed

@@ -1,0 +1,89 @@
+"""Batch normalization: a function of distconv in training, torch's own in evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import Placement
+
+from distconv.model.direct.activation import Activation, activation, is_parameter
+from distconv.model.direct.paths import path
+from distconv.model.direct.positionwise import computed
+from distconv.model.direct.where import Where
+from distconv.rules.normalization.batch import BatchPlan, batch_normalized, batch_plan
+from distconv.rules.normalization.running import can_wait
+from distconv.rules.normalization.shares import vector_layout
+from distconv.tensors.mesh_options import batch_norm_statistics
+
+
+@path(F.batch_norm)
+def batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
+    if type(input) is not Activation or input.share is not None or torch._C._is_any_autocast_enabled():
+        return NotImplemented
+    if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
+        return NotImplemented
+    if running_mean is None:
+        if running_var is not None:
+            return NotImplemented
+        kept = None
+    else:
+        kept = running_mean, running_var
+        if not can_wait(kept):
+            return NotImplemented
+    place = input.place
+    own = batch_norm_statistics.get(place.mesh) == "local"
+    key = "batch_norm", own, None if weight is None else weight._place, None if bias is None else bias._place
+    plan = place.plans.get(key, False)
+    if plan is False:
+        plan = place.plans[key] = _plan(place, own, weight, bias)
+    if plan is None or not (kept is None or _fit(kept, place.shape[1])):
+        return NotImplemented
+    operands = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
+    if not training:
+        if plan.axes or kept is None or not place.is_filled:
+            return NotImplemented
+        if place.is_thin and operands[0].requires_grad and operands[0].dim() > 2:
+            return NotImplemented  # torch's backward may mix elements up, see `alike`
+        rest = *kept, *operands[1:], False, momentum, eps
+        return computed(lambda own: F.batch_norm(own, *rest), (input,), place)
+    if plan.over.total <= 1:
+        return NotImplemented  # one element a channel is refused there
+    return activation(batch_normalized(*operands, kept or (None, None), momentum, eps, plan), place)
+
+
+def _fit(kept: tuple[Any, Any], channels: int) -> bool:
+    """Whether running statistics are plain, and one number per channel."""
+    mean, variance = kept
+    return type(mean) is Tensor and type(variance) is Tensor and mean.shape == variance.shape == (channels,)
+
+
+def _plan(place: Where, own: bool, *vectors: Any) -> BatchPlan | None:
+    """None unless the parameters have a number for each of this rank's channels, and nobody else counts the same."""
+    if not place.is_spread or len(place.shape) < 2:
+        return None
+    wanted = _shards(place, vector_layout(place.placements))
+    for vector in vectors:
+        if vector is None:
+            continue
+        lies = vector._place
+        if lies.mesh != place.mesh or lies.shape != place.shape[1:2] or _shards(place, lies.placements) != wanted:
+            return None
+    return batch_plan(place.mesh, place.placements, tuple(place.shape), own)
+
+
+def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:
+    """Along the axes of more than one rank."""
+    return [placement for axis, placement in enumerate(placements) if place.mesh.size(axis) > 1]

@@ -1,0 +1,66 @@
+"""The border between this rank's plain tensors and DTensors: autograd derives each from the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.model.direct.where import Where, where
+from distconv.rules.operands.own_parts import apply as apply
+from distconv.rules.whole.copies import watch_changes
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import undoes_shard
+from distconv.transfer.local_part import local_as
+from distconv.transfer.redistribution import moved, relaid
+
+
+def fitting(grad: Tensor, place: Where) -> DTensor:
+    """A gradient in the layout of its tensor. Differentiable; collective if it has to be moved."""
+    if isinstance(grad, DTensor) and tuple(grad.placements) == place.placements:
+        return grad
+    if torch.is_grad_enabled() and isinstance(grad, DTensor):
+        return relaid(grad, place.mesh, place.placements)
+    return wrap(own_part(grad, place), place.mesh, place.placements, place.shape)
+
+
+def own_part(grad: Tensor, place: Where) -> Tensor:
+    """This rank's part of a gradient of what lies at a place; it may be a view. Collective where it must be moved."""
+    if isinstance(grad, DTensor) and undoes_shard(place.mesh, grad.placements, place.placements):
+        return moved(grad, place.mesh, place.placements)._local_tensor
+    return local_as(grad, place.mesh, place.placements)
+
+
+class FromRoot(torch.autograd.Function):
+    """The DTensor of what this rank has."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, place: Where) -> DTensor:
+        ctx.where = place
+        watch_changes()
+        return wrap(root.detach(), place.mesh, place.placements, place.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled():
+            return apply(ToRoot, fitting(grad, ctx.where)), None
+        return own_part(grad, ctx.where), None
+
+
+class ToRoot(torch.autograd.Function):
+    """This rank's part of a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor) -> Tensor:
+        spec = dtensor._spec
+        ctx.where = where(spec.mesh, tuple(spec.placements), spec.shape)
+        return dtensor._local_tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        place = ctx.where
+        if torch.is_grad_enabled():
+            return apply(FromRoot, grad, place)
+        return wrap(grad, place.mesh, place.placements, place.shape)

@@ -1,0 +1,189 @@
+"""Convolutions: torch's own where a rank needs nothing from others, else a function that exchanges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.border import apply
+from distconv.model.direct.chains.call import elements, spans_of
+from distconv.model.direct.chains.convolution import chained
+from distconv.model.direct.paths import path, running
+from distconv.model.direct.where import Where
+from distconv.rules.convolution import Convolution
+from distconv.rules.convolution.kernels import differs
+from distconv.rules.convolution.plan import ConvolutionPlan, Side, make_convolution_plan
+from distconv.rules.operands.channel_split import channel_layout, parameter_layout
+from distconv.tensors.layouts import local_shape
+from distconv.tensors.mesh_options import channel_algorithm
+from distconv.transfer.needs import OWN
+from mucudnn.convolution.geometry import Window
+from mucudnn.runtime.shim import marks_local_work
+
+
+class _Call(NamedTuple):
+    """The decisions of a convolution for given shapes."""
+
+    plan: ConvolutionPlan
+    alone: bool
+    """Whether this rank needs nothing of others, and torch's function does with its tensors."""
+    output: Where
+    arguments: tuple[Any, ...]
+    """Of `aten::convolution`, after the tensors."""
+    windows: tuple[Window, ...]
+    """By span of the input, where the layer may be one of a chain."""
+    operations: float
+    """For each position of the output, multiplications and additions of the rank with most elements."""
+
+
+def _call(
+    x: Where, weight: Where, bias: Where | None, dtypes: tuple[torch.dtype | None, ...], arguments: tuple[Any, ...]
+) -> _Call | None:
+    """None where the direct path cannot serve."""
+    mesh = x.mesh
+    if not x.is_spread or weight.mesh != mesh or channel_layout(mesh, x.placements) != x.placements:
+        return None
+    if parameter_layout(mesh, weight.placements, x.placements) != tuple(weight.placements):
+        return None
+    stride, padding, dilation, transposed, output_padding, groups = arguments
+    plan = make_convolution_plan(
+        *(mesh, x.placements, tuple(x.shape), tuple(weight.shape), weight.placements, channel_algorithm(mesh)),
+        *(dtypes, stride, padding, dilation, transposed, output_padding, groups),
+    )
+    parts = plan.split
+    if not _same(weight, parts.weight) or not (bias is None or _same(bias, parts.vector)):
+        return None
+    apart = not plan.sides or (
+        not transposed and all(_is_apart(side, x, weight.shape, arguments) for side in plan.sides)
+    )
+    as_asked = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
+    alone = parts.is_whole and apart and as_asked and x.is_filled and 0 not in plan.out_local
+    own, block = (local_shape(mesh, lies.placements, lies.shape) for lies in (x, weight))
+    alone = alone and not differs(plan.onednn, own, block, arguments)
+    # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
+    alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
+    output = x.of_shape(plan.out_shape)
+    may_chain = plan.sides and not transposed and parts.is_whole and len(parts.block.runs) == 1
+    spans = spans_of(x) if may_chain and spans_of(output) else ()
+    windows = tuple(
+        Window(weight.shape[span.dim], *(values[span.dim - 2] for values in (stride, padding, dilation)))
+        for span in spans
+    )
+    operations = 2.0 * elements(output) * math.prod(weight.shape[1:])
+    return _Call(plan, alone, output, arguments, windows, operations)
+
+
+def _is_apart(side: Side, x: Where, weight: Sequence[int], arguments: tuple[Any, ...]) -> bool:
+    """Whether along a sharded dim every rank's outputs are what its own inputs give, from the first one on."""
+    stride, padding, dilation = (values[side.dim - 2] for values in arguments[:3])
+    pieces, reach = side.inputs.plan.segments, dilation * (weight[side.dim] - 1) + 1
+    extent = local_shape(x.mesh, x.placements, x.shape)[side.dim]
+    return (
+        not padding
+        and side.inputs.plan.silent
+        and len(pieces) == 1
+        and (pieces[0].block, pieces[0].start, pieces[0].step) == (OWN, 0, 1)
+        and (extent - reach) // stride + 1 == side.own
+    )
+
+
+def _same(held: Where, wanted: Sequence[Any]) -> bool:
+    """Whether a parameter lies on this rank as a layer wants it."""
+    pairs = zip(held.placements, wanted, strict=True)
+    return all(found == other or held.mesh.size(axis) == 1 for axis, (found, other) in enumerate(pairs))
+
+
+def _convolution(function: Any, dims: int, transposed: bool) -> None:
+    def numbers(value: Any) -> tuple[int, ...]:
+        return (value,) * dims if isinstance(value, int) else tuple(value)
+
+    def key_of(value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else value
+
+    def local(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, out: Any, groups: int, dilation: Any) -> Any:
+        if (
+            type(x) is not Activation
+            or type(weight) is not Activation
+            or not (bias is None or type(bias) is Activation)
+        ):
+            return NotImplemented
+        if x.share is not None or weight.share is None or (bias is not None and bias.share is None):
+            return NotImplemented
+        if (
+            isinstance(padding, str)
+            or len(x.place.shape) != dims + 2
+            or weight.changed
+            or (bias is not None and bias.changed)
+        ):
+            return NotImplemented
+        own, own_weight, own_bias = x.local(), weight.local(), None if bias is None else bias.local()
+        dtypes = own.dtype, own_weight.dtype, None if own_bias is None else own_bias.dtype
+        places = weight._place, None if bias is None else bias._place
+        sizes = key_of(stride), key_of(padding), key_of(out), key_of(dilation)
+        key = (function, places, dtypes, sizes, groups)
+        plans = x._place.plans
+        call = plans.get(key, False)
+        if call is False:
+            arguments = numbers(stride), numbers(padding), numbers(dilation), transposed, numbers(out), groups
+            call = plans[key] = _call(x._place, *places, dtypes, arguments)
+        if call is None:
+            return NotImplemented
+        converts = torch._C._is_any_autocast_enabled()
+        if not call.alone and converts:
+            return NotImplemented
+
+        def result() -> Tensor:
+            if not call.alone:
+                return apply(Convolution, own, own_weight, own_bias, call.plan)
+            last = (out, groups, dilation) if transposed else (dilation, groups)
+            return function(own, own_weight, own_bias, stride, padding, *last)
+
+        if running.chain is None or not call.windows or converts:
+            return activation(result(), call.output)
+        return chained(running.chain, call, x, own_weight, own_bias, result)
+
+    if transposed:
+
+        @path(function)
+        def transposed_path(
+            input: Any,
+            weight: Any,
+            bias: Any = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            output_padding: Any = 0,
+            groups: int = 1,
+            dilation: Any = 1,
+        ) -> Any:
+            return local(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+    else:
+
+        @path(function)
+        def ordinary_path(
+            input: Any,
+            weight: Any,
+            bias: Any = None,
+            stride: Any = 1,
+            padding: Any = 0,
+            dilation: Any = 1,
+            groups: int = 1,
+        ) -> Any:
+            return local(input, weight, bias, stride, padding, 0, groups, dilation)
+
+
+for _dims, _functions in enumerate(
+    (
+        (torch.conv1d, torch.conv_transpose1d),
+        (torch.conv2d, torch.conv_transpose2d),
+        (torch.conv3d, torch.conv_transpose3d),
+    ),
+    start=1,
+):
+    _convolution(_functions[0], _dims, False)
+    _convolution(_functions[1], _dims, True)

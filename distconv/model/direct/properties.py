@@ -1,0 +1,148 @@
+"""The properties of an activation, and the hooks on its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.border import fitting
+from distconv.model.direct.paths import path, running
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.refusal import UnsupportedOperation
+
+
+def _property(name: str) -> Any:
+    return getattr(Tensor, name).__get__
+
+
+@path(_property("shape"))
+def shape(x: Activation, *_: Any) -> torch.Size:
+    """Of the whole tensor."""
+    return x.place.shape
+
+
+@path(Tensor.size)
+def size(x: Activation, dim: int | None = None) -> Any:
+    """The same, or that of one dim."""
+    return x.place.shape if dim is None else x.place.shape[dim]
+
+
+@path(Tensor.dim, Tensor.ndimension, _property("ndim"))
+def dims(x: Activation, *_: Any) -> int:
+    """How many dims it has."""
+    return len(x.place.shape)
+
+
+@path(Tensor.numel, torch.numel)
+def elements(x: Activation) -> int:
+    """How many elements the whole tensor has."""
+    return x.place.shape.numel()
+
+
+def _same(get: Callable[..., Any]) -> None:
+    @path(get)
+    def of_any(x: Activation, *args: Any) -> Any:
+        return get(x.root if x.dtensor is None else x.dtensor, *args)
+
+
+for _name in ("dtype", "device", "requires_grad", "is_cuda", "layout"):
+    _same(_property(_name))
+for _method in (Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex):
+    _same(_method)
+
+
+@path(Tensor.contiguous)
+def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> Any:
+    """Itself where it is contiguous."""
+    if not x.is_fresh or not x.place.is_plain:
+        return NotImplemented
+    root = x.widest()
+    if running.chain is None:
+        return x if root.is_contiguous(memory_format=memory_format) else NotImplemented
+    # In a chain all ranks decide alike, and some hold parts with gaps, of which a DTensor is made without.
+    if x.place.is_thin or root.dim() < 3:
+        return NotImplemented
+    is_last = root.shape[1] > 1 and root.stride(1) == 1
+    return x if is_last == (memory_format is not torch.contiguous_format) else NotImplemented
+
+
+@path(Tensor.register_hook)
+def register_hook(x: Activation, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook is given the gradient as a DTensor."""
+    root = _watched(x)
+    if root is None:
+        return NotImplemented
+    place = x.place
+
+    def of_root(grad: Tensor) -> Tensor | None:
+        changed = hook(wrap(grad, place.mesh, place.placements, place.shape))
+        return None if changed is None else fitting(changed, place)._local_tensor
+
+    return root.register_hook(of_root)
+
+
+@path(Tensor.retain_grad)
+def retain_grad(x: Activation) -> Any:
+    """Its gradient will be kept."""
+    root = _watched(x)
+    return NotImplemented if root is None else root.retain_grad()
+
+
+@path(_property("grad"))
+def grad(x: Activation, *_: Any) -> Any:
+    """The gradient that was kept."""
+    root = _watched(x)
+    if root is None or root.grad is None:
+        return NotImplemented
+    place = x.place
+    return wrap(root.grad, place.mesh, place.placements, place.shape)
+
+
+@path(torch.autograd.grad)
+def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
+    """With respect to the roots, of which all uses of the activations are made."""
+    asked: list[Any] = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    roots = [_watched(x) if type(x) is Activation else None for x in asked]
+    wanted = [
+        root if root is not None else x.as_dtensor() if type(x) is Activation else x
+        for x, root in zip(asked, roots, strict=True)
+    ]
+    outputs, grad_outputs = (
+        _dtensor(each) if isinstance(each, Tensor) or each is None else [_dtensor(one) for one in each]
+        for each in (outputs, grad_outputs)
+    )
+    found = torch.autograd.grad(outputs, wanted, grad_outputs, **options)
+    return tuple(
+        value if value is None or root is None else _whole(value, x)
+        for value, root, x in zip(found, roots, asked, strict=True)
+    )
+
+
+def _whole(grad: Tensor, x: Activation) -> DTensor:
+    return activation(grad, x.place).as_dtensor()
+
+
+def _dtensor(x: Any) -> Any:
+    return x.as_dtensor() if type(x) is Activation else x
+
+
+def _watched(x: Activation) -> Tensor | None:
+    """The root, where all uses of the activation are made of it."""
+    found = x.dtensor
+    if running.chain is not None:
+        running.chain.watch(x)
+    if x.cut_out and x.wide is not None:
+        if x.read_wide:
+            raise UnsupportedOperation(
+                "the gradient of a tensor of which a chain has read more than a rank owns; accepted: in a model's first"
+                " call, before the tensor is read, or without halo=chain"
+            )
+        x.forget_wide()
+    if x.share is not None or x.root is None or not x.place.is_plain:
+        return None
+    return x.root if found is None or (x.born_as_root and x.version == found._version) else None
