@@ -95,14 +95,8 @@ class Watched(Store):
     before = 0
 
 
-class Counted(supply.Task):
-    """Exchanges that began while a step computes."""
-
-    count = 0
-
-    def __init__(self, function: Any) -> None:
-        Counted.count += 1
-        super().__init__(function)
+BEGUN: list[Any] = []
+"""Exchanges that began while a step computes."""
 
 
 def locals_of(batch: dict[str, Any]) -> list[torch.Tensor]:
@@ -123,13 +117,14 @@ def read(
         return part
 
     Watched.made.clear()
-    Counted.count = 0
+    BEGUN.clear()
+    begin = supply.begun
     torch.manual_seed(3)
     epochs, bytes_read = [], []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Source, "read", counted)
         patch.setattr(supply, "Store", Watched)
-        patch.setattr(supply, "Task", Counted)
+        patch.setattr(supply, "begun", lambda function: BEGUN.append(function) or begin(function))
         with loading(make_mesh(Partition.parse(partition)), shard=True, store=option):
             loader = DataLoader(
                 kind(folder), 3, shuffle=True, num_workers=workers, multiprocessing_context=start,
@@ -154,7 +149,7 @@ def compare(
             for one, other in zip(batch, others, strict=True):
                 torch.testing.assert_close(one, other, rtol=0, atol=0)
     assert not torch.equal(found[0][0][0], found[1][0][0])
-    return bytes_read, store.bytes, store.bytes_read, store.brought_bytes, Counted.count
+    return bytes_read, store.bytes, store.bytes_read, store.brought_bytes, len(BEGUN)
 
 
 @pytest.mark.gloo
