@@ -87,7 +87,7 @@ def measured(work: str, share: float) -> Record:
         if isinstance(whole, int):
             raise SystemExit(f"fits.py: {work} ended with exit code {whole}, with all memory of this machine")
         limit = int(share * whole["peak"])
-        parts = ("--parts", CASES[work][1], "--memory", str(int(LIMIT * whole["memory"])), "--save", files[1])
+        parts = ("--parts", CASES[work].parts, "--memory", str(int(LIMIT * whole["memory"])), "--save", files[1])
         with group(limit) as within:
             alone = called(work, within=within)
             turns = called(work, *parts, within=within)
@@ -97,7 +97,7 @@ def measured(work: str, share: float) -> Record:
     return {
         "work": work,
         "size": WORKS[work],
-        "parts": CASES[work][1],
+        "parts": CASES[work].parts,
         "whole": whole,
         "limit": limit,
         "alone": alone,

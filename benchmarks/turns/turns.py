@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -35,21 +35,45 @@ RESULT = "turns-cpu"
 SHARE = 0.1
 """The limit of the parts, of the memory of one process."""
 
-CASES: dict[str, tuple[int, str]] = {
-    "AutoencoderKL": (192, "height=8"),
-    "AutoencoderKL-wide": (48, "height=8"),
-    "AutoencoderKLWan": (48, "height=8"),
-    "AutoencoderKLHunyuanVideo": (48, "height=8"),
-    "AutoencoderKLCogVideoX": (24, "height=8"),
-    "AutoencoderKLLTXVideo": (24, "height=8"),
-    "UNet3d": (128, "depth=8"),
+
+class Case(NamedTuple):
+    """A call: the work, size, dtype and parts that `call.py` takes, and the share of one process's memory."""
+
+    work: str
+    size: int
+    dtype: str = "float32"
+    parts: str = "height=8"
+    share: float = SHARE
+
+    @property
+    def name(self) -> str:
+        """As `--only` knows it."""
+        return self.work if self.dtype == "float32" else f"{self.work}-{self.dtype}"
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("AutoencoderKL", 192),
+        Case("AutoencoderKL-wide", 80),
+        Case("AutoencoderKLWan", 48),
+        Case("AutoencoderKLHunyuanVideo", 48),
+        Case("AutoencoderKLCogVideoX", 24),
+        Case("AutoencoderKLLTXVideo", 24),
+        Case("UNet3d", 128, parts="depth=8"),
+        Case("AutoencoderKL", 64, "float64", share=0.08),
+        Case("AutoencoderKLWan", 48, "float64", share=0.08),
+        Case("AutoencoderKLHunyuanVideo", 16, "float64", share=0.08),
+        Case("AutoencoderKLCogVideoX", 16, "float64", share=0.08),
+        Case("AutoencoderKLLTXVideo", 16, "float64", share=0.08),
+    )
 }
-"""{work: (size, parts)}, as `call.py` takes them."""
 
 ABOUT = f"""\
 Decoders of diffusers (of full depth and small width; the wide one has its usual width) and a training step of a 3-D
-U-Net, with random weights, in float32: `python benchmarks/turns/turns.py`. Each was computed in one process, in eight
-parts in turn, and in eight parts in turn within a limit of {SHARE:.0%} of the memory that one process needed.
+U-Net, with random weights: `python benchmarks/turns/turns.py`. Each was computed in one process, in eight parts in
+turn, and in eight parts in turn within a limit of {SHARE:.0%} of the memory that one process needed, in float64 of
+8 %. The calls in float64 are the largest of `benchmarks/distributed/decoders.py`.
 
 * **memory**: the weights, and by how much the resident memory of the process grew at most during two calls, with all
   that libraries take. **part** is relative to one process.
@@ -83,24 +107,24 @@ def call(work: str, size: int, *more: str) -> Record:
     return found
 
 
-def measured(work: str, rounds: int) -> Record:
+def measured(case: Case, rounds: int) -> Record:
     """One call in all ways."""
-    size, parts = CASES[work]
+    work, size, dtype, parts, share = case
     found: dict[str, list[Record]] = {"alone": [], "turns": [], "limited": []}
     with tempfile.TemporaryDirectory() as folder:
         files = {way: Path(folder, way) for way in found}
         limit = 0
         for _ in range(rounds):
             for way, calls in found.items():
-                options = {
+                options: tuple[str, ...] = {
                     "alone": (),
                     "turns": ("--parts", parts),
                     "limited": ("--parts", parts, "--memory", str(limit)),
                 }[way]
-                calls.append(call(work, size, "--save", str(files[way]), *options))
-                limit = limit or int(SHARE * needed(calls[0]))
+                calls.append(call(work, size, "--dtype", dtype, "--save", str(files[way]), *options))
+                limit = limit or int(share * needed(calls[0]))
         numbers = {way: torch.load(file, weights_only=True) for way, file in files.items()}
-    record: Record = {"work": work, "size": size, "parts": parts, "limit": limit}
+    record: Record = {"work": case.name, "size": size, "parts": parts, "limit": limit}
     for way, calls in found.items():
         record[way] = {
             "memory": median(map(needed, calls)),
@@ -154,7 +178,7 @@ def main() -> None:
     file = options.results / f"{RESULT}.json"
     kept: dict[str, Record] = {r["work"]: r for r in json.loads(file.read_text())} if file.exists() else {}
     for work in tqdm([work for work in options.only if options.again or work not in kept], unit="call"):
-        kept[work] = measured(work, options.rounds)
+        kept[work] = measured(CASES[work], options.rounds)
         file.parent.mkdir(exist_ok=True)
         file.write_text(json.dumps([kept[name] for name in CASES if name in kept], indent=1) + "\n")
     records = [kept[name] for name in CASES if name in kept]
