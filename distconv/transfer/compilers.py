@@ -39,6 +39,7 @@ def watch() -> None:
             _as_often_everywhere()
             _unread_too()
             _saved_behind_changed()
+            _beneath_autograd()
         if "torch._inductor.compile_fx" in sys.modules:  # which imports the above
             _read_after_waits()
             # Nothing is left to mend, and a compiled model may take DTensors apart at each step.
@@ -138,6 +139,14 @@ def _unread_too() -> None:
     partitioners.force_save_collectives = read_before
     if is_not_collective is not None:  # else nothing that is waited for is taken out
         partitioners.is_not_collective = lambda node: side(node) is not None or is_not_collective(node)
+
+
+@functools.cache
+def _beneath_autograd() -> None:
+    """Graphs of a model are called beneath autograd."""
+    from distconv.transfer import graph_calls  # which imports torch's compilers
+
+    graph_calls.watch()
 
 
 @functools.cache

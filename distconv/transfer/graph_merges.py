@@ -57,6 +57,11 @@ def merging(mesh: DeviceMesh, meet: Callable[[], None]) -> Iterator[None]:
         _thread.ranks = outer
 
 
+def is_merging() -> bool:
+    """Whether a graph that is made now is that of such a model."""
+    return _thread.ranks is not None
+
+
 def merge_all(graph: fx.Graph) -> None:
     """Merges what can be merged. Collective over the mesh where the graph has several collectives.
 

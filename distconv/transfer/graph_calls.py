@@ -1,0 +1,61 @@
+"""Calls of a model's compiled graphs: beneath autograd, which has nothing to do in them.
+
+Autograd knows the backward of a collective by functions in Python, which each call of one goes through, and each wait
+for one, even where no gradients are recorded. Within a compiled graph none ever are: forward and backward are a graph
+each. So it is left out for the whole graph at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import aot_autograd
+
+from distconv.transfer.graph_merges import is_merging
+
+KNOWN = ("_c10d_functional", "aten", "distconv", "prims")
+"""Whose operators do not use autograd to compute a result; those of a program may."""
+
+
+def watch() -> None:
+    """Has what torch's compilers make of a distributed model's graphs called like this."""
+    module: Any = aot_autograd
+    stock = module.aot_stage2_compile
+
+    def compiled(state: Any, capture: Any, partition: Any, *compilers: Any) -> Any:
+        if is_merging():
+            compilers = tuple(compiler and beneath_autograd(compiler) for compiler in compilers)
+        return stock(state, capture, partition, *compilers)
+
+    module.aot_stage2_compile = compiled
+
+
+def beneath_autograd(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler whose graphs are called beneath autograd."""
+
+    def compile(graph: fx.GraphModule, inputs: Any) -> Any:
+        is_known = _is_known(graph)
+        call = compiler(graph, inputs)
+        if not is_known:
+            return call
+
+        @functools.wraps(call, assigned=())  # which tells torch how it is given its arguments
+        def called(*args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return call(*args)
+
+        return torch.compiler.disable(called, reason="what is compiled is not traced")
+
+    return compile
+
+
+def _is_known(graph: fx.GraphModule) -> bool:
+    """Whether a graph has collectives, and no operator of which it is unknown whether it needs autograd."""
+    targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    spaces = {getattr(target, "namespace", None) for target in targets if target is not operator.getitem}
+    return "_c10d_functional" in spaces and spaces <= {*KNOWN}
