@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.turns import turns
 
 
-def test_a_training_step_is_measured_in_all_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(turns.CASES, "UNet3d", (16, "depth=2"))
-    record = turns.measured("UNet3d", rounds=1)
+def test_a_training_step_is_measured_in_all_ways() -> None:
+    record = turns.measured(turns.Case("UNet3d", 16, parts="depth=2"), rounds=1)
     for way in ("alone", "turns", "limited"):
         assert record[way]["memory"] > 0 and record[way]["seconds"] > 0
     assert record["alone"]["error"] == 0 < record["limited"]["error"] < 1e-3
