@@ -14,7 +14,7 @@ from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 KEPT = 8
 """Beside what is used, the heap may keep freed pages of one part in so many of that."""
 
-EXCESS, LEAST = 6, 1 << 24
+EXCESS, LEAST = 3, 1 << 24
 """Within a limit, freed pages of one part in so many of it may stay, or of so many bytes where that is more."""
 
 LOOKS = 16
@@ -87,7 +87,7 @@ class Excess:
     """Watches, while operators of parts run within a limit, how much larger the process is than what the parts hold.
 
     An operator's scratch, and a tensor that was freed for a limit's sake, leave free pages behind in the heap. They are
-    given back where the process would otherwise be larger than by the limit and a sixth of it.
+    given back where the process would otherwise be larger than by the limit and a third of it.
     """
 
     def __init__(self) -> None:
