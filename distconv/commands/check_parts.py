@@ -64,7 +64,8 @@ def in_turn(
                 parts = followed(partition)
             else:
                 assert memory is not None
-                choice = choose(alone, followed, extents_of(given), memory, chain_prices("cpu"))
+                device = "cuda" if torch.cuda.is_available() else "cpu"  # where a script most likely computes
+                choice = choose(alone, followed, extents_of(given), memory, chain_prices(device))
                 partition, parts, chained = choice.partition, choice.taken, choice.chained
                 beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
     except UnsupportedOperation as error:

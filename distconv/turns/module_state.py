@@ -23,7 +23,10 @@ many anew would set off Python's search for cycles among all objects of the proc
 
 def _without_hooks(taken: list[Hooks]) -> Hooks:
     """A dict without hooks, which is noted as taken."""
-    taken.append(_spare.pop() if _spare else OrderedDict())
+    try:
+        taken.append(_spare.pop())
+    except IndexError:  # also where another thread has taken the last one
+        taken.append(OrderedDict())
     return taken[-1]
 
 
