@@ -58,6 +58,7 @@ NAMES = (
     Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
     Name("torch._foreach_lerp_", "running statistics, all at once"),
     Name("torch._foreach_mul", "running statistics, all at once"),
+    Name("torch._dispatch.python.no_python_dispatcher", "ranks that make a graph may call collectives"),
     Name("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "no rank gets another one's graph"),
     Name(
         "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",

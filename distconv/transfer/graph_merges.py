@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._dispatch.python import no_python_dispatcher
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -73,7 +74,10 @@ def merge_all(graph: fx.Graph) -> None:
         return
     mesh, meet = _thread.ranks
     behind = _behind(graph, starts)
-    with _disable_current_modes():
+    # Torch's Python dispatcher, which is on here, holds the interpreter's lock while it calls an operator, and within a
+    # collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
+    # other order: each would wait for the other for ever.
+    with _disable_current_modes(), no_python_dispatcher():
         if mesh.size() > 1:
             meet()
         sizes, behind = _of_any_rank([_size(node) for node in starts], behind, mesh)

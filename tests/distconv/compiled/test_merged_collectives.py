@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from compiling import fresh, made, steps, worst
 from ranks import Ranks
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -74,6 +76,26 @@ def trained(partition: str, kind: type[nn.Module], most: int) -> tuple[dict[str,
     finally:
         graph_merges.MOST = before
     return errors, found[:2]
+
+
+def dispatched() -> list[bool]:
+    """For every allreduce of ranks that make a graph, whether torch's Python dispatcher calls it."""
+    found: list[bool] = []
+    sent = dist.all_reduce
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        found.append(torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PythonDispatcher))
+        return sent(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_reduce", told)
+        trained("channel=2", Blocks, graph_merges.MOST)
+    return found
+
+
+def test_no_collective_runs_under_the_lock_of_the_interpreter(ranks: Callable[[int], Ranks]) -> None:
+    for found in ranks(2).run(dispatched):
+        assert found and not any(found)
 
 
 @pytest.mark.parametrize(
