@@ -51,6 +51,7 @@ NAMES = (
     Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
     Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
     Name("torch._decomp.decomposition_table", "what an operator is made of"),
+    Name("torch._dispatch.python.no_python_dispatcher", "ranks that make a graph may call collectives"),
     Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),
     Name("torch._dynamo.exc.FailOnRecompileLimitHit", "a model that cannot be compiled runs without"),
     Name("torch._dynamo.exc.TorchDynamoException", "a model that cannot be compiled runs without"),
@@ -58,7 +59,6 @@ NAMES = (
     Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
     Name("torch._foreach_lerp_", "running statistics, all at once"),
     Name("torch._foreach_mul", "running statistics, all at once"),
-    Name("torch._dispatch.python.no_python_dispatcher", "ranks that make a graph may call collectives"),
     Name("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "no rank gets another one's graph"),
     Name(
         "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",
