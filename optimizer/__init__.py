@@ -4,7 +4,7 @@ if __name__ != "mucudnn.optimizer":
     # With a checkout on the path this folder is found under its bare name, which belongs to the user's programs.
     raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
 
-from mucudnn.optimizer.assign import assign, cost_of, longest_path_first
+from mucudnn.optimizer.assign import assign, cost_of
 from mucudnn.optimizer.assign_reusing import Reusing, assign_reusing
 from mucudnn.optimizer.assign_within import DoesNotFit, Within, assign_within
 from mucudnn.optimizer.costs import Costs, Forecast
@@ -46,7 +46,6 @@ __all__ = [
     "desirable_divisions",
     "desirable_set",
     "divide_workspace",
-    "longest_path_first",
     "micro_batch_sizes",
     "share",
 ]

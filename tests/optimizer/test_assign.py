@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mucudnn.optimizer import DoesNotFit, assign, assign_programme, assign_within, elimination, longest_path_first
+from mucudnn.optimizer import DoesNotFit, assign, assign_programme, assign_within, elimination
 from mucudnn.optimizer.assign import cost_of, graph_of
+from tests.optimizer.longest_path import longest_path_first
 
 Costs = dict[str, list[float]]
 Moves = dict[tuple[str, str], list[list[float]]]
