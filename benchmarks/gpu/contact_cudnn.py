@@ -21,12 +21,12 @@ from benchmarks.gpu.contact import (
     planner_on,
     precise,
 )
+from benchmarks.layers.elsewhere import H200, card_of, properties_of
 from mucudnn.convolution.problem import Dim, Direction
 from mucudnn.optimizer import Option
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.backend import Behavior
 from mucudnn.providers.cudnn.card import Card
-from mucudnn.providers.cudnn.device import H200, Device
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Engine, Graph
 from mucudnn.providers.cudnn.legacy import Legacy
@@ -44,7 +44,7 @@ def properties(device: torch.device) -> Answer:
     needs_gpu(device)
     with _card(device).planning() as here:
         assert here.handle is not None
-        found = Device.described(_card(device).library, here.handle)
+        found = properties_of(_card(device).library, here.handle)
     name = found.get("deviceName") or torch.cuda.get_device_name(device)
     if "H200" not in str(name):
         return Answer("another card", f"{name}: {found}")
@@ -60,7 +60,7 @@ def engines(device: torch.device) -> Answer:
     card, differences, counts = _card(device), [], []
     with card.planning() as here:
         assert here.handle is not None
-        away = Device.known(card.library, Device.described(card.library, here.handle))
+        away = card_of(card.library, properties_of(card.library, here.handle))
         for precision in ("float32", "float16"):
             for direction in Direction:
                 put = form(alexnet_conv2(device, direction, precision))

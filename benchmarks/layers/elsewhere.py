@@ -1,13 +1,20 @@
-"""Loads libcudnn from the wheels, to plan without a GPU: finalizing a plan takes five libraries and no device."""
+"""What plans for a GPU that is not there need: libcudnn from the wheels, and the properties of the GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import json
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
+from ctypes import c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from mucudnn.providers.cudnn.backend import Descriptor, Kind, Name, Type
+from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.library import SONAME, Library, Unavailable
 
 _DRIVER_CALLS = (
@@ -23,12 +30,74 @@ _DRIVER_CALLS = (
 _NO_DEVICE = 100
 """CUDA_ERROR_NO_DEVICE."""
 
+H200: dict[str, Any] = {
+    "cudaDeviceId": 0,
+    "deviceName": "NVIDIA H200",
+    "deviceVer": 900,
+    "driverVer": 13000,
+    "isTccDriver": 0,
+    "l2CacheSize": 62914560,
+    "maxBlockSize": [1024, 1024, 64],
+    "maxCtasPerSM": 32,
+    "maxGridSize": [2147483647, 65535, 65535],
+    "maxRegistersPerSM": 65536,
+    "maxSharedMemoryPerBlock": 49152,
+    "maxSharedMemoryPerBlockOptin": 232448,
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerSM": 2048,
+    "memClockRateKHz": 3201000,
+    "memoryBusWidth": 6144,
+    "multiProcessorCount": 132,
+    "oversizedSharedMemoryPerBlock": 0,
+    "pciDeviceId": 0x2335,
+    "regsPerBlock": 65536,
+    "reservedSharedMemoryPerBlock": 1024,
+    "smClockRateKHz": 1980000,
+    "supportCoopLaunch": 1,
+    "totalGlobalMem": 150754820096,
+    "warpSize": 32,
+}
+"""An H200's properties from its data sheet and from what CUDA reports of it; not read from a card through cuDNN."""
+
+
+def card_of(library: Library, properties: Mapping[str, Any]) -> Device:
+    """A card by its properties, cuDNN's own names for those of cudaDeviceProp."""
+    descriptor = Descriptor(library, Kind.DEVICEPROP)
+    descriptor.set_text(Name.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
+    return Device(properties=descriptor.finalize())
+
+
+def properties_of(library: Library, handle: c_void_p) -> dict[str, Any]:
+    """The properties of a handle's card, as `card_of` takes them.
+
+    Raises:
+        CudnnError: where cuDNN does not tell them.
+    """
+    descriptor = Descriptor(library, Kind.DEVICEPROP).set(Name.DEVICEPROP_HANDLE, Type.HANDLE, handle.value)
+    found: dict[str, Any] = json.loads(descriptor.finalize().text(Name.DEVICEPROP_JSON_REPRESENTATION))
+    return found
+
+
+def opened(path: str, needs: Sequence[str] = ()) -> Library:
+    """A libcudnn by its path, after the libraries that it needs.
+
+    Raises:
+        Unavailable: where it cannot be loaded.
+    """
+    try:
+        for needed in needs:
+            ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
+        return Library(ctypes.CDLL(path), path)
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be loaded: {error}") from error
+
 
 @cache
 def wheel_library(folder: Path) -> Library:
     """The libcudnn of the wheels nvidia-cudnn, nvidia-cublas and nvidia-cuda-nvrtc.
 
-    A libcuda that refuses everything is compiled into the folder.
+    To finalize a plan takes these libraries and no device. A libcuda that refuses everything is compiled into the
+    folder.
 
     Raises:
         Unavailable: where a wheel or the C compiler is missing.
@@ -44,7 +113,7 @@ def wheel_library(folder: Path) -> Library:
         if not found:
             raise Unavailable(f"{name} is not installed: pip install 'mucudnn-distconv[cudnn-test]' brings it")
         needs.append(found[-1])
-    return Library.opened(str(needs[-1]), [str(path) for path in needs[:-1]])
+    return opened(str(needs[-1]), [str(path) for path in needs[:-1]])
 
 
 def _stub(folder: Path) -> Path:

@@ -26,12 +26,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.layers.elsewhere import wheel_library
+from benchmarks.layers.elsewhere import H200, card_of, wheel_library
 from benchmarks.layers.layer import Layer, convolutions
 from benchmarks.networks import NETWORKS
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.providers.cudnn.backend import Behavior, Note
-from mucudnn.providers.cudnn.device import H200, Device
+from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Graph
 from mucudnn.providers.cudnn.library import CudnnError, Library, Unavailable, spelled
@@ -47,7 +47,7 @@ class NoCard:
     """Makes plans for a GPU that is not there; nothing runs."""
 
     def __init__(self, library: Library) -> None:
-        self.library, self.device = library, Device.known(library, H200)
+        self.library, self.device = library, card_of(library, H200)
 
     def planning(self) -> AbstractContextManager[Device]:
         return nullcontext(self.device)

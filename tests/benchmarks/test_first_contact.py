@@ -17,9 +17,10 @@ from simulated_card import SimulatedCard
 
 from benchmarks.gpu import contact_cudnn, first_contact
 from benchmarks.gpu.first_contact import ORDER, Answers, ask
+from benchmarks.layers.elsewhere import H200
 from benchmarks.process import Failed
 from mucudnn.planning.planner import Planner
-from mucudnn.providers.cudnn.device import H200, Device
+from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.settings import MEMORY, Settings
@@ -99,7 +100,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         yield Device(handle=c_void_p(32))
 
     monkeypatch.setattr(card, "planning", planning)
-    monkeypatch.setattr(Device, "described", lambda library, handle: {**H200, "driverVer": 13010})
+    monkeypatch.setattr(contact_cudnn, "properties_of", lambda library, handle: {**H200, "driverVer": 13010})
     return torch.device("cpu")
 
 

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from problems import problems
 
-from benchmarks.layers.elsewhere import wheel_library
+from benchmarks.layers.elsewhere import H200, card_of, opened, wheel_library
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
 from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode, Kind, Name, Note, Type
 from mucudnn.providers.cudnn.configuration import Configuration
-from mucudnn.providers.cudnn.device import H200, Device
+from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.providers.cudnn.form import form
 from mucudnn.providers.cudnn.graph import Graph
@@ -48,7 +48,7 @@ def cudnn(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="session")
 def h200(cudnn: Library) -> Device:
-    return Device.known(cudnn, H200)
+    return card_of(cudnn, H200)
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +120,7 @@ def test_versions_are_read_and_unknown_ones_refused(cudnn: Library, monkeypatch:
     assert library.spelled(92000) == "9.20.0"
     monkeypatch.setattr(library, "LEAST", 99900)
     with pytest.raises(Unavailable, match=r"9\.99\.0 and later"):
-        Library.opened(cudnn.path)
+        opened(cudnn.path)
 
 
 def test_without_a_gpu_no_handle_is_made(cudnn: Library) -> None:
@@ -140,14 +140,14 @@ def test_misuse_of_a_descriptor_is_told_in_cudnns_words(cudnn: Library) -> None:
 
 
 def test_a_device_tells_its_properties(cudnn: Library) -> None:
-    device = Device.known(cudnn, H200)
+    device = card_of(cudnn, H200)
     assert device.properties is not None
     assert json.loads(device.properties.text(Name.DEVICEPROP_JSON_REPRESENTATION)) == H200
 
 
 def test_an_unknown_device_is_refused(cudnn: Library) -> None:
     with pytest.raises(CudnnError, match="finalize DEVICEPROP"):
-        Device.known(cudnn, {"deviceName": "abacus"})
+        card_of(cudnn, {"deviceName": "abacus"})
 
 
 @settings(max_examples=40)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -140,20 +139,6 @@ class Library:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{name} is no function of cuDNN that is used here")
-
-    @classmethod
-    def opened(cls, path: str, needs: Sequence[str] = ()) -> Self:
-        """A libcudnn by its path, after the libraries that it needs: for planning without a device.
-
-        Raises:
-            Unavailable: where it cannot be loaded.
-        """
-        try:
-            for needed in needs:
-                ctypes.CDLL(needed, mode=ctypes.RTLD_GLOBAL)
-            return cls(ctypes.CDLL(path), path)
-        except OSError as error:
-            raise Unavailable(f"{path} cannot be loaded: {error}") from error
 
     def check(self, status: int, what: str) -> None:
         """
