@@ -36,53 +36,13 @@ MOST_PACKS = 256
 """Variant packs that a plan keeps. Torch's allocator gives a training step the addresses of the step before."""
 
 
-@dataclass(frozen=True)
-class _Operation:
-    """The names of one direction's descriptor."""
-
-    kind: Kind
-    alpha: Name
-    beta: Name
-    convolution: Name
-    tensors: tuple[Name, Name, Name]
-
-
 _OPERATIONS = {
-    Role.Y: _Operation(
-        Kind.OPERATION_CONVOLUTION_FORWARD,
-        Name.OPERATION_CONVOLUTION_FORWARD_ALPHA,
-        Name.OPERATION_CONVOLUTION_FORWARD_BETA,
-        Name.OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
-        (
-            Name.OPERATION_CONVOLUTION_FORWARD_X,
-            Name.OPERATION_CONVOLUTION_FORWARD_W,
-            Name.OPERATION_CONVOLUTION_FORWARD_Y,
-        ),
-    ),
-    Role.X: _Operation(
-        Kind.OPERATION_CONVOLUTION_BACKWARD_DATA,
-        Name.OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
-        Name.OPERATION_CONVOLUTION_BWD_DATA_BETA,
-        Name.OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
-        (
-            Name.OPERATION_CONVOLUTION_BWD_DATA_DX,
-            Name.OPERATION_CONVOLUTION_BWD_DATA_W,
-            Name.OPERATION_CONVOLUTION_BWD_DATA_DY,
-        ),
-    ),
-    Role.W: _Operation(
-        Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER,
-        Name.OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
-        Name.OPERATION_CONVOLUTION_BWD_FILTER_BETA,
-        Name.OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
-        (
-            Name.OPERATION_CONVOLUTION_BWD_FILTER_X,
-            Name.OPERATION_CONVOLUTION_BWD_FILTER_DW,
-            Name.OPERATION_CONVOLUTION_BWD_FILTER_DY,
-        ),
-    ),
+    Role.Y: ("FORWARD", "FORWARD", ("X", "W", "Y")),
+    Role.X: ("BACKWARD_DATA", "BWD_DATA", ("DX", "W", "DY")),
+    Role.W: ("BACKWARD_FILTER", "BWD_FILTER", ("X", "DW", "DY")),
 }
-"""By what is computed. A transposed convolution is one of these with its ends exchanged."""
+"""By what is computed, cuDNN's words for it: in the kind of its descriptor, in the names of its attributes, and for x,
+w and y. A transposed convolution is one of these with its ends exchanged."""
 
 
 class Graph:
@@ -118,12 +78,13 @@ class Graph:
             .set(Name.CONVOLUTION_FILTER_STRIDES, Type.INT64, *form.stride)
             .finalize()
         )
-        names = _OPERATIONS[problem.target]
-        operation = Descriptor(library, names.kind)
-        operation.set(names.convolution, Type.BACKEND_DESCRIPTOR, convolution)
-        operation.set(names.alpha, scalar, 1.0)
-        operation.set(names.beta, scalar, 1.0 if accumulate else 0.0)
-        for name, uid, shape, strides in zip(names.tensors, UNIQUE_IDS, form.shapes, form.strides, strict=True):
+        kind, word, tensors = _OPERATIONS[problem.target]
+        name = {part: Name[f"OPERATION_CONVOLUTION_{word}_{part}"] for part in ("CONV_DESC", "ALPHA", "BETA", *tensors)}
+        operation = Descriptor(library, Kind[f"OPERATION_CONVOLUTION_{kind}"])
+        operation.set(name["CONV_DESC"], Type.BACKEND_DESCRIPTOR, convolution)
+        operation.set(name["ALPHA"], scalar, 1.0)
+        operation.set(name["BETA"], scalar, 1.0 if accumulate else 0.0)
+        for part, uid, shape, strides in zip(tensors, UNIQUE_IDS, form.shapes, form.strides, strict=True):
             tensor = (
                 Descriptor(library, Kind.TENSOR)
                 .set(Name.TENSOR_DATA_TYPE, Type.DATA_TYPE, DATA_TYPES[problem.dtype])
@@ -133,7 +94,7 @@ class Graph:
                 .set(Name.TENSOR_BYTE_ALIGNMENT, Type.INT64, problem.alignment)
                 .finalize()
             )
-            operation.set(name, Type.BACKEND_DESCRIPTOR, tensor)
+            operation.set(name[part], Type.BACKEND_DESCRIPTOR, tensor)
         operation.finalize()
         self._graph = Descriptor(library, Kind.OPERATIONGRAPH)
         self._graph.set(Name.OPERATIONGRAPH_OPS, Type.BACKEND_DESCRIPTOR, operation)
