@@ -146,20 +146,10 @@ DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
 """cudnnDataType_t by torch's names."""
 
 _C_TYPES: dict[Type, Any] = {
-    Type.HANDLE: c_void_p,
-    Type.DATA_TYPE: c_int,
-    Type.INT64: c_int64,
-    Type.FLOAT: c_float,
-    Type.DOUBLE: c_double,
-    Type.VOID_PTR: c_void_p,
-    Type.CONVOLUTION_MODE: c_int,
-    Type.HEUR_MODE: c_int,
-    Type.KNOB_TYPE: c_int,
-    Type.NUMERICAL_NOTE: c_int,
-    Type.BACKEND_DESCRIPTOR: c_void_p,
-    Type.BEHAVIOR_NOTE: c_int,
-    Type.CHAR: c_char,
+    **dict.fromkeys((Type.HANDLE, Type.VOID_PTR, Type.BACKEND_DESCRIPTOR), c_void_p),
+    **{Type.INT64: c_int64, Type.FLOAT: c_float, Type.DOUBLE: c_double, Type.CHAR: c_char},
 }
+"""All others are enums."""
 
 
 class Descriptor:
@@ -189,18 +179,16 @@ class Descriptor:
         if kind is Type.BACKEND_DESCRIPTOR:
             self._kept += values
             values = tuple(value.pointer for value in values)
-        return self._set(name, kind, len(values), (_C_TYPES[kind] * len(values))(*values))
+        return self._set(name, kind, len(values), (_C_TYPES.get(kind, c_int) * len(values))(*values))
 
     def set_text(self, name: Name, text: bytes) -> Descriptor:
         return self._set(name, Type.CHAR, len(text), create_string_buffer(text, len(text)))
 
     def text(self, name: Name) -> str:
         """An attribute of characters."""
-        most = self.count(name, Type.CHAR)
-        characters, count = create_string_buffer(most), c_int64()
-        status = self._library.cudnnBackendGetAttribute(self.pointer, name, Type.CHAR, most, byref(count), characters)
-        self._library.check(status, f"get {name.name}")
-        return characters.raw[: min(count.value, most)].rstrip(b"\0").decode()
+        characters = create_string_buffer(self.count(name, Type.CHAR))
+        filled = self._get(name, Type.CHAR, characters)
+        return characters.raw[:filled].rstrip(b"\0").decode()
 
     def _set(self, name: Name, kind: Type, count: int, values: Array[Any]) -> Descriptor:
         status = self._library.cudnnBackendSetAttribute(self.pointer, name, kind, count, values)
@@ -214,23 +202,23 @@ class Descriptor:
 
     def numbers(self, name: Name, kind: Type, most: int = 1) -> list[int]:
         """The elements of an attribute, at most so many."""
-        values, count = (_C_TYPES[kind] * most)(), c_int64()
-        status = self._library.cudnnBackendGetAttribute(self.pointer, name, kind, most, byref(count), values)
-        self._library.check(status, f"get {name.name}")
-        return list(values[: min(count.value, most)])
+        values = (_C_TYPES.get(kind, c_int) * most)()
+        return list(values[: self._get(name, kind, values)])
 
     def descriptors(self, name: Name, made: Sequence[Descriptor]) -> Sequence[Descriptor]:
         """Fills the made descriptors with the elements of an attribute; returns those that were filled."""
-        pointers, count = (c_void_p * len(made))(*(one.pointer for one in made)), c_int64()
+        pointers = (c_void_p * len(made))(*(one.pointer for one in made))
+        return made[: self._get(name, Type.BACKEND_DESCRIPTOR, pointers)]
+
+    def _get(self, name: Name, kind: Type, values: Array[Any]) -> int:
+        """Fills values with the elements of an attribute; returns how many were filled."""
+        return min(self.count(name, kind, values), len(values))
+
+    def count(self, name: Name, kind: Type, values: Array[Any] | tuple[()] = ()) -> int:
+        """How many elements an attribute has; as many of them as there is room for go to `values`."""
+        count = c_int64()
         status = self._library.cudnnBackendGetAttribute(
-            self.pointer, name, Type.BACKEND_DESCRIPTOR, len(made), byref(count), pointers
+            self.pointer, name, kind, len(values), byref(count), values or None
         )
         self._library.check(status, f"get {name.name}")
-        return made[: min(count.value, len(made))]
-
-    def count(self, name: Name, kind: Type) -> int:
-        """How many elements an attribute has."""
-        count = c_int64()
-        status = self._library.cudnnBackendGetAttribute(self.pointer, name, kind, 0, byref(count), None)
-        self._library.check(status, f"count {name.name}")
         return count.value
