@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy.typing as npt
 
 from mucudnn.optimizer.assign import assign, cost_of
-from mucudnn.optimizer.assign_within import MOST_BRANCHES, TOLERANCE, DoesNotFit, assign_within
+from mucudnn.optimizer.assign_within import MOST_BRANCHES, TOLERANCE, DoesNotFit, Within, assign_within
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -19,29 +19,16 @@ Ways = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Reusing(Generic[Node]):
-    """A choice within a limit.
+class Reusing(Within[Node]):
+    """A choice of candidates within a limit, and of ways to compute them.
 
     Attributes:
-        chosen: {node: index of its candidate}.
-        ways: {node: index of the way in which that is computed}.
-        seconds: what it takes.
-        bytes: the sum of its nodes' bytes.
-        workspace: bytes of the one that they reuse: the limit that each node's way keeps to.
-        bound: seconds; no choice that fits takes less.
+        ways: {node: index of the way in which its candidate is computed}.
+        workspace: bytes of the one that all nodes reuse: the limit that each node's way keeps to.
     """
 
-    chosen: dict[Node, int]
     ways: dict[Node, int]
-    seconds: float
-    bytes: float
     workspace: float
-    bound: float
-
-    @property
-    def gap(self) -> float:
-        """By what fraction of its time a better choice could be better: 0 for a proven optimum."""
-        return max(0.0, 1 - self.bound / self.seconds) if self.seconds > 0 else 0.0
 
 
 def assign_reusing(
@@ -91,10 +78,10 @@ def assign_reusing(
         if best is None or within.seconds < best.seconds:
             taken = {node: _index(ways[node][at], workspace) for node, at in within.chosen.items()}
             largest = max(ways[node][at][taken[node]][1] for node, at in within.chosen.items())
-            best = Reusing(within.chosen, taken, within.seconds, within.bytes, largest, within.bound)
+            best = Reusing(**vars(within), ways=taken, workspace=largest)
     if best is None:
         raise DoesNotFit(limit, least)
-    return Reusing(best.chosen, best.ways, best.seconds, best.bytes, best.workspace, min(bound, best.seconds))
+    return replace(best, bound=min(bound, best.seconds))
 
 
 def _fastest(ways: Ways, workspace: float) -> float:
