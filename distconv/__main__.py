@@ -35,9 +35,12 @@ def _parser() -> _Parser:
         formatter_class=argparse.HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"distconv {VERSION}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=module.BRIEF, description=module.DESCRIPTION, epilog=module.EPILOG)
+        module.add_options(command)
+        command.set_defaults(command=module.command)
     return parser
 
 
@@ -61,7 +64,7 @@ def main() -> int:
         settings.tell_unknown()
     try:
         options = _parsed(first)
-        if options.name != run.NAME:  # whose launcher needs no torch; its ranks ask for themselves
+        if options.command is not run.command:  # whose launcher needs no torch; its ranks ask for themselves
             private_names.check()
         code: int = options.command(options)
     except (BadInput, NotFound, settings.SettingError, private_names.MissingName) as error:

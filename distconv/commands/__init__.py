@@ -1,1 +1,1 @@
-"""The commands of `python -m distconv`, one module each: `add(commands)` adds its options and sets its function."""
+"""The commands of `python -m distconv`, one module each: its texts for `--help`, its options, and its function."""

@@ -12,12 +12,13 @@ from distconv.performance.machine import here
 from distconv.place import find_place
 from mucudnn.commands.arguments import check_writable
 
+BRIEF = "measure this machine for plan, simulate and run --partition auto"
 DESCRIPTION = """\
 Measures what a performance model needs to know of this machine, with as many ranks as a job has, all at the same time:
 arithmetic, memory, the latency and the bandwidth of messages, and what distconv's host code takes for each operator.
 Takes some seconds. The result is a machine file, for --machine; without -o it is kept as that of the name "here".
 """
-EXAMPLES = """\
+EPILOG = """\
 examples:
   python -m distconv calibrate --nproc 4
   mpiexec -n 4 python -m distconv calibrate -o cluster.toml
@@ -28,17 +29,10 @@ MEASURES = "distconv.performance.calibration"
 """The module that the ranks run."""
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure this machine for plan, simulate and run --partition auto",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+def add_options(parser: Any) -> None:
+    """Adds the options of the command."""
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start on this machine (default: its cores)")
     parser.add_argument("-o", "--output", metavar="FILE", help="the machine file to write (default: that of 'here')")
-    parser.set_defaults(command=command)
 
 
 def command(options: Any) -> int:

@@ -21,6 +21,7 @@ from mucudnn.commands.output import add_wide, print_json, show
 if TYPE_CHECKING:
     from distconv.check.findings import Findings
 
+BRIEF = "show in one process what a job would refuse, send and keep"
 DESCRIPTION = f"""\
 Follows one step of a model, or of a script, on the first of many ranks, in one process and without the others. Shows
 every operator that would be refused, what each layer sends, and the memory of a rank beside that of one process.
@@ -31,7 +32,7 @@ to the end of its first optimizer step; it computes its rank's part, and its sid
 A partition names mesh axes and the ranks along each, for example height=4,width=2 on 8 ranks. Axes: {", ".join(AXES)}.
 """
 
-EXAMPLES = """\
+EPILOG = """\
 examples:
   python -m distconv check torchvision.models:resnet18 --input 8,3,224,224 --partition height=2,width=2
   python -m distconv check nets.py:UNet --input 1,1,256,256,256 --partition depth=8 --inference
@@ -55,14 +56,8 @@ exit codes: 0 where everything runs, 1 where something is refused or fails, 2 fo
 MOST_LAYERS = 20
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    check = commands.add_parser(
-        "check",
-        help="show in one process what a job would refuse, send and keep",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+def add_options(check: Any) -> None:
+    """Adds the options of the command."""
     for name in ("partition", "channel_algorithm"):
         option = settings.SETTINGS[name]
         check.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning)
@@ -103,7 +98,7 @@ def add(commands: Any) -> None:
         "one without arguments, or the name of a network that ships with mucudnn; else a script",
     )
     check.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
-    check.set_defaults(command=command, reread=check.parse_args)
+    check.set_defaults(reread=check.parse_args)
 
 
 def command(options: argparse.Namespace) -> int:

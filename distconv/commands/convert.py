@@ -9,6 +9,7 @@ from typing import Any
 from distconv.job.launcher import BadInput
 from distconv.settings.partition import Partition
 
+BRIEF = "copy volumes into a format that ranks read in parts"
 DESCRIPTION = """\
 Copies arrays into a folder of Zarr, once: in chunks of which no two ranks read the same, compressed, each with a
 checksum.
@@ -16,13 +17,14 @@ checksum.
 SOURCE is an HDF5 file, a folder of Zarr, a .npy, .nii or .nii.gz file, or a folder of such files, which becomes one
 array with a sample per file, in the order of their names. The dims of a NIfTI file stay in its order.
 """
+EPILOG = """\
+examples:
+  python -m distconv convert volumes.h5 volumes.zarr --partition depth=4
+"""
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    parser = commands.add_parser(
-        "convert", help="copy volumes into a format that ranks read in parts", description=DESCRIPTION
-    )
+def add_options(parser: Any) -> None:
+    """Adds the options of the command."""
     parser.add_argument("source", metavar="SOURCE", help="the file or folder")
     parser.add_argument("target", metavar="TARGET.zarr", help="the folder to make")
     parser.add_argument("--key", default="", help="the array of an HDF5 or Zarr source (default: all of an HDF5 file)")
@@ -31,7 +33,6 @@ def add(commands: Any) -> None:
         metavar="AXIS=RANKS,...",
         help="the partition that the chunks suit (default: chunks of at most 64 elements along every dim of space)",
     )
-    parser.set_defaults(command=command)
 
 
 def command(options: argparse.Namespace) -> int:

@@ -13,28 +13,22 @@ from distconv.job.launcher import mpiexec
 from distconv.place.addresses import LOOPBACK, is_loopback, loopback_variables
 from mucudnn.commands.arguments import add_json
 
+BRIEF = "show which backends this machine has, and where a job would listen"
 DESCRIPTION = """\
 Shows which backends can carry messages between ranks on this machine, and at which addresses the processes of a job
 listen: for a job that distconv starts itself, and for one that torchrun or mpiexec starts on several machines.
 Nothing is started and nothing is sent.
 """
-EXAMPLES = """\
+EPILOG = """\
 examples:
   python -m distconv doctor
   python -m distconv doctor --json
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    parser = commands.add_parser(
-        "doctor",
-        help="show which backends this machine has, and where a job would listen",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+def add_options(parser: Any) -> None:
+    """Adds the options of the command."""
     add_json(parser)
-    parser.set_defaults(command=command)
 
 
 def command(options: Any) -> int:

@@ -11,11 +11,12 @@ from typing import Any
 
 from distconv.job.launcher import BadInput
 
+BRIEF = "show where the ranks of a running job are"
 DESCRIPTION = """\
 Asks a running job where its ranks are: the line of the script, and the collective in which a rank waits. The answer is
 printed by the job itself, on its stderr, within three seconds. The job goes on.
 """
-EXAMPLES = """\
+EPILOG = """\
 examples:
   python -m distconv dump 4711      4711: the process of distconv run, or of the torchrun or mpiexec that started it
 
@@ -23,13 +24,9 @@ In the terminal of a job of distconv run, Ctrl-\\ asks the same.
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    parser = commands.add_parser(
-        "dump", help="show where the ranks of a running job are", description=DESCRIPTION, epilog=EXAMPLES
-    )
+def add_options(parser: Any) -> None:
+    """Adds the options of the command."""
     parser.add_argument("process", type=int, metavar="PID", help="the number of the job's process")
-    parser.set_defaults(command=command)
 
 
 def command(options: argparse.Namespace) -> int:

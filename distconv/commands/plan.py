@@ -22,13 +22,14 @@ if TYPE_CHECKING:
     from distconv.performance.layers import LayerGraph
     from distconv.performance.machine import Machine
 
-DESCRIPTION = """\
+BRIEF = "choose the partition of every layer by a performance model"
+DESCRIPTION = f"""\
 Predicts how long a training step of a network takes under partitions of so many ranks, and chooses one for each layer.
 Nothing is computed, and no other rank is needed: the step is that of distconv's own rules, recorded on tensors without
 data, and its kernels and messages take as long as the machine file says (kernels by a roofline).
 
-"""
-EXAMPLES = """\
+{NAMES}"""
+EPILOG = """\
 examples:
   python -m distconv plan resnet50 --ranks 16 --batch 32 --machine lassen
   python -m distconv plan unet3d --ranks 4 --batch 1 --machine h100 --memory 80GiB -o strategy.toml
@@ -41,14 +42,8 @@ OPTIMIZERS = {"sgd": 0.0, "momentum": 1.0, "adam": 2.0}
 """Numbers that an optimizer keeps for each parameter."""
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    parser = commands.add_parser(
-        "plan",
-        help="choose the partition of every layer by a performance model",
-        description=DESCRIPTION + NAMES,
-        epilog=EXAMPLES,
-    )
+def add_options(parser: Any) -> None:
+    """Adds the options of the command."""
     add_network_and_machine(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks to divide every layer over")
     parser.add_argument(
@@ -85,7 +80,6 @@ def add(commands: Any) -> None:
     add_picture(parser, "the network as a strip coloured by partition, its times, and whole steps")
     add_json(parser)
     add_wide(parser)
-    parser.set_defaults(command=command)
 
 
 class Found(NamedTuple):

@@ -22,8 +22,7 @@ from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
 from mucudnn.substitution import environment
 
-NAME = "run"
-
+BRIEF = "run a script on many ranks"
 DESCRIPTION = f"""\
 Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every
 activation; the losses are those of one process, to rounding.
@@ -73,24 +72,17 @@ exit codes: the script's own; 1 for an exception, and for a rank that ended earl
 job that cannot run as given; 128 + n where signal n ended a rank, or the job: 130 for Ctrl-C, 143 for SIGTERM.
 """
 
+_DEFAULTS = [f"  {s.variable:<27} default of {settings.flag(name)}" for name, s in settings.SETTINGS.items()]
+EPILOG = "\n".join([EXAMPLES, AUTOMATIC, "environment:", *_DEFAULTS, VARIABLES, EXIT_CODES])
+
 CHOSEN = "DISTCONV_CHOSEN"
 """The variable through which `distconv run --partition auto` passes the chosen strategy to its ranks."""
 
 
-def _epilog() -> str:
-    defaults = [f"  {s.variable:<27} default of {settings.flag(name)}" for name, s in settings.SETTINGS.items()]
-    return "\n".join([EXAMPLES, AUTOMATIC, "environment:", *defaults, VARIABLES, EXIT_CODES])
-
-
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    run = commands.add_parser(NAME, help="run a script on many ranks", description=DESCRIPTION, epilog=_epilog())
+def add_options(run: Any) -> None:
+    """Adds the options of the command."""
     for name, option in settings.SETTINGS.items():
-        flag, text = settings.flag(name), option.meaning.replace("%", "%%")
-        if option.metavar:
-            run.add_argument(flag, dest=name, metavar=option.metavar, help=text)
-        else:
-            run.add_argument(flag, dest=name, action="store_const", const="on", help=text)
+        run.add_argument(settings.flag(name), dest=name, metavar=option.metavar, help=option.meaning.replace("%", "%%"))
     run.add_argument(
         "--strategy",
         metavar="FILE",
@@ -148,7 +140,6 @@ def add(commands: Any) -> None:
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT names a module, as with python -m")
     run.add_argument("script", metavar="SCRIPT", help="the script")
     run.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its own arguments")
-    run.set_defaults(command=command)
 
 
 def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy | None]:

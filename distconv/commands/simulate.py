@@ -12,27 +12,22 @@ from mucudnn.commands.arguments import add_json
 from mucudnn.commands.output import add_wide
 from mucudnn.sizes import format_bytes
 
+BRIEF = "predict how a training step scales with the ranks of a machine"
 DESCRIPTION = """\
 Predicts training steps on growing numbers of ranks of a machine: with the samples alone divided, and with partitions of
 space and channels as well. A step is recorded from distconv's own rules on tensors without data, on a rank with
 neighbours on all sides, which all ranks like it take as long as; then its kernels and its messages are laid in time.
 
 """
-EXAMPLES = """\
+EPILOG = """\
 examples:
   python -m distconv simulate resnet50 --ranks 1,4,16,64 --batch 64 --machine lassen
   python -m distconv simulate resnet50 --ranks 4,64,1024 --batch 16 --weak --partition height=2,width=2 --machine lassen
 """
 
 
-def add(commands: Any) -> None:
-    """Add the command to those of the command line."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict how a training step scales with the ranks of a machine",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-    )
+def add_options(parser: Any) -> None:
+    """Adds the options of the command."""
     add_network_and_machine(parser)
     parser.add_argument("--ranks", required=True, metavar="N,...", help="numbers of ranks")
     parser.add_argument(
@@ -49,7 +44,6 @@ def add(commands: Any) -> None:
     add_picture(parser, "scaling curves: time of a step, and efficiency")
     add_json(parser)
     add_wide(parser)
-    parser.set_defaults(command=command)
 
 
 def command(options: Any) -> int:
