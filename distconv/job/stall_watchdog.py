@@ -89,8 +89,8 @@ class _Watchdog:
         if self._closed.wait(2 * self._look) or begun.is_complete():
             return
         found = standstill(self._questions.answers(question))
-        if found is not None and self._is_first(f"told/{found.group}/{found.number}"):
-            self._tell(found.line)
+        if found is not None and self._is_first(f"told/{found[0].group}/{found[0].number}"):
+            self._tell(found[1])
 
     def _is_first(self, what: str) -> bool:
         return bool(self._questions.store.add(f"{self._questions.at}/{what}", 1) == 1)

@@ -42,22 +42,8 @@ class State:
     line: str
 
 
-@dataclass(frozen=True)
-class Standstill:
-    """A standstill of ranks.
-
-    Attributes:
-        group, number: of the collective that is told of.
-        line: what to tell.
-    """
-
-    group: str
-    number: int
-    line: str
-
-
-def standstill(states: Mapping[int, State]) -> Standstill | None:
-    """The standstill of the ranks; None if no rank waits.
+def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:
+    """The collective in which ranks stand still, and what to tell of it; None if no rank waits.
 
     Args:
         states: of the ranks that have answered, by rank.
@@ -69,7 +55,7 @@ def standstill(states: Mapping[int, State]) -> Standstill | None:
         missing = [other for other in at.ranks if other not in begun]
         held = [other for other in missing if other not in waiting]  # those that wait themselves are held up, too
         if held:
-            return Standstill(at.group, at.number, f"{_told(at, states[rank])} for {_each(held, states)}")
+            return at, f"{_told(at, states[rank])} for {_each(held, states)}"
         if missing:
             chains.append((rank, at, missing))
     if chains:
@@ -77,14 +63,14 @@ def standstill(states: Mapping[int, State]) -> Standstill | None:
             f"{named([rank])} in {at.name} among {named(at.ranks)}{_at(states[rank])} for {named(missing)}"
             for rank, at, missing in chains
         )
-        return Standstill(chains[0][1].group, chains[0][1].number, f"ranks wait for one another: {told}")
+        return chains[0][1], f"ranks wait for one another: {told}"
     for rank, at in waiting.items():
         place = at.group, at.number
         others = {other: theirs for other, theirs in waiting.items() if (theirs.group, theirs.number) == place}
         if len({theirs.name for theirs in others.values()}) > 1:
             told = ", ".join(f"{named([r])} in {theirs.name}{_at(states[r])}" for r, theirs in others.items())
-            return Standstill(at.group, at.number, f"ranks of one group are in different collectives: {told}")
-        return Standstill(at.group, at.number, f"{_told(at, states[rank])}, though all its ranks are there")
+            return at, f"ranks of one group are in different collectives: {told}"
+        return at, f"{_told(at, states[rank])}, though all its ranks are there"
     return None
 
 

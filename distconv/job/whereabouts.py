@@ -60,7 +60,7 @@ def told(states: Mapping[int, State], size: int) -> list[str]:
     """A line for each rank, and one about what holds the ranks up, if something does."""
     lines = [f"rank {rank} of {size}: {_where(states.get(rank))}" for rank in range(size)]
     found = standstill(states)
-    return lines if found is None else [*lines, found.line]
+    return lines if found is None else [*lines, found[1]]
 
 
 def _where(state: State | None) -> str:

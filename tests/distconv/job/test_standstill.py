@@ -30,7 +30,7 @@ def computes(group: str, number: int, line: str = "a.py:9") -> State:
 def line(states: dict[int, State]) -> str:
     found = standstill(states)
     assert found is not None
-    return found.line
+    return found[1]
 
 
 def test_ranks_that_have_not_begun_are_named_with_their_lines() -> None:
@@ -56,7 +56,7 @@ def test_of_several_that_wait_in_a_chain_the_last_is_named() -> None:
     }
     assert line(states) == "all_reduce among ranks 0, 1, 2 and 3 at a.py:5 has waited 30 s for rank 3, at a.py:9"
     found = standstill(states)
-    assert found is not None and (found.group, found.number) == ("world", 9)
+    assert found is not None and (found[0].group, found[0].number) == ("world", 9)
 
 
 def test_a_rank_that_has_passed_on_is_not_waited_for() -> None:
