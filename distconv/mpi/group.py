@@ -91,13 +91,13 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
         (tensor,) = tensors
         plan = Reduction(tensor.dtype, opts.reduceOp, self._size)
         buffer = readable(tensor, plan.dtype)
-        if self._rank != opts.rootRank:
-            with mpi_lock:
-                request = self._communicator.Ireduce(plan.message(buffer), None, plan.operation, opts.rootRank)
-            return self._work([request], tensors, [buffer], (), opts)
+        if self._rank == opts.rootRank:
+            messages: tuple[Any, Any] = MPI.IN_PLACE, plan.message(buffer)
+            finish = [divide([plan], [buffer]), copy_back([(tensor, buffer)])]
+        else:
+            messages, finish = (plan.message(buffer), None), []
         with mpi_lock:
-            request = self._communicator.Ireduce(MPI.IN_PLACE, plan.message(buffer), plan.operation, opts.rootRank)
-        finish = divide([plan], [buffer]), copy_back([(tensor, buffer)])
+            request = self._communicator.Ireduce(*messages, plan.operation, opts.rootRank)
         return self._work([request], tensors, [buffer], finish, opts)
 
     def _reduce_scatter(
@@ -171,15 +171,11 @@ class MPIProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MPIWork:
         opts = opts or dist.GatherOptions()
         (source,) = inputs
-        read = readable(source)
-        if self._rank != opts.rootRank:
-            with mpi_lock:
-                request = self._communicator.Igatherv(message(read), None, opts.rootRank)
-            return self._work([request], [], [read], (), opts)
-        (parts,) = outputs
-        room = room_for(parts)
+        parts = outputs[0] if self._rank == opts.rootRank else []
+        read, room = readable(source), room_for(parts)
+        received = message(room, sizes(parts)) if parts else None
         with mpi_lock:
-            request = self._communicator.Igatherv(message(read), message(room, sizes(parts)), opts.rootRank)
+            request = self._communicator.Igatherv(message(read), received, opts.rootRank)
         return self._work([request], parts, [read, room], [deal(room, parts)], opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> MPIWork:
