@@ -28,6 +28,7 @@ from distconv.performance.events import Event, Operator, Start, Step, Wait
 from distconv.performance.imagined import empty_shard
 from distconv.performance.without_data import made
 from distconv.tensors.dtensors import wrap
+from mucudnn.networks.layers import without_data
 from mucudnn.substitution import substituted
 
 
@@ -224,14 +225,7 @@ class _Kernels(TorchDispatchMode):
         return result
 
 
-def on_meta(build: Any) -> nn.Module:
-    """A module made without data.
-
-    Raises:
-        ValueError: for what makes something else.
-    """
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    """A module made without data. NotFound for what makes something else."""
     with torch.device("meta"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"what was built is no torch.nn.Module but a {type(model).__name__}")
-    return model.to("meta")
+        return without_data(build)
