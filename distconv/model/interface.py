@@ -1,4 +1,7 @@
-"""The public functions of distconv, but for `in_turn`. Importing this module registers distconv's rules with torch."""
+"""The public functions of distconv, but for `in_turn`: those defined here, and those imported under their own names.
+
+Importing this module registers distconv's rules with torch.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv import settings
-from distconv.model.checkpoint import whole_state
-from distconv.model.parallelize import distributed_script, parallelize, shard
+from distconv.model.checkpoint import whole_state as whole_state
+from distconv.model.parallelize import distributed_script as distributed_script
+from distconv.model.parallelize import parallelize as parallelize
+from distconv.model.parallelize import shard as shard
 from distconv.model.parameters import partition_of
-from distconv.model.shard_gather import gather
+from distconv.model.shard_gather import gather as gather
 from distconv.place import find_place
-from distconv.reading.opening import open
+from distconv.reading.opening import open as open
 from distconv.rules.installation import install_rules
 from distconv.rules.values.texts import described
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import MeshToChoose, adopt, make_mesh, settled
 from distconv.tensors.mesh_options import channel_algorithms
-from distconv.tensors.refusal import UnsupportedOperation
-from distconv.transfer.redistribution import redistribute
-
-__all__ = [
-    "UnsupportedOperation",
-    "distributed_script",
-    "gather",
-    "init",
-    "is_first",
-    "layout",
-    "open",
-    "parallelize",
-    "redistribute",
-    "shard",
-    "whole_state",
-]
+from distconv.tensors.refusal import UnsupportedOperation as UnsupportedOperation
+from distconv.transfer.redistribution import redistribute as redistribute
 
 install_rules()
 
