@@ -15,7 +15,7 @@ from mucudnn.optimizer.overhead_budget import OverheadBudget
 from mucudnn.optimizer.pareto import desirable_divisions, desirable_set
 from mucudnn.optimizer.part_sizes import PartSizes
 from mucudnn.optimizer.reuse import POLICIES, best_division, micro_batch_sizes
-from mucudnn.optimizer.sharing import Sharing, divide_workspace, share
+from mucudnn.optimizer.sharing import Sharing, share
 from mucudnn.optimizer.timeline import Timeline, common
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "cost_of",
     "desirable_divisions",
     "desirable_set",
-    "divide_workspace",
     "micro_batch_sizes",
     "share",
 ]

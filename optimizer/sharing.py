@@ -52,7 +52,9 @@ class Sharing(Generic[Item]):
         return 0.0 if self.seconds <= self.bound else 1 - self.bound / self.seconds
 
 
-def divide_workspace(kernels: Sequence[Sequence[Item]], total: float) -> list[Item]:
+def share(
+    kernels: Sequence[Sequence[Item]], total: float, method: str | None = None, time_limit: float = TIME_LIMIT
+) -> Sharing[Item]:
     """The fastest choice of one division for each kernel whose workspaces add up to `total` at most.
 
     Minimises the sum of T_kc x_kc over the kernels k and their divisions c, subject to one c per k and the sum of
@@ -61,29 +63,14 @@ def divide_workspace(kernels: Sequence[Sequence[Item]], total: float) -> list[It
     Args:
         kernels: for each, divisions to choose from; those that another dominates are never chosen.
         total: bytes that all workspaces may take together; `math.inf` for no limit.
-
-    Returns:
-        A division for each kernel, in the same order.
-
-    Raises:
-        ValueError: for a kernel without divisions, and for a total that no choice fits, naming the smallest that does.
-    """
-    return share(kernels, total).divisions
-
-
-def share(
-    kernels: Sequence[Sequence[Item]], total: float, method: str | None = None, time_limit: float = TIME_LIMIT
-) -> Sharing[Item]:
-    """`divide_workspace` with what is known of its result.
-
-    Args:
         method: "frontier" (exact, needs nothing), "CBC" or "HiGHS" (by PuLP). If not given, "frontier" is
             tried first: it proves an optimum in milliseconds on all but contrived inputs. What it gives up on goes to a
             solver where one is installed.
         time_limit: seconds after which the best sharing known is taken, with its gap.
 
     Raises:
-        ValueError: as `divide_workspace`; also for a method that is unknown or not installed.
+        ValueError: for a kernel without divisions, for a total that no choice fits, naming the smallest that does, and
+            for a method that is unknown or not installed.
     """
     menus = [desirable_set(kernel) for kernel in kernels]
     for number, menu in enumerate(menus):

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mucudnn.optimizer import Division, divide_workspace
+from mucudnn.optimizer import Division, share
 
 MOST_KERNELS = 4096
 """The most kernels that can hold a share; further ones get no workspace. A program whose weights are new at every call
@@ -78,7 +78,7 @@ class Shares:
     def _divide(self) -> None:
         self._changed_at = None
         kernels = list(self.kernels.values())
-        chosen = divide_workspace([kernel.menu for kernel in kernels], self.total)
+        chosen = share([kernel.menu for kernel in kernels], self.total).divisions
         for kernel, division in zip(kernels, chosen, strict=True):
             kernel.division, kernel.share = division, division.workspace
 

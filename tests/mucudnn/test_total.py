@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mucudnn.budgets import total
 from mucudnn.budgets.total import Ledger, Shares
-from mucudnn.optimizer import Division, Option, divide_workspace
+from mucudnn.optimizer import Division, Option, share
 
 
 def menu(*costs: tuple[float, int]) -> list[Division]:
@@ -41,7 +41,7 @@ def test_a_second_round_has_the_best_division(kinds: list[list[Division]], total
     for number, kind in enumerate(kinds):
         kernel = shared.call(number, kind)
         assert kernel is not None and kernel.division is None
-    best = divide_workspace(kinds, total)
+    best = share(kinds, total).divisions
     for _ in range(2):
         assert [shared.call(number, kind).division for number, kind in enumerate(kinds)] == best  # type: ignore[union-attr]
 

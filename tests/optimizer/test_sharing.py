@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mucudnn.optimizer import Division, Option, divide_workspace, knapsack, programme, share, sharing
+from mucudnn.optimizer import Division, Option, knapsack, programme, share, sharing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -127,15 +127,15 @@ def test_a_sweep_cut_short_has_a_bound() -> None:
         assert found.bound <= optimum * (1 + 1e-12) and optimum <= found.seconds * (1 + 1e-12)
 
 
-def test_divide_workspace_is_the_choice_alone() -> None:
+def test_the_choice_is_in_the_order_of_the_kernels() -> None:
     kernels = [[division(3, 0), division(1, 8)], [division(3, 0), division(2, 8)]]
-    assert divide_workspace(kernels, 8) == [kernels[0][1], kernels[1][0]]
-    assert divide_workspace([], 0) == []
+    assert share(kernels, 8).divisions == [kernels[0][1], kernels[1][0]]
+    assert share([], 0).divisions == []
 
 
 def test_a_kernel_takes_at_least_one_division() -> None:
     with pytest.raises(ValueError, match=r"kernels\[1\] has no divisions"):
-        divide_workspace([[division(1, 0)], []], 8)
+        share([[division(1, 0)], []], 8)
 
 
 def test_a_method_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
