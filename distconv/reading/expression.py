@@ -21,10 +21,15 @@ Fetch = Callable[[Source, Region], numpy.ndarray]
 
 
 class Expression(abc.ABC):
-    """A part of the tree. Its regions are NumPy's arrays where `dtype` is NumPy's, else torch's tensors on the CPU."""
+    """A part of the tree. Its regions are NumPy's arrays where `dtype` is NumPy's, else torch's tensors on the CPU.
+
+    Attributes:
+        children: the expressions of which it is made.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
+    children: tuple[Expression, ...] = ()
 
     @property
     def of_torch(self) -> bool:
@@ -48,20 +53,17 @@ class Expression(abc.ABC):
     @abc.abstractmethod
     def _read(self, wanted: Region, fetch: Fetch) -> Any: ...
 
-    @abc.abstractmethod
-    def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]: ...
-
-    @abc.abstractmethod
-    def children(self) -> Sequence[Expression]:
-        """The expressions of which it is made."""
+    def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
+        for child in self.children:
+            yield from child.needs(wanted)
 
     def tells(self) -> Iterator[str]:
         """What it is made of, as text that is the same on all ranks that read the same."""
-        for child in self.children():
+        for child in self.children:
             yield from child.tells()
 
     def sources(self) -> Iterator[Source]:
-        for child in self.children():
+        for child in self.children:
             yield from child.sources()
 
 
@@ -92,9 +94,6 @@ class Stored(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield self.source, wanted
 
-    def children(self) -> Sequence[Expression]:
-        return ()
-
     def tells(self) -> Iterator[str]:
         yield str(self.source)
 
@@ -106,7 +105,7 @@ class Viewed(Expression):
     """A view of another expression."""
 
     def __init__(self, parent: Expression, view: View) -> None:
-        self.parent, self.view = parent, view
+        self.parent, self.children, self.view = parent, (parent,), view
         self.shape, self.dtype = view.shape, parent.dtype
 
     def _read(self, wanted: Region, fetch: Fetch) -> Any:
@@ -114,9 +113,6 @@ class Viewed(Expression):
 
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from self.parent.needs(self.view.region(wanted))
-
-    def children(self) -> Sequence[Expression]:
-        return (self.parent,)
 
     def tells(self) -> Iterator[str]:
         yield from super().tells()
@@ -140,7 +136,7 @@ class Converted(Expression):
     """The same elements, as torch's tensor of NumPy's array or the other way."""
 
     def __init__(self, parent: Expression) -> None:
-        self.parent, self.shape = parent, parent.shape
+        self.parent, self.children, self.shape = parent, (parent,), parent.shape
         if parent.of_torch:
             self.dtype = torch.empty(0, dtype=parent.dtype).numpy().dtype
         else:
@@ -152,12 +148,6 @@ class Converted(Expression):
             return array.numpy()
         # What torch shares memory with has no steps backwards, and may be written to.
         return torch.from_numpy(numpy.require(array, requirements=["C", "W"]).reshape(array.shape))
-
-    def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
-        yield from self.parent.needs(wanted)
-
-    def children(self) -> Sequence[Expression]:
-        return (self.parent,)
 
 
 class Computed(Expression):
@@ -173,6 +163,7 @@ class Computed(Expression):
         options: dict[str, Any] | None = None,
     ) -> None:
         self.function, self.operands, self.name, self.options = function, tuple(operands), name, options or {}
+        self.children = tuple(operand for operand in self.operands if isinstance(operand, Expression))
         self.shape, self.dtype = tuple(shape), dtype
 
     def _read(self, wanted: Region, fetch: Fetch) -> Any:
@@ -187,11 +178,8 @@ class Computed(Expression):
         return self.function(*parts, **self.options)
 
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
-        for child in self.children():
+        for child in self.children:
             yield from child.needs(_broadcast(child.shape, wanted))
-
-    def children(self) -> Sequence[Expression]:
-        return [operand for operand in self.operands if isinstance(operand, Expression)]
 
     def tells(self) -> Iterator[str]:
         yield self.name
@@ -213,6 +201,7 @@ class Joined(Expression):
 
     def __init__(self, parts: Sequence[Expression], dim: int, *, stacked: bool) -> None:
         self.parts, self.dim, self.stacked = tuple(parts), dim, stacked
+        self.children = self.parts
         first = list(parts[0].shape)
         if stacked:
             first.insert(dim, len(parts))
@@ -243,9 +232,6 @@ class Joined(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         for part, region in self._of_parts(wanted):
             yield from part.needs(region)
-
-    def children(self) -> Sequence[Expression]:
-        return self.parts
 
 
 def viewed(expression: Expression, change: Callable[[View], View | None]) -> Expression | None:

@@ -48,7 +48,7 @@ class Statistic(Expression):
     def __init__(
         self, parent: Expression, strides: Sequence[int] | None, name: str, args: Any, options: dict[str, Any]
     ) -> None:
-        self.parent, self.name, self.args, self.options = parent, name, args, options
+        self.parent, self.children, self.name, self.args, self.options = parent, (parent,), name, args, options
         self._strides = None if strides is None else tuple(strides)
         # Extents that tell the dims apart: what is left of them says which dims the result has.
         tried = self._call(zeros(range(2, 2 + len(parent.shape)), parent.dtype))
@@ -85,9 +85,6 @@ class Statistic(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from ()  # the ranks read it together
 
-    def children(self) -> Sequence[Expression]:
-        return (self.parent,)
-
     def tells(self) -> Iterator[str]:
         yield f"{self.name} {self.args} {self.options}"
         yield from super().tells()
@@ -120,7 +117,7 @@ def identity(value: Any) -> str:
 
 def statistics_in(expression: Expression) -> Iterator[Statistic]:
     """Those that have to be known before a region of the expression can be computed, inner ones first."""
-    for child in expression.children():
+    for child in expression.children:
         yield from statistics_in(child)
     if isinstance(expression, Statistic):
         yield expression
@@ -130,8 +127,7 @@ def is_of_statistics(expression: Expression) -> bool:
     """Whether all of it is computed from statistics."""
     if isinstance(expression, Statistic):
         return True
-    children = expression.children()
-    return bool(children) and all(map(is_of_statistics, children))
+    return bool(expression.children) and all(map(is_of_statistics, expression.children))
 
 
 def is_known(expression: Expression) -> bool:
