@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -23,8 +23,8 @@ from distconv.reading.expression import Expression, Joined
 from distconv.reading.statistic import asked
 
 
-def _joined(parts: Any, axis: Any, *, stacked: bool, **options: Any) -> Any:
-    items = list(parts)
+def _joined(arrays: Any, axis: Any = 0, *, stacked: bool, **options: Any) -> Any:
+    items = list(arrays)
     if options or axis is None or not items or not all(map(is_lazy, items)):
         raise NotLazy
     dim = axis_of(axis, items[0].ndim + stacked)
@@ -39,21 +39,9 @@ def _like(item: LazyArray, dtype: Any) -> Expression:
     return item.expression if item.dtype == dtype else cast(item.expression, dtype)
 
 
-def _stack(arrays: Any, axis: Any = 0, **options: Any) -> Any:
-    return _joined(arrays, operator.index(axis), stacked=True, **options)
-
-
-def _concatenate(arrays: Any, axis: Any = 0, **options: Any) -> Any:
-    return _joined(arrays, axis, stacked=False, **options)
-
-
 def _flip(m: Any, axis: Any = None) -> Any:
     dims = tuple(range(m.ndim)) if axis is None else axes_of(axis, m.ndim)
     return m.view_as_lazy(lambda view: view.flip(dims), lambda array: numpy.flip(array, dims))
-
-
-def _moveaxis(a: Any, source: Any, destination: Any) -> Any:
-    return a.reordered(lambda array: numpy.moveaxis(array, source, destination))
 
 
 def _expand_dims(a: Any, axis: Any) -> Any:
@@ -101,12 +89,14 @@ METHODS |= {name: getattr(numpy, name) for name in (*_METHODS, "any", "all")}
 
 FUNCTIONS |= {
     **{getattr(numpy, name): _statistic(name) for name in _STATISTICS},
-    numpy.stack: _stack,
-    numpy.concatenate: _concatenate,
+    numpy.stack: partial(_joined, stacked=True),
+    numpy.concatenate: partial(_joined, stacked=False),
     numpy.flip: _flip,
     numpy.flipud: lambda m: m[::-1],
     numpy.fliplr: lambda m: m[:, ::-1],
-    numpy.moveaxis: _moveaxis,
+    numpy.moveaxis: lambda a, source, destination: a.reordered(
+        lambda array: numpy.moveaxis(array, source, destination)
+    ),
     numpy.expand_dims: _expand_dims,
     numpy.clip: _clip,
     numpy.shape: lambda a: a.shape,

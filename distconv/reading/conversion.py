@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 
 from distconv.reading import opening
+from distconv.reading.source import Source
 from distconv.settings.partition import AXES, Kind, Partition
 
 CHUNK_BYTES = 16 << 20
@@ -88,19 +89,17 @@ def _lazy(array: Any, name: str) -> Original:
     if array.dtype.kind not in "biufc":
         raise ValueError(f"{name}: dtype {array.dtype}; accepted: numbers")
     if not array.ndim:
-        return Original(name, (), array.dtype, lambda: iter([(0, numpy.asarray(array.expression.read((), _read)))]))
+        return Original(
+            name, (), array.dtype, lambda: iter([(0, numpy.asarray(array.expression.read((), Source.read)))])
+        )
     step = max(CHUNK_BYTES // max(math.prod(array.shape[1:]) * array.dtype.itemsize, 1), 1)
 
     def parts() -> Iterator[tuple[int, numpy.ndarray]]:
         for start in range(0, array.shape[0], step):
             rows = range(start, min(start + step, array.shape[0]))
-            yield start, array.expression.read((rows, *map(range, array.shape[1:])), _read)
+            yield start, array.expression.read((rows, *map(range, array.shape[1:])), Source.read)
 
     return Original(name, array.shape, array.dtype, parts)
-
-
-def _read(source: Any, wanted: Any) -> numpy.ndarray:
-    return source.read(wanted)
 
 
 def _of_folder(folder: Path, key: str) -> Original:
