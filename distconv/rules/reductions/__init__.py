@@ -93,17 +93,10 @@ def mean(
     return work.wrap(work.mean(work.local, dtype=dtype))
 
 
-@rule("aten::amax", "aten::amin")
+@rule("aten::amax", "aten::amin", "aten::max", "aten::min")
 def extremum(func: Any, x: DTensor, dims: Any = (), keepdim: bool = False) -> DTensor:
     """The largest or smallest element over dims."""
     work = Reduction(func, x, dims, keepdim)
-    return work.wrap(work.extremum(work.local, "amax" in func._schema.name))
-
-
-@rule("aten::max", "aten::min")
-def extremum_of_all(func: Any, x: DTensor) -> DTensor:
-    """The largest or smallest element."""
-    work = Reduction(func, x, None, False)
     return work.wrap(work.extremum(work.local, func._schema.name.endswith("max")))
 
 
@@ -125,13 +118,19 @@ def spread(func: Any, x: DTensor, dims: Any = None, **options: Any) -> DTensor:
     return spread_and_mean(func, x, dims, **options)[0]
 
 
-@rule("aten::linalg_vector_norm")
+@rule("aten::linalg_vector_norm", "aten::norm.Scalar", "aten::norm.ScalarOpt_dim")
 def vector_norm(
-    func: Any, x: DTensor, ord: float = 2, dims: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    func: Any,
+    x: DTensor,
+    ord: float | None = 2,
+    dims: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> DTensor:
     """(sum of |x|^ord)^(1/ord) over dims; the extreme |x| for an infinite ord, the count of non-zeros for 0."""
     work = Reduction(func, x, dims, keepdim)
-    sizes = work.local.to(dtype or x.dtype).abs()
+    sizes, ord = work.local.to(dtype or x.dtype).abs(), 2 if ord is None else ord
     if math.isinf(ord):
         result = work.extremum(sizes, ord > 0)
     elif ord == 0:
@@ -141,12 +140,6 @@ def vector_norm(
     else:
         result = work.sum(sizes.pow(ord)).pow(1 / ord)
     return work.wrap(result)
-
-
-@rule("aten::norm.Scalar", "aten::norm.ScalarOpt_dim")
-def norm(func: Any, x: DTensor, ord: float | None = 2, dims: Any = None, keepdim: bool = False) -> DTensor:
-    """The vector norm by its older names."""
-    return vector_norm(func, x, 2 if ord is None else ord, dims, keepdim)
 
 
 @rule("aten::logsumexp")

@@ -78,18 +78,9 @@ def _of_others(x: Tensor, dim: int) -> Tensor:
 
 
 @above_autograd("aten::prod")
-def product_of_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The product of all elements."""
-    return _product(x, None, False, dtype)
-
-
 @above_autograd("aten::prod.dim_int")
-def product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    """The product along a dim."""
-    return _product(x, dim, keepdim, dtype)
-
-
-def _product(x: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
+def product(x: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """The product of all elements, or along a dim."""
     if dtype is None and not (x.is_floating_point() or x.is_complex()):
         dtype = torch.int64
     result: Tensor = apply(_Product, x if dtype is None else x.to(dtype), dim, keepdim)
