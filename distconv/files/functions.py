@@ -29,7 +29,7 @@ _READING = frozenset("rbtU")
 
 
 class Functions:
-    """The replacements, over the files of this rank; `shared` is marked with what is written on purpose."""
+    """The replacements, which act on this rank's files. What every rank writes on purpose is marked in `shared`."""
 
     def __init__(self, files: Files, shared: Layer) -> None:
         self._files, self._shared = files, shared
@@ -239,7 +239,7 @@ class Functions:
         return self._name("." if path is None else path)
 
     def _for_real(self, path: str, *, marked: bool = True) -> bool:
-        """Whether what calls now writes for real on every rank; what it is known by is marked as shared.
+        """Whether the calling code writes real files on every rank. The path is then marked as shared.
 
         Paths that are left to the file system are written for real as well, and need no mark.
         """

@@ -122,7 +122,7 @@ def _run_distributed(job: Job, store: Store) -> None:
 
 
 def _chosen(job: Job) -> Job:
-    """The same job under what is predicted to be the fastest; the first rank asks, and tells the others."""
+    """The job under the partition that is predicted to be the fastest; the first rank asks and tells the others."""
     size, local = dist.get_world_size(), ranks_here()
     kind, threads = "module" if job.module else "script", torch.get_num_threads()
     question = Question(kind, job.script, size, local, threads, job.arguments, job.batch_norm)

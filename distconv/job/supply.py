@@ -1,4 +1,4 @@
-"""Where the parts of the next batch come from if ranks keep what they have read: memory, other ranks or files."""
+"""Supplies the parts of the next batch if ranks keep what they have read: from memory, other ranks or files."""
 
 from __future__ import annotations
 

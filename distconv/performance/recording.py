@@ -122,7 +122,7 @@ _COLLECTIVES = {
 
 
 class _Messages:
-    """A stand-in for torch.distributed: it notes each collective, and fills in nothing."""
+    """A stand-in for torch.distributed: it records each collective and leaves its output as it is."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

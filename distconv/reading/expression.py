@@ -58,7 +58,7 @@ class Expression(abc.ABC):
             yield from child.needs(wanted)
 
     def tells(self) -> Iterator[str]:
-        """What it is made of, as text that is the same on all ranks that read the same."""
+        """What the expression is made of, as text. Ranks that read the same data get the same text."""
         for child in self.children:
             yield from child.tells()
 
@@ -133,7 +133,7 @@ def arranged(array: Any, how: Arrangement) -> Any:
 
 
 class Converted(Expression):
-    """The same elements, as torch's tensor of NumPy's array or the other way."""
+    """The same elements as a torch tensor instead of a NumPy array, or the other way round."""
 
     def __init__(self, parent: Expression) -> None:
         self.parent, self.children, self.shape = parent, (parent,), parent.shape
@@ -151,7 +151,7 @@ class Converted(Expression):
 
 
 class Computed(Expression):
-    """A function of every element alone, of operands that broadcast; `function(*operands)`, others' among them."""
+    """An elementwise function of operands that broadcast; operands that are no expressions are passed as they are."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def _broadcast(shape: Sequence[int], wanted: Region) -> Region:
 
 
 class Joined(Expression):
-    """Parts one after another along a dim, all of one dtype; of `stacked` ones each is a position of a new dim."""
+    """Parts of one dtype, concatenated along a dim; if `stacked`, each part is one position of a new dim."""
 
     def __init__(self, parts: Sequence[Expression], dim: int, *, stacked: bool) -> None:
         self.parts, self.dim, self.stacked = tuple(parts), dim, stacked

@@ -30,7 +30,7 @@ Stamp = tuple[int, ...]
 
 
 def _stamp(path: str) -> Stamp:
-    """Another number for another process, and where the file is another one than before."""
+    """A value that differs between processes, and that changes when the file is changed or replaced."""
     status = os.stat(path)
     return os.getpid(), status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -65,7 +65,7 @@ depth = Depth()
 
 
 def fetched(source: Source, wanted: Region) -> numpy.ndarray:
-    """A region of an array, from the file or from what this thread's keeper holds; it may be not to be written to."""
+    """A region of an array, from the file or from what this thread's keeper holds. It may be read-only."""
     return source.read(wanted) if depth.keeper is None else depth.keeper.part(source, wanted)
 
 
@@ -108,7 +108,7 @@ class Source(abc.ABC):
         return part if dense else part[..., :: last.step]
 
     def stamp(self) -> tuple[int, ...] | None:
-        """Another one where the file is another one than before; None where there is none."""
+        """A value that changes when the file is changed or replaced; None if there is no file."""
         try:
             status = os.stat(self.path)
         except OSError:

@@ -38,11 +38,11 @@ _QUANTILES = ("percentile", "quantile", "nanpercentile", "nanquantile")
 
 
 class Statistic(Expression):
-    """What a function of NumPy or torch makes of a whole array; `value` once it is known.
+    """The result of a NumPy or torch function of a whole array. `value` is None until it is known.
 
     Attributes:
         parent: the array.
-        digest: another one for another file, another part of it, other operations or another function.
+        digest: a text that differs if the file, the part of it, the operations or the function differ.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Statistic(Expression):
         return getattr(Tensor if self.parent.of_torch else numpy, self.name)(array, *self.args, **self.options)
 
     def compute(self, array: Any) -> Any:
-        """The number or numbers, from the whole parent, which lies in memory as the program's array would."""
+        """The number or numbers, from the whole parent, laid out in memory as the program's array would be."""
         if self._strides is None:
             return self._call(array)
         if self.parent.of_torch:
@@ -91,7 +91,7 @@ class Statistic(Expression):
 
 
 def identity(value: Any) -> str:
-    """A text that is another one where anything else would be read or computed."""
+    """A text that differs between two values where something else is read or computed."""
     if isinstance(value, Stored):
         return f"{value.source!r}{value.source.stamp()}"
     if isinstance(value, Viewed):
@@ -116,7 +116,7 @@ def identity(value: Any) -> str:
 
 
 def statistics_in(expression: Expression) -> Iterator[Statistic]:
-    """Those that have to be known before a region of the expression can be computed, inner ones first."""
+    """The statistics that must be known before a region of the expression can be computed, inner ones first."""
     for child in expression.children:
         yield from statistics_in(child)
     if isinstance(expression, Statistic):
@@ -168,7 +168,7 @@ class Known:
 
 
 def _read_whole(parent: Expression, fetch: Fetch) -> Any:
-    """An array that the program needs at once: read once for all its statistics, until the next sample."""
+    """The whole array, for a statistic that the program needs at once; kept for others until the next sample."""
     if _current.known is None:
         return parent.read(whole(parent.shape), fetch)
     wholes, key = _current.known.wholes, identity(parent)

@@ -1,4 +1,4 @@
-"""Chains: layers in a row that are computed on copies in another memory format, and what lying so would save."""
+"""Chains: consecutive layers computed on copies in another memory format, and what staying in it would save."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def make_split(
     inner: tuple[int, ...],
     algorithm: str,
 ) -> Split:
-    """The same, of a weight whose ranks hold it as ``held`` says."""
+    """As `split`, of a weight that the ranks hold in the layout ``held``."""
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]
