@@ -36,27 +36,20 @@ def wrap(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape
 
 
 def wrap_strided(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], strides: Sequence[int]
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    requires_grad: bool = False,
 ) -> DTensor:
-    """The same of a view: ``local`` stays as it is, gaps and repeated elements included. ``strides``: of the whole."""
-    return _dtensor(local, _spec(mesh, tuple(placements), tuple(shape), tuple(strides), local.dtype))
+    """As ``wrap``, but ``local`` stays as it is, gaps and repeated elements included. ``strides``: of the whole."""
+    return _dtensor(local, _spec(mesh, tuple(placements), tuple(shape), tuple(strides), local.dtype), requires_grad)
 
 
 def rewrap(local: Tensor, like: DTensor) -> DTensor:
     """The DTensor that is laid out as ``like`` is, of another local tensor, which lies as that one's."""
     return _dtensor(local, like._spec)
-
-
-def put_together(
-    local: Tensor,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    shape: Sequence[int],
-    strides: Sequence[int],
-    requires_grad: bool,
-) -> DTensor:
-    """What a compiled graph returns, of a local tensor that it has computed."""
-    return _dtensor(local, _spec(mesh, placements, tuple(shape), tuple(strides), local.dtype), requires_grad)
 
 
 def _dtensor(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from distconv.tensors.dtensors import put_together
+from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.mesh import is_ours
 from distconv.transfer.graph_merges import merge_all
 from distconv.transfer.unread import read_all, side
@@ -64,7 +64,7 @@ def _together(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
         if type(local) is not Tensor or not is_ours(mesh):
             return stock(inner, context, shape, strides)
         placements, _, _, requires_grad = context
-        return put_together(local, mesh, placements, shape, strides, requires_grad)
+        return wrap_strided(local, mesh, placements, shape, strides, requires_grad)
 
     return together
 
