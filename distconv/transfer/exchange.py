@@ -182,6 +182,25 @@ class Exchange:
             sums[segment.block].narrow(dim, start, extent).add_(piece)
 
 
+class Exchanges:
+    """Exchanges along several dims, one after the other: a transfer."""
+
+    def __init__(self, exchanges: Sequence[Exchange]) -> None:
+        self.exchanges = [each for each in exchanges if not each.is_identity]
+
+    def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
+        """This rank's need along all dims, from the part that it owns; ``fill`` where the needs say so."""
+        for each in self.exchanges:
+            local = each.fetch(local, fill)
+        return local
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """The transpose of ``fetch`` with fill 0: the sum of the gradients of all ranks that an element came to."""
+        for each in reversed(self.exchanges):
+            grad = each.adjoint(grad)
+        return grad
+
+
 @planned(16384)
 def exchange(
     mesh: DeviceMesh, axes: int | tuple[int, ...], dim: int, owned: tuple[Interval, ...], needs: tuple[Need, ...]

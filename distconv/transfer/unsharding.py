@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from distconv.settings.partition import flat_index
 from distconv.tensors.layouts import dim_axes, owners
-from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.exchange import Exchanges, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import length
 
 
-class Unsharding:
-    """Exchanges along several dims, one after the other: a transfer. Make it with :func:`unsharding`."""
-
-    def __init__(self, exchanges: Sequence[Exchange]) -> None:
-        self.exchanges = [each for each in exchanges if not each.is_identity]
-
-    def fetch(self, local: Tensor) -> Tensor:
-        """The part under the new layout."""
-        for each in self.exchanges:
-            local = each.fetch(local)
-        return local
-
-    def adjoint(self, grad: Tensor) -> Tensor:
-        """The gradient of the part under the old layout: the sum of those of all ranks that it came to."""
-        for each in reversed(self.exchanges):
-            grad = each.adjoint(grad)
-        return grad
-
-
 @planned(1024)
 def unsharding(
     mesh: DeviceMesh, before: tuple[Placement, ...], after: tuple[Placement, ...], shape: tuple[int, ...]
-) -> Unsharding:
+) -> Exchanges:
     """From one layout to another that differs from it only in axes that shard no longer. Made without communication."""
     found = []
     for dim, extent in enumerate(shape):
@@ -53,4 +32,4 @@ def unsharding(
             interval = wanted[flat_index(along, map(mesh.size, kept))]
             needs.append(window(interval, extent) if length(interval) else ())
         found.append(exchange(mesh, axes, dim, owners(mesh, axes, extent), tuple(needs)))
-    return Unsharding(found)
+    return Exchanges(found)

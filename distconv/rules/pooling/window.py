@@ -27,7 +27,7 @@ from distconv.rules.pooling.positions import moved
 from distconv.rules.registry import rule
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import Layout, coordinate, input_layout, local_shape, owners, shard_axes
-from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.exchange import Exchanges, exchange
 from distconv.transfer.local_part import local_as
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
@@ -38,8 +38,8 @@ from mucudnn.convolution.geometry import Window, length
 class WindowPlan:
     """A window pool of these shapes on this mesh, on this rank."""
 
-    exchanges: tuple[Exchange, ...]
-    """One per sharded spatial dim."""
+    exchanges: Exchanges
+    """Bring the inputs that this rank's outputs read; a fill stands for those beyond the edge."""
     wide: tuple[int, ...]
     """Local shape of the input after the exchanges."""
     kernel: list[int]
@@ -61,18 +61,6 @@ class WindowPlan:
     def empty(self) -> bool:
         """This rank owns no output."""
         return 0 in self.out_local
-
-    def fetch(self, local: Tensor, fill: float) -> Tensor:
-        """The inputs that this rank's outputs read, with ``fill`` beyond the edge."""
-        for which in self.exchanges:
-            local = which.fetch(local, fill)
-        return local
-
-    def adjoint(self, grad: Tensor) -> Tensor:
-        """The gradient of the own input, from that of what was fetched."""
-        for which in reversed(self.exchanges):
-            grad = which.adjoint(grad)
-        return grad
 
 
 @planned(4096)
@@ -118,7 +106,7 @@ def make_window_plan(
         counts.append(tuple(_count(wanted, output, extent, count_include_pad) for output in range(*outputs)))
     whole = divisor is None and kernel == shape[-spatial:] and not any(padding) and set(dilation) == {1}
     return WindowPlan(
-        tuple(exchanges),
+        Exchanges(exchanges),
         tuple(wide),
         list(kernel),
         list(stride),
@@ -179,7 +167,7 @@ def maximum(
     spatial = spatial_dims(func)
     if plan.single:
         return adaptive_maximum(adaptive("max", spatial), x, [1] * spatial)
-    local = plan.fetch(x._local_tensor, lowest(x.dtype, True))
+    local = plan.exchanges.fetch(x._local_tensor, lowest(x.dtype, True))
     if plan.empty:
         y, index = local.new_empty(plan.out_local), local.new_empty(plan.out_local, dtype=torch.int64)
     else:
@@ -212,7 +200,7 @@ def maximum_backward(
         index = moved(index, x.shape[-spatial:], [-start for start in plan.starts], plan.wide[-spatial:])
         like = shaped_like(x._local_tensor, plan.wide)
         dx = func(local, like, plan.kernel, plan.stride, plan.padding, dilation, ceil_mode, index)
-    return wrap(plan.adjoint(dx), mesh, placements, x.shape)
+    return wrap(plan.exchanges.adjoint(dx), mesh, placements, x.shape)
 
 
 def _divisor(plan: WindowPlan, divisor: int | None, like: Tensor) -> tuple[int, Tensor | None]:
@@ -244,7 +232,7 @@ def average(
     if plan.single:
         spatial = spatial_dims(func)
         return adaptive_average(adaptive("avg", spatial), x, [1] * spatial)
-    local = plan.fetch(x._local_tensor, 0)
+    local = plan.exchanges.fetch(x._local_tensor, 0)
     if plan.empty:
         return wrap(local.new_empty(plan.out_local), mesh, placements, plan.out_shape)
     divisor, remaining = _divisor(plan, divisor_override, local)
@@ -277,4 +265,4 @@ def average_backward(
         local = local if remaining is None else local / remaining
         like = shaped_like(x._local_tensor, plan.wide)
         dx = func(local, like, plan.kernel, plan.stride, plan.padding, ceil_mode, True, divisor)
-    return wrap(plan.adjoint(dx), mesh, placements, x.shape)
+    return wrap(plan.exchanges.adjoint(dx), mesh, placements, x.shape)

@@ -27,11 +27,10 @@ from distconv.settings.channels import ChannelMap
 from distconv.settings.partition import shards_channels
 from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_layout, owners, replicated
 from distconv.tensors.mesh import splits_channels
-from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.redistribution import moved, relaid
 from distconv.transfer.tracing import planned
-from distconv.transfer.unsharding import Unsharding
 from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
@@ -115,7 +114,7 @@ def _of_shares(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     mesh = at.mesh
     own, block = brought(x, mesh, at.shards[0]), brought(weight, mesh, at.split.weight, at.samples)
     block = block if block.numel() else block[:0, :0]  # nothing of it where it has no features or no filters
-    y = carried(apply(Product, _rows(own), block.t(), at.split.channels, Unsharding([])), at.split.filters, back=True)
+    y = carried(apply(Product, _rows(own), block.t(), at.split.channels, Exchanges([])), at.split.filters, back=True)
     y = apply(_Spread, y, at)
     if bias is not None:
         y = y + brought(bias, mesh, at.vector, at.samples)

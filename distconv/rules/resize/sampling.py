@@ -24,10 +24,9 @@ from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
 from distconv.rules.whole import permit
 from distconv.tensors.layouts import dim_axes, find_layout, lying, owners, replicated
-from distconv.transfer.exchange import Exchange, exchange
+from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
-from distconv.transfer.unsharding import Unsharding
 from mucudnn.convolution.geometry import Interval
 
 aten = torch.ops.aten
@@ -82,7 +81,7 @@ class Block:
     """One share of the map's space: its interval of every dim of space, and what brings it to all."""
 
     box: tuple[Interval, ...]
-    transfer: Unsharding
+    transfer: Exchanges
 
 
 @planned(1024)
@@ -97,7 +96,7 @@ def _blocks(mesh: DeviceMesh, placements: Placements, shape: tuple[int, ...]) ->
                 needs = (window((start, stop), shape[dim]),) * len(owned)
                 sides[-1].append(((start, stop), exchange(mesh, axes, dim, owned, needs) if axes else None))
     return tuple(
-        Block(tuple(interval for interval, _ in side), Unsharding([each for _, each in side if each is not None]))
+        Block(tuple(interval for interval, _ in side), Exchanges([each for _, each in side if each is not None]))
         for side in itertools.product(*sides)
     )
 

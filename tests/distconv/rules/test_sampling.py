@@ -16,7 +16,7 @@ from small_tensors import gathered_up_to
 from torch import Tensor
 
 import distconv
-from distconv.transfer.unsharding import Unsharding
+from distconv.transfer.exchange import Exchanges
 
 pytestmark = pytest.mark.gloo
 
@@ -77,14 +77,14 @@ def shares() -> tuple[int, int, int]:
     x = distconv.shard(random(1, 2, 30, 32), distconv.init("height=4", device_type="cpu"))
     grid = distconv.shard(random(1, 2, 30, 32), x.device_mesh).movedim(1, -1)
     fetched: list[int] = []
-    fetch = Unsharding.fetch
+    fetch = Exchanges.fetch
 
-    def counted(transfer: Unsharding, local: Tensor) -> Tensor:
+    def counted(transfer: Exchanges, local: Tensor) -> Tensor:
         result = fetch(transfer, local)
         fetched.append(result.numel())
         return result
 
-    with mock.patch.object(Unsharding, "fetch", counted):
+    with mock.patch.object(Exchanges, "fetch", counted):
         F.grid_sample(x, grid, align_corners=False)
     return len(fetched), max(fetched), 2 * 8 * 32
 
