@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import matplotlib
@@ -150,13 +149,10 @@ def network_division(plan: NetworkPlan) -> Figure:
     )  # fmt: skip
     for place, row in zip(places, rows, strict=True):
         start = 0.0
-        for algorithm, parts in groupby(row.choice.options, key=lambda option: option.algorithm):
-            for option in parts:
-                width = row.count * option.seconds * 1e3
-                left.barh(
-                    place, width, left=start, height=0.62, color=colours[algorithm], edgecolor="white", linewidth=0.4
-                )
-                start += width
+        for option in row.choice.options:
+            width, colour = row.count * option.seconds * 1e3, colours[option.algorithm]
+            left.barh(place, width, left=start, height=0.62, color=colour, edgecolor="white", linewidth=0.4)
+            start += width
     right.barh(places, [row.choice.workspace / MIB for row in rows], height=0.62, color=_COLOURS[0])
     if plan.total is None and plan.limit < 2 * max((row.choice.workspace for row in rows), default=0):
         right.axvline(plan.limit / MIB, color="black", linestyle="--", linewidth=0.8)
