@@ -111,11 +111,6 @@ class Gpu(Device):
         """
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
-    @classmethod
-    def numbered(cls, index: int) -> Gpu:
-        """The GPU of CUDA's number."""
-        return cls(torch.device("cuda", index))
-
     @cached_property
     def index(self) -> int:
         """CUDA's number of it."""

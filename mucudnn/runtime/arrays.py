@@ -178,4 +178,4 @@ def _stream_of(array: Any) -> contextlib.AbstractContextManager[object]:
     if cupy is None or not isinstance(array, cupy.ndarray):
         return contextlib.nullcontext()
     gpu = array.device.id
-    return Gpu.numbered(gpu).on_stream(cupy.cuda.get_current_stream(gpu).ptr)
+    return Gpu(torch.device("cuda", gpu)).on_stream(cupy.cuda.get_current_stream(gpu).ptr)
