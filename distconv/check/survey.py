@@ -24,7 +24,7 @@ from distconv.model.strategy import Strategy
 from distconv.rules.registry import stand_ins
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
-from distconv.tensors.user_lines import line_of
+from distconv.tensors.user_lines import in_one_line
 from mucudnn.substitution import substituted
 
 Inputs = Sequence[tuple[int, ...]]
@@ -89,17 +89,12 @@ def script(run: Callable[[], None], partition: Partition, *, strategy: Strategy 
     return findings
 
 
-def _told(error: BaseException) -> str:
-    line = line_of(error)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{f' (at {line})' if line else ''}"
-
-
 def _made(build: Callable[[], nn.Module]) -> nn.Module:
     """The model, for once with numbers: constructors may read them."""
     try:
         whole = build()
     except Exception as error:
-        raise FailsAlone(f"the model cannot be made: {_told(error)}") from error
+        raise FailsAlone(f"the model cannot be made: {in_one_line(error)}") from error
     if not isinstance(whole, nn.Module):
         raise FailsAlone(f"a {type(whole).__name__} was made; accepted: a torch.nn.Module")
     return whole
@@ -124,7 +119,7 @@ def _peak_alone(whole: nn.Module, inputs: Inputs, backward: bool) -> int | None:
     except (DataDependentOutputException, DynamicOutputShapeException):
         return None
     except Exception as error:
-        raise FailsAlone(f"the model fails in one process: {_told(error)}") from error
+        raise FailsAlone(f"the model fails in one process: {in_one_line(error)}") from error
     return watch.memory.peak
 
 
@@ -162,7 +157,7 @@ def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator
         ):
             yield make_mesh(partition, device_type="cpu")
     except Exception as error:
-        findings.ended = _told(error)
+        findings.ended = in_one_line(error)
     finally:
         stand_ins.remove(watch.above_autograd)
         for hook in hooks:

@@ -94,7 +94,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
     """
     ranks = _ranks(options)
     from distconv.check.first_step import up_to_first_step
-    from distconv.tensors.user_lines import line_of
+    from distconv.tensors.user_lines import in_one_line
     from distconv.turns import turning
     from distconv.turns.survey import Survey
 
@@ -115,9 +115,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
             run()
     except Exception as error:
         failed = True
-        line = line_of(error)
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print(f"distconv: the script ended with {reason}{f' (at {line})' if line else ''}", file=sys.stderr)
+        print(f"distconv: the script ended with {in_one_line(error)}", file=sys.stderr)
     if options.json:
         print_json([asdict(call) for call in survey.calls])
     elif not survey.calls and not failed:

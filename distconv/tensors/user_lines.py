@@ -136,6 +136,12 @@ def line_of(error: BaseException, *, own: bool = False) -> str:
     return found
 
 
+def in_one_line(error: BaseException) -> str:
+    """The type and the message of an exception, and the line of the program, or of a package, that it came through."""
+    line = line_of(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{f' (at {line})' if line else ''}"
+
+
 @functools.lru_cache(maxsize=1024)
 def _shown(file: str) -> str:
     """A file as people know it: from the packages' folder, or from where the program runs."""
