@@ -160,7 +160,7 @@ class Watch(TorchDispatchMode):
             self._note(torch._C._autograd._get_sequence_nr() + 1)
 
     def _note(self, number: int) -> str:
-        """Notes that the nodes of autograd from `number` - 1 on are of the layer that runs, which it gives."""
+        """Notes that autograd's nodes from `number` - 1 on belong to the layer that runs, and returns its name."""
         name = self._stack[-1] if self._stack else OUTSIDE
         if not self._nodes or number > self._nodes[-1]:
             self._nodes.append(number)

@@ -58,7 +58,7 @@ def _text(value: Any) -> bytes:
 
 @functools.lru_cache(maxsize=2)
 def _text_of_python(state: tuple[Any, ...]) -> bytes:
-    """Kept, as it takes longest to write, and most programs draw with it seldom."""
+    """Cached: it takes longest to write, and most programs seldom draw from this generator."""
     return _text(state)
 
 

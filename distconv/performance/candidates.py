@@ -116,7 +116,7 @@ def _taken(layer: Layer, partition: Partition) -> float:
 
 
 def allowed(only: str | None, without: str | None, found: Sequence[Partition]) -> list[Partition]:
-    """Those whose text a pattern as of the shell matches, and another one does not.
+    """The partitions whose text one shell pattern matches and another one does not.
 
     Raises:
         ValueError: one line, where that is none.

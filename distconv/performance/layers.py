@@ -130,7 +130,7 @@ def _words(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def alike(model: nn.Module, layer: Layer) -> str:
-    """Layers that this text is the same of cost the same."""
+    """A text that is the same for layers that cost the same."""
     parts = [str(model.get_submodule(name)) for name in layer.modules]
     return f"{parts} {layer.input} {layer.output} {layer.inputs}"
 

@@ -36,10 +36,9 @@ class Share:
         return ownership(count, self.sizes[axis])[self.coordinate[axis]]
 
     def portion(self, batch: Sequence[Any], coordinate: int | None = None) -> Sequence[Any]:
-        """Of the indices of a batch those that a rank makes, by default this one; others by their coordinate on the
-        axis of samples.
+        """The indices of a batch whose samples a rank makes: this rank, or that at a coordinate on the axis of samples.
 
-        A rank with no sample of a batch makes one all the same: it tells shape and dtype.
+        A rank without a sample of the batch makes one all the same, for its shape and dtype.
         """
         if "sample" not in self.names:
             return batch

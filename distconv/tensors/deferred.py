@@ -191,12 +191,12 @@ def _shapes(values: Any) -> Any:
 
 
 def _single(x: Tensor) -> Tensor:
-    """One element of each dim along which all lie at the same place."""
+    """The tensor with one element along each dim of stride 0, whose elements share their memory."""
     return x[tuple(slice(0, None if step else 1) for step in x.stride())]
 
 
 def _bytes(x: Tensor) -> int:
-    """What the elements take that differ."""
+    """Bytes of the elements that do not share their memory."""
     return x.element_size() * math.prod(n for n, step in zip(x.shape, x.stride(), strict=True) if step)
 
 

@@ -48,7 +48,7 @@ def wrap_strided(
 
 
 def rewrap(local: Tensor, like: DTensor) -> DTensor:
-    """The DTensor that is laid out as ``like`` is, of another local tensor, which lies as that one's."""
+    """A DTensor with the layout of ``like``, of another local tensor with the same shape and strides."""
     return _dtensor(local, like._spec)
 
 

@@ -37,7 +37,7 @@ class Over:
     """Then that of each row."""
 
     def summed(self, sums: Tensor, differentiably: bool = False) -> Tensor:
-        """For each row, from sums (..., rows) of it here: those of all rows and ranks of its statistic."""
+        """For each row, the sum over all rows and ranks that share its statistic, from this rank's sums (..., rows)."""
         if self.index is not None:
             sums = sums.new_zeros(*sums.shape[:-1], self.statistics).index_add(-1, self.index, sums)
         if self.share is not None:
@@ -46,7 +46,7 @@ class Over:
 
 
 class _Sum(torch.autograd.Function):
-    """Of the tensors of all ranks of a share, each of which goes on with the sum by itself."""
+    """The sum of the tensors of all ranks of a share; each rank computes on with it by itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:

@@ -42,7 +42,7 @@ def own_numbers(seed: int, shard: Sequence[int], device: torch.device) -> Iterat
 
 @contextlib.contextmanager
 def numbers_of(generator: torch.Generator | None) -> Iterator[None]:
-    """The default generator is within as one that the script gives, which goes on from where it has come to."""
+    """A context in which the default generator goes on from the state of the script's own, and hands it back."""
     if generator is None:
         yield
         return
