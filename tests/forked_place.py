@@ -1,0 +1,42 @@
+"""A program that takes the place of a Python process, whose work a process does that has imported torch before.
+
+    python -IS forked_place.py ADDRESS WORDS...
+
+It hands its files, its folder and its environment over at the address, passes signals on, and ends as the other process
+does. If it is killed, so is the other one. See `forked_python.py`.
+"""
+
+import marshal
+import os
+import signal
+import socket
+import sys
+
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def stand_in(address: str, words: list[str]) -> int:
+    """The exit code of the other process, -n where signal n has ended it."""
+    files = [0, 1, 2]
+    if "PMI_FD" in os.environ:  # the connection to mpiexec
+        files.append(int(os.environ["PMI_FD"]))
+    request = marshal.dumps((words, os.getcwd(), dict(os.environ)))
+    with socket.socket(socket.AF_UNIX) as place:
+        place.connect(address)
+        socket.send_fds(place, [len(request).to_bytes(8, "big")], files)
+        place.sendall(request)
+        told = place.makefile()
+        process = int(told.readline())
+        for number in PASSED_ON:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: os.kill(process, number))
+        return int(told.readline())
+
+
+if __name__ == "__main__":
+    code = stand_in(sys.argv[1], sys.argv[2:])
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
