@@ -52,7 +52,7 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """What `subprocess.run([sys.executable, *words], capture_output=True, text=True)` gives, with nothing to read."""
     return subprocess.run(
-        [forked_python().scripts, *map(str, words)],
+        [forked_python(), *map(str, words)],
         cwd=cwd,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -62,48 +62,51 @@ def run_python(
     )
 
 
-class ForkedPython:
-    """Programs that do what `sys.executable` does, for tests, mpiexec or torchrun, as long as this process lives.
+@functools.cache
+def forked_python() -> str:
+    """A program that does what `sys.executable` does, for tests, mpiexec or torchrun, as long as this process lives."""
+    from distconv.job.launcher import mpiexec
 
-    scripts: one that has imported torch. jobs: one that has imported distconv, too, for `-m distconv run`.
+    folder = tempfile.TemporaryDirectory(prefix="forked-python-")
+    python = _program(folder.name, "python", [sys.executable, "-IS", str(PLACE), folder.name])
+    with contextlib.suppress(FileNotFoundError):
+        _program(folder.name, "mpiexec", mpiexec(1)[:1])  # it is looked for beside Python
+    ours, theirs = socket.socketpair()  # those that fork end when it is closed
+    files = [theirs.detach(), *(_listening(os.path.join(folder.name, name)) for name in ("scripts", "jobs"))]
+    subprocess.Popen([sys.executable, __file__, python, *map(str, files)], pass_fds=files, stdin=subprocess.DEVNULL)
+    for file in files:
+        os.close(file)
+    _kept.extend([folder, ours])
+    return python
+
+
+_kept: list[Any] = []  # as long as this process
+
+
+def _program(folder: str, name: str, words: list[str]) -> str:
+    program = Path(folder, name)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o700)
+    return str(program)
+
+
+def _listening(address: str) -> int:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(128)
+    return listener.detach()
+
+
+def _serve(python: str, line: int, scripts: int, jobs: int) -> None:
+    """Forks processes that do what is asked for, and in each of them does it.
+
+    Those for jobs are forked from a process of their own, which imports distconv, too: a plain script does without it.
     """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="forked-python-")
-        listeners = [self._listener(name) for name in ("scripts", "jobs")]
-        self.scripts, self.jobs = (self._program(name) for name in ("scripts", "jobs"))
-        self._line, theirs = socket.socketpair()  # those that fork end when it is closed
-        files = [theirs.detach(), *(listener.detach() for listener in listeners)]
-        subprocess.Popen([sys.executable, __file__, *map(str, files)], pass_fds=files, stdin=subprocess.DEVNULL)
-        for file in files:
-            os.close(file)
-
-    def _listener(self, name: str) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self._address(name))
-        listener.listen(128)
-        return listener
-
-    def _address(self, name: str) -> str:
-        return os.path.join(self._folder.name, f"{name}.socket")
-
-    def _program(self, name: str) -> str:
-        program = Path(self._folder.name, name)
-        words = shlex.join([sys.executable, "-IS", str(PLACE), self._address(name)])
-        program.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
-        program.chmod(0o700)
-        return str(program)
-
-
-forked_python = functools.cache(ForkedPython)
-
-
-def _serve(line: int, scripts: int, jobs: int) -> None:
-    """Forks processes that do what is asked for, and in each of them does it."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     path = [entry for entry in sys.path[1:] if entry not in given]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _import(IMPORTED)
+    sys.executable = python  # what a process starts in turn is forked, too
     if os.fork():
         os.close(jobs)
         request = _requested(line, scripts, ())
@@ -243,4 +246,4 @@ def _exit_code(request: Request, path: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    _serve(*map(int, sys.argv[1:]))
+    _serve(sys.argv[1], *map(int, sys.argv[2:]))

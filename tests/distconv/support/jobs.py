@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[3]
 SCRIPTS = ROOT / "tests" / "distconv" / "scripts"
 TRAIN = str(SCRIPTS / "train.py")
 SUPPORT = str(Path(__file__).parent)
-HASH_SEED = "PYTHONHASHSEED=0"
 ENVIRONMENT = {
     **{
         name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "DISTCONV", "MUCUDNN"))
@@ -60,18 +59,10 @@ def command(way: str, ranks: int, *arguments: str, fresh: bool = False) -> list[
     forked from one that has imported what they need.
     """
     run = ["-m", "distconv", "run", *arguments]
+    python = sys.executable if fresh else forked_python()
     if way == "torchrun":
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *run]
-        return [sys.executable, *torchrun] if fresh else [*forked_under_torchrun(), *torchrun]
-    launcher = mpiexec(ranks) if way == "mpiexec" else []
-    # A rank without a seed of its own for hashes would start itself anew.
-    python = [sys.executable] if fresh else [forked_python().jobs]
-    return ["env", HASH_SEED, *launcher, *python, *run] if launcher and not fresh else [*launcher, *python, *run]
-
-
-def forked_under_torchrun() -> list[str]:
-    """What stands for Python before `-m torch.distributed.run`, so that the ranks are forked, too."""
-    return ["env", HASH_SEED, f"PYTHON_EXEC={forked_python().jobs}", forked_python().scripts]
+        return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *run]
+    return [*(mpiexec(ranks) if way == "mpiexec" else ()), python, *run]
 
 
 def launch(
