@@ -33,6 +33,7 @@ IMPORTED = ("numpy", "torch", "torch.distributed.tensor", "torch._dynamo")
 IMPORTED_FOR_JOBS = ("distconv", "distconv.commands.run", "distconv.model.interface", "distconv.job.script")
 PLACE = Path(__file__).with_name("forked_place.py")
 
+JOB = ["-m", "distconv", "run"]
 MARK = "MARK_OF_THE_TEST"
 """A variable: the name of a process that was forked with it is its beginning, as its environment is not to be seen."""
 
@@ -196,8 +197,8 @@ def _run(request: Request, path: Sequence[str]) -> None:
     sys.path[:] = [beside, *given, *path]
     sys.orig_argv[:] = [sys.executable, *words]
     sys.argv[:] = [first, *rest[1:]] if first in ("-c", "-m") else words
-    if words[:3] == ["-m", "distconv", "run"]:
-        _fork_for_modules(path)
+    if words[:3] == JOB:
+        _fork_for_ranks(path)
         if "distconv" in sys.modules:
             importlib.reload(sys.modules["distconv"])  # what it does when a rank imports it
     if first == "-m":
@@ -209,14 +210,14 @@ def _run(request: Request, path: Sequence[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
-def _fork_for_modules(path: Sequence[str]) -> None:
-    """Forks this process where `subprocess.Popen` would start `python -m`, as a child with the same output."""
+def _fork_for_ranks(path: Sequence[str]) -> None:
+    """Forks this process where `distconv run` would start one that parts in ranks, whose parent it has to be."""
     from distconv.job.processes import ForkedChild
 
     start = subprocess.Popen
 
     def start_or_fork(words: list[str], **options: Any) -> Any:
-        if words[:2] != [sys.executable, "-m"]:
+        if words[:4] != [sys.executable, *JOB]:
             return start(words, **options)
         child = os.fork()
         if child:
