@@ -3,11 +3,13 @@
     python -IS forked_place.py FOLDER WORDS...
 
 It hands its files, its folder and its environment over at a socket in FOLDER, passes signals on, and ends as the other
-process does. If it is killed, so is the other one. Options of Python it leaves to Python. See `forked_python.py`.
+does. If it is killed, or what has started it, so is the other one. Options of Python it leaves to Python.
+See `forked_python.py`.
 """
 
 import marshal
 import os
+import select
 import signal
 import socket
 import sys
@@ -18,7 +20,7 @@ JOB = ["-m", "distconv", "run"]
 
 def stand_in(folder: str, words: list[str]) -> int:
     """The exit code of the other process, -n where signal n has ended it."""
-    files = [0, 1, 2]
+    files, parent = [0, 1, 2], os.getppid()
     if "PMI_FD" in os.environ:  # the connection to mpiexec
         files.append(int(os.environ["PMI_FD"]))
     request = marshal.dumps((words, os.getcwd(), dict(os.environ)))
@@ -31,6 +33,9 @@ def stand_in(folder: str, words: list[str]) -> int:
         for number in PASSED_ON:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda number, _: os.kill(process, number))
+        while not select.select([place], [], [], 1.0)[0]:
+            if os.getppid() != parent:  # whoever started it was killed: a rank under torchrun would end, too
+                return 1
         return int(told.readline())
 
 
