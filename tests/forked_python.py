@@ -1,18 +1,22 @@
 """Python in processes that are forked from one that has imported torch, for tests of what a script prints and leaves.
 
-Importing torch takes more processor time than most such scripts. Tests of how Python starts use `subprocess`.
+Importing torch takes more processor time than most such scripts. Tests of how Python starts use `sys.executable`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import gc
 import importlib
-import json
+import marshal
 import os
 import random
 import runpy
+import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -23,10 +27,17 @@ import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 IMPORTED = ("numpy", "torch", "torch.distributed.tensor", "torch._dynamo")
-LATE = "late"
+IMPORTED_FOR_JOBS = ("distconv", "distconv.commands.run", "distconv.model.interface", "distconv.job.script")
+PLACE = Path(__file__).with_name("forked_place.py")
+
+JOB = ["-m", "distconv", "run"]
+MARK = "MARK_OF_THE_TEST"
+"""A variable: the name of a process that was forked with it is its beginning, as its environment is not to be seen."""
+
+_SET_NAME, NAME_LENGTH = 15, 15  # prctl's option, and what the kernel keeps of a name
 
 
 class Request(NamedTuple):
@@ -35,88 +46,134 @@ class Request(NamedTuple):
     words: list[str]
     folder: str
     environment: dict[str, str]
-    seconds: int
-    forks: bool
 
 
 def run_python(
-    *words: object,
-    cwd: Path | None = None,
-    env: dict[str, str] | None = None,
-    timeout: int = 240,
-    forks: bool = False,
+    *words: object, cwd: Path | None = None, env: dict[str, str] | None = None, timeout: int = 240
 ) -> subprocess.CompletedProcess[str]:
-    """What `subprocess.run([sys.executable, *words], capture_output=True, text=True)` gives, with nothing to read.
-
-    forks: whether the process is forked, too, where it would start `python -m`, as `distconv run` does for its ranks.
-    """
-    environment = dict(os.environ if env is None else env)
-    asked = Request([*map(str, words)], str(cwd or Path.cwd()), environment, timeout, forks)
-    server = _server()
-    with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        request.write(json.dumps(asked).encode())
-        request.flush()
-        socket.send_fds(server, [b"r"], [request.fileno(), out.fileno(), errors.fileno()])
-        answer = server.recv(64).decode()
-        texts = []
-        for file in (out, errors):
-            file.seek(0)
-            texts.append(file.read().decode())
-    if answer == LATE:
-        raise subprocess.TimeoutExpired(asked.words, timeout, *texts)
-    return subprocess.CompletedProcess(asked.words, int(answer), *texts)
+    """What `subprocess.run([sys.executable, *words], capture_output=True, text=True)` gives, with nothing to read."""
+    return subprocess.run(
+        [forked_python(), *map(str, words)],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """The connection to the process that forks, which ends when it is closed."""
-    ours, theirs = socket.socketpair()
-    subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-    )
-    theirs.close()
-    return ours
+def forked_python() -> str:
+    """A program that does what `sys.executable` does, for tests, mpiexec or torchrun, as long as this process lives."""
+    from distconv.job.launcher import mpiexec
+
+    folder = tempfile.TemporaryDirectory(prefix="forked-python-")
+    python = _program(folder.name, "python", [sys.executable, "-IS", str(PLACE), folder.name])
+    with contextlib.suppress(FileNotFoundError):
+        _program(folder.name, "mpiexec", mpiexec(1)[:1])  # it is looked for beside Python
+    ours, theirs = socket.socketpair()  # those that fork end when it is closed
+    files = [theirs.detach(), *(_listening(os.path.join(folder.name, name)) for name in ("scripts", "jobs"))]
+    subprocess.Popen([sys.executable, __file__, python, *map(str, files)], pass_fds=files, stdin=subprocess.DEVNULL)
+    for file in files:
+        os.close(file)
+    _kept.extend([folder, ours])
+    return python
 
 
-def _requested(requests: socket.socket) -> Request:
-    """The request, in a process that was forked for it."""
-    while True:
-        _, files, _, _ = socket.recv_fds(requests, 1, 3)
-        if not files:
-            sys.exit()
-        with open(files[0], "rb") as file:
-            file.seek(0)
-            request = Request(*json.load(file))
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            os.dup2(files[1], 1)
-            os.dup2(files[2], 2)
-        for file_of_output in files[1:]:
-            os.close(file_of_output)
-        if child == 0:
-            requests.close()
-            return request
-        requests.sendall(_outcome(child, request.seconds).encode())
+_kept: list[Any] = []  # as long as this process
 
 
-def _outcome(child: int, seconds: int) -> str:
-    """The exit code of a process, as text; LATE for one that had to be killed."""
+def _program(folder: str, name: str, words: list[str]) -> str:
+    program = Path(folder, name)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o700)
+    return str(program)
 
-    def late(*_: Any) -> NoReturn:
-        raise TimeoutError
 
-    signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        _, status = os.waitpid(child, 0)
-    except TimeoutError:
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return LATE
-    finally:
-        signal.alarm(0)
-    return str(os.waitstatus_to_exitcode(status))
+def _listening(address: str) -> int:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(128)
+    return listener.detach()
+
+
+def _serve(python: str, line: int, scripts: int, jobs: int) -> None:
+    """Forks processes that do what is asked for, and in each of them does it.
+
+    Those for jobs are forked from a process of their own, which imports distconv, too: a plain script does without it.
+    """
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [entry for entry in sys.path[1:] if entry not in given]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _import(IMPORTED)
+    sys.executable = python  # what a process starts in turn is forked, too
+    if os.fork():
+        os.close(jobs)
+        request = _requested(line, scripts, ())
+    else:
+        os.close(scripts)
+        request = _requested(line, jobs, IMPORTED_FOR_JOBS)
+    _run(request, path)
+
+
+def _import(names: Sequence[str]) -> None:
+    """Imports modules; no collection of garbage looks through them."""
+    gc.disable()
+    for name in names:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def _requested(line: int, listener: int, needed: Sequence[str]) -> Request:
+    """The next request, in a process that was forked for it. What is needed is imported when there is a first one."""
+    imported = not needed
+    with socket.socket(fileno=listener) as listening:
+        while True:
+            ready, _, _ = select.select([line, listening], [], [])
+            if line in ready:
+                os._exit(0)
+            if not imported:
+                sys.path.insert(0, str(PLACE.parents[1]))
+                _import(needed)
+                imported = True
+            place, _ = listening.accept()
+            if os.fork() == 0:
+                break
+            place.close()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+    os.close(line)
+    return _answered(place)
+
+
+def _answered(place: socket.socket) -> Request:
+    """The request of a place, in a forked process that has its files. The process that forks it stays beside it."""
+    told, files, _, _ = socket.recv_fds(place, 8, 4)
+    with place.makefile("rb") as reading:
+        request = Request(*marshal.loads(reading.read(int.from_bytes(told, "big"))))
+    child = os.fork()
+    if child == 0:
+        place.close()
+        os.setsid()
+        for file in range(3):
+            os.dup2(files[file], file)
+            os.close(files[file])
+        if "PMI_FD" in request.environment:
+            request.environment["PMI_FD"] = str(files[3])
+        return request
+    for file in (0, 1, 2, *files):
+        os.close(file)
+    ended = os.pidfd_open(child)
+    place.sendall(f"{child}\n".encode())
+    if ended not in select.select([place, ended], [], [])[0]:  # the place was killed
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(BrokenPipeError):
+        place.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    os._exit(0)
 
 
 def _run(request: Request, path: Sequence[str]) -> None:
@@ -125,17 +182,25 @@ def _run(request: Request, path: Sequence[str]) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if MARK in os.environ:
+        ctypes.CDLL(None).prctl(_SET_NAME, os.environ[MARK].encode())
+    tempfile.tempdir = None
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     random.seed()
     numpy.random.seed()
-    first, *rest = request.words
+    unbuffered = request.words[0] == "-u"
+    words = request.words[unbuffered:]
+    sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)  # type: ignore[union-attr]
+    first, *rest = words
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     beside = {"-m": request.folder, "-c": ""}.get(first, str(Path(first).resolve().parent))
     sys.path[:] = [beside, *given, *path]
-    sys.argv[:] = ["-c", *rest[1:]] if first == "-c" else rest if first == "-m" else request.words
-    if request.forks:
-        _fork_for_modules(path)
+    sys.orig_argv[:] = [sys.executable, *words]
+    sys.argv[:] = [first, *rest[1:]] if first in ("-c", "-m") else words
+    if words[:3] == JOB:
+        _fork_for_ranks(path)
+        if "distconv" in sys.modules:
+            importlib.reload(sys.modules["distconv"])  # what it does when a rank imports it
     if first == "-m":
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
@@ -145,21 +210,21 @@ def _run(request: Request, path: Sequence[str]) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
-def _fork_for_modules(path: Sequence[str]) -> None:
-    """Forks this process where `subprocess.Popen` would start `python -m`, as a child with the same output."""
+def _fork_for_ranks(path: Sequence[str]) -> None:
+    """Forks this process where `distconv run` would start one that parts in ranks, whose parent it has to be."""
     from distconv.job.processes import ForkedChild
 
     start = subprocess.Popen
 
     def start_or_fork(words: list[str], **options: Any) -> Any:
-        if words[:2] != [sys.executable, "-m"]:
+        if words[:4] != [sys.executable, *JOB]:
             return start(words, **options)
         child = os.fork()
         if child:
             return ForkedChild(child)
         subprocess.Popen = start  # type: ignore[misc]
         atexit._clear()
-        os._exit(_exit_code(Request(words[1:], os.getcwd(), options["env"], seconds=0, forks=False), path))
+        os._exit(_exit_code(Request(words[1:], os.getcwd(), options["env"]), path))
 
     subprocess.Popen = start_or_fork  # type: ignore[assignment, misc]
 
@@ -181,16 +246,5 @@ def _exit_code(request: Request, path: Sequence[str]) -> int:
     return code
 
 
-def _serve(descriptor: int) -> None:
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    path = [entry for entry in sys.path[1:] if entry not in given]
-    gc.disable()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
-    _run(_requested(socket.socket(fileno=descriptor)), path)
-
-
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(sys.argv[1], *map(int, sys.argv[2:]))

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from distconv.settings.parts import read
 from distconv.turns.turning import script_in_turn
-from tests.forked_python import run_python
+from tests.forked_python import forked_python, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -60,7 +59,7 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest.M
     script.write_text(ON_RANKS.format(small=SMALL, folder=EXAMPLES))
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("PMI", "OMPI", "DISTCONV", "MUCUDNN"))}
     done = subprocess.run(
-        [sys.executable, "-m", "distconv", "run", "--shard-data", "--partition", "height=2", str(script)],
+        [forked_python(), "-m", "distconv", "run", "--shard-data", "--partition", "height=2", str(script)],
         env=kept
         | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DISTCONV_SLOW_AFTER": "never"},
         stdin=subprocess.DEVNULL,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 
 import numpy
@@ -13,6 +14,7 @@ from benchmarks.fractal.fractal import PARTITIONS, Arm, Run, failures, losses_di
 from benchmarks.fractal.prediction import predict
 from benchmarks.fractal.unet import Fractals, UNet, dice, overlap, predicted
 from benchmarks.fractal.volumes import FRACTALS, Scenes, System
+from tests.forked_python import forked_python
 
 HALVES = [[0.5 if row == column else 0.0 for column in range(3)] for row in range(3)]
 CORNERS = [corner for corner in itertools.product((0.0, 1.0), repeat=3) if sum(corner) % 2]
@@ -46,7 +48,8 @@ def test_the_score_is_the_mean_dice_of_the_categories() -> None:
     assert dice(missing).item() == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
 
 
-def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_two_ranks_have_the_losses_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", forked_python())
     data = tmp_path / "fractals.zarr"
     write(data, "--size", "8", "--volumes", "6")
     assert Fractals(data)[5][0].shape == (3, 8, 8, 8) and len(Fractals(data)) == 6

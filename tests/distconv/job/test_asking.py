@@ -64,7 +64,7 @@ def test_a_job_is_asked_and_leaves_a_trace(tmp_path: Path) -> None:
         f"while distconv.is_first() and not os.path.exists({str(go_on)!r}):\n    time.sleep(0.1)\n"
         "net(torch.zeros(1, 1, 8, 8))\n"
     )
-    words = command("alone", 2, "--trace", str(trace), "--partition", "height=2", str(script))
+    words = command("alone", 2, "--trace", str(trace), "--partition", "height=2", str(script), fresh=True)
     (tmp_path / "temporary").mkdir()
     with started(words, tmp_path / "temporary") as job:
         job.await_line("ready")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 from jobs import ENVIRONMENT, SCRIPTS, command, launch, started
 
-from tests.forked_python import run_python
+from tests.forked_python import forked_python, run_python
 
 RESUMES, ERRORS = str(SCRIPTS / "resumes.py"), str(SCRIPTS / "errors.py")
 
@@ -23,7 +21,7 @@ def test_torchrun_starts_anew_and_fewer_ranks_go_on(tmp_path):
     assert len(expected) == 6, plain.stderr
     temporary, checkpoint = tmp_path / "temporary", str(tmp_path / "ours.pt")
     temporary.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     torchrun += ["--max-restarts", "2", "-m", "distconv", "run", "--show-ranks", "--partition", "sample=2,height=2"]
     with started([*torchrun, RESUMES, "--steps", "4", "--checkpoint", checkpoint, "--die"], temporary) as job:
         code, printed, errors = job.end()

@@ -108,7 +108,7 @@ def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
         "for _ in range(3):\n    net(torch.zeros(1, 1, 8, 8))\nsys.exit(0)\n"
     )
     limit = {"MUCUDNN_WORKSPACE_LIMIT": "1MiB", "MUCUDNN_DATABASE": ":memory:"}
-    words = command("alone", 2, "--partition", "height=2", str(script))
+    words = command("alone", 2, "--partition", "height=2", str(script), fresh=True)
     ours, theirs = pty.openpty()
     job = subprocess.run(words, env=ENVIRONMENT | limit, stdin=theirs, stdout=theirs, stderr=theirs, timeout=240)
     os.close(theirs)

@@ -27,7 +27,7 @@ from distconv.performance.layers import trace
 from distconv.performance.machine import parse, read
 from distconv.performance.recording import on_meta, record_step
 from distconv.settings.partition import Partition
-from tests.forked_python import run_python
+from tests.forked_python import forked_python, run_python
 
 MATRIX = Shape((8, 8), (8, 1), torch.float32)
 
@@ -199,7 +199,7 @@ def test_a_script_without_such_a_model_is_one_line(script, complaint: str) -> No
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "distconv", "run", *options, str(SCRIPTS / "chosen.py")]
+    program = [forked_python(), "-m", "distconv", "run", *options, str(SCRIPTS / "chosen.py")]
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": str(folder / "cache")}
     return subprocess.run(
         program, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -27,7 +26,7 @@ from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.machine import read
 from distconv.performance.recording import on_meta
-from tests.forked_python import run_python
+from tests.forked_python import forked_python, run_python
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_ranks_of_a_launcher_run_under_what_is_chosen(
 
 
 def test_a_program_runs_under_what_is_chosen(cache: str) -> None:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*program, str(SCRIPTS / "chosen_program.py")], env={**ENVIRONMENT, "XDG_CACHE_HOME": cache}, text=True,
         capture_output=True, timeout=240, check=False,

@@ -19,7 +19,7 @@ others = [name for _, name in socket.if_nameindex() if name.startswith(("eth", "
 
 def addresses(way: str, *arguments: str, **environment: str) -> set[str]:
     done = subprocess.run(
-        command(way, 2, *arguments, "--partition", "height=2", str(SCRIPTS / "listening.py")),
+        command(way, 2, *arguments, "--partition", "height=2", str(SCRIPTS / "listening.py"), fresh=True),
         env={**NOT_SET, "MARK_OF_THE_TEST": f"{way}{arguments}", **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,

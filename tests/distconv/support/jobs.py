@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distconv.job.launcher import mpiexec
-from tests.forked_python import run_python
+from tests.forked_python import MARK, NAME_LENGTH, forked_python
 
 START_SECONDS = 180  # until the script runs on every rank
 GRACE_SECONDS = 10  # within which a job ends after one of its ranks has
@@ -52,28 +52,25 @@ WAYS = [
 ]
 
 
-def command(way: str, ranks: int, *arguments: str) -> list[str]:
-    prefix = {
-        "alone": [sys.executable],
-        "mpiexec": [*mpiexec(ranks), sys.executable] if way == "mpiexec" else [],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
-    }[way]
-    return [*prefix, "-m", "distconv", "run", *arguments]
+def command(way: str, ranks: int, *arguments: str, fresh: bool = False) -> list[str]:
+    """What starts a job.
+
+    fresh: whether its processes are started as a user starts them, for tests of that very start. Otherwise they are
+    forked from one that has imported what they need.
+    """
+    run = ["-m", "distconv", "run", *arguments]
+    python = sys.executable if fresh else forked_python()
+    if way == "torchrun":
+        return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *run]
+    return [*(mpiexec(ranks) if way == "mpiexec" else ()), python, *run]
 
 
 def launch(
     way: str, ranks: int, *arguments: str, seconds: int = 240, fresh: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """What a job prints. It is forked from a process that has imported torch, but for ranks that are started by others.
-
-    fresh: whether a job without a launcher is started as a user starts it, for tests of that very start.
-    """
-    words = command(way, ranks, *arguments)
-    if way == "torchrun" or (way == "alone" and not fresh):
-        forks = way == "alone"
-        return run_python(*words[1:], env={**ENVIRONMENT, **environment}, timeout=seconds, forks=forks)
+    """What a job prints; fresh as in `command`."""
     return subprocess.run(
-        words,
+        command(way, ranks, *arguments, fresh=fresh),
         env={**ENVIRONMENT, **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -86,12 +83,11 @@ class Job:
     """A job in a session of its own, whose processes have a mark in their environment, whoever their parent is."""
 
     def __init__(self, command: list[str], temporary: Path, **environment: str) -> None:
-        self._mark = f"MARK_OF_THE_TEST={uuid.uuid4().hex}"
+        self._mark = uuid.uuid4().hex
         self._temporary = temporary
-        name, value = self._mark.split("=")
         self.process = subprocess.Popen(
             command,
-            env={**ENVIRONMENT, name: value, "TMPDIR": str(temporary), **environment},
+            env={**ENVIRONMENT, MARK: self._mark, "TMPDIR": str(temporary), **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -122,10 +118,12 @@ class Job:
     def processes(self) -> list[int]:
         """Those that run."""
         found = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if self._mark.encode() in entry.read_bytes():
-                    found.append(int(entry.parent.name))
+                environment, name = (process / "environ").read_bytes(), (process / "comm").read_text().strip()
+                # What has ended, but is not waited for yet, has no environment.
+                if f"{MARK}={self._mark}".encode() in environment or (environment and name == self._mark[:NAME_LENGTH]):
+                    found.append(int(process.name))
         return found
 
 
