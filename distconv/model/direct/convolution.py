@@ -64,7 +64,7 @@ def _call(
     as_asked = len(parts.block.runs) == 1 and (groups == 1 or not parts.axes)
     alone = parts.is_whole and apart and as_asked and x.is_filled and 0 not in plan.out_local
     own, block = (local_shape(mesh, lies.placements, lies.shape) for lies in (x, weight))
-    alone = alone and not differs(plan.onednn, own, block, arguments)
+    alone = alone and not (mesh.device_type == "cpu" and differs(plan.onednn, own, block, dtypes[0], arguments))
     # Torch's own function would not say that what it computes, forward and backward, is this rank's own.
     alone = alone and not (plan.is_own and marks_local_work(mesh.device_type))
     output = x.of_shape(plan.out_shape)

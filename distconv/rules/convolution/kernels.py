@@ -4,6 +4,7 @@ Torch gives large samples to oneDNN, and small ones to a kernel that first write
 (im2col). A rank's part of a large volume may count as small. The other kernel would take two to eleven times as long as
 oneDNN's for the same part, and memory for 27 copies of the inputs if a kernel has 3x3x3 elements. Images are left to
 torch: where it chooses im2col for them, oneDNN is no faster, since copies in its own layout take longer than they save.
+What torch still computes by im2col, such as all of float64, is computed in strips where it is large.
 
 Where mucudnn is at work, it decides: oneDNN is among the algorithms that it measures.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from distconv.rules.convolution.strips import in_strips, rows_of_strips
 from distconv.transfer.tracing import has_no_numbers
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction
@@ -41,18 +43,26 @@ def goes_to_onednn(shape: Sequence[int], weight: Sequence[int], dtype: torch.dty
     return "Mkldnn" in torch._C._select_conv_backend(x, w, None, *arguments, None).name
 
 
-def differs(whole: bool, x: Sequence[int], weight: Sequence[int], arguments: Arguments) -> bool:
-    """Whether a rank's part, of these shapes, would by itself go to another kernel than the whole."""
+def differs(
+    whole: bool, x: Sequence[int], weight: Sequence[int], dtype: torch.dtype | None, arguments: Arguments
+) -> bool:
+    """Whether `convolution` computes a rank's part, of these shapes, otherwise than torch's own function."""
     key, threads = _key(arguments), torch.get_num_threads()
-    return whole and _problem(Direction.FORWARD, torch.Size(x), torch.Size(weight), key, threads) is not None
+    if whole and _problem(Direction.FORWARD, torch.Size(x), torch.Size(weight), key, threads) is not None:
+        return True
+    return dtype is not None and rows_of_strips(x, weight, dtype, key) is not None
 
 
 def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
-    if whole and _may(x, weight):
-        problem = _problem(Direction.FORWARD, x.shape, weight.shape, _key(arguments), torch.get_num_threads())
+    may, key = _may(x, weight), _key(arguments)
+    if whole and may:
+        problem = _problem(Direction.FORWARD, x.shape, weight.shape, key, torch.get_num_threads())
         if problem is not None:
             return _onednn(x, weight, None, bias, problem)
+    rows = rows_of_strips(x.shape, weight.shape, x.dtype, key) if may else None
+    if rows is not None:
+        return in_strips(x, weight, bias, key, rows)
     with torch._C._AutoDispatchBelowAutograd():  # whoever calls this has a backward; what stands there is for DTensors
         return torch.convolution(x, weight, bias, *arguments)
 
@@ -94,11 +104,11 @@ def as_on_a_processor(threads: int) -> Iterator[None]:
 
 
 def _may(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN serves these tensors; the answer is the same when a graph is traced and when it runs."""
+    """Whether another kernel may serve these tensors; the same when a graph is traced and when it runs."""
     return (
         x.device.type == weight.device.type
         and x.device.type in _devices
-        and x.dtype is weight.dtype is torch.float32
+        and x.dtype is weight.dtype
         and shim.current() is None
         and x.is_contiguous()
     )
