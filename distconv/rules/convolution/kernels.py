@@ -55,14 +55,14 @@ def differs(
 
 def convolution(whole: bool, x: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
     """``aten::convolution`` of a rank's part. ``whole``: whether the whole goes to oneDNN on a CPU."""
-    may, key = _may(x, weight), _key(arguments)
-    if whole and may:
-        problem = _problem(Direction.FORWARD, x.shape, weight.shape, key, torch.get_num_threads())
+    if _may(x, weight):
+        key = _key(arguments)
+        problem = _problem(Direction.FORWARD, x.shape, weight.shape, key, torch.get_num_threads()) if whole else None
         if problem is not None:
             return _onednn(x, weight, None, bias, problem)
-    rows = rows_of_strips(x.shape, weight.shape, x.dtype, key) if may else None
-    if rows is not None:
-        return in_strips(x, weight, bias, key, rows)
+        rows = rows_of_strips(x.shape, weight.shape, x.dtype, key)
+        if rows is not None:
+            return in_strips(x, weight, bias, key, rows)
     with torch._C._AutoDispatchBelowAutograd():  # whoever calls this has a backward; what stands there is for DTensors
         return torch.convolution(x, weight, bias, *arguments)
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.operands import Operands
-from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Shape
+from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Dim, Direction, Shape
 from mucudnn.convolution.tile import extent, is_divisible, tile
 from mucudnn.providers.stock import STOCK, Stock, torchs_backend
 from mucudnn.providers.strips import Strips
@@ -48,6 +48,8 @@ def rows_of_strips(x: Sequence[int], w: Sequence[int], dtype: torch.dtype, argum
 def _rows(x: Shape, w: Shape, dtype: torch.dtype, arguments: Any, _: int) -> tuple[Dim, int] | None:
     """By the number of threads, too, which torch's choice of a kernel may depend on."""
     stride, padding, dilation, _, _, groups = arguments
+    if _name(dtype) not in DTYPE_BYTES:
+        return None
     try:
         problem = _problem(x, w, dtype, stride, padding, dilation, groups)
     except ValueError:  # torch says why
@@ -60,14 +62,16 @@ def _rows(x: Shape, w: Shape, dtype: torch.dtype, arguments: Any, _: int) -> tup
     return along, max(1, extent(problem, along) * STRIP // written)
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @functools.lru_cache(maxsize=4096)
 def _problem(
     x: Shape, w: Shape, dtype: torch.dtype, stride: Shape, padding: Shape, dilation: Shape, groups: int
 ) -> ConvProblem:
-    name = str(dtype).removeprefix("torch.")
-    return ConvProblem.of_convolution(
-        *(Direction.FORWARD, x, w), stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=name
-    )
+    rest: Any = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": _name(dtype)}
+    return ConvProblem.of_convolution(Direction.FORWARD, x, w, **rest)
 
 
 def in_strips(x: Tensor, w: Tensor, bias: Tensor | None, arguments: Any, rows: tuple[Dim, int]) -> Tensor:

@@ -64,6 +64,7 @@ def test_strips_give_torchs_result_in_less_memory(name: str) -> None:
         ((1, 64, 256, 256), (64, 64, 1, 1), torch.float64),  # nothing to write out
         ((1, 64, 1 << 16), (64, 64, 3), torch.float64),  # no rows
         ((1, 64, 128, 128), (64, 64, 3, 3), torch.float32),  # computed by oneDNN
+        ((1, 64, 128, 128), (64, 64, 3, 3), torch.complex128),
     ],
 )
 def test_other_convolutions_are_torchs(shape: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype) -> None:
