@@ -189,6 +189,8 @@ class Paging(TorchDispatchMode):
         if types:
             if any(issubclass(kind, _TAKEN_APART) for kind in types):
                 return NotImplemented  # what is beneath comes by itself
+            if func is _DEVICE:
+                return func(*args)
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
         keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
@@ -199,6 +201,9 @@ class Paging(TorchDispatchMode):
 
 
 _TAKEN_APART = DTensor, Deferred
+
+_DEVICE = torch.ops.prim.device.default
+"""Tensors without numbers are asked for their device by an operator, which reads nothing; others are not."""
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

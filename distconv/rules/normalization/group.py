@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,12 +80,11 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
 
 
 @planned(4096)
-def _over(groups: Groups, samples: int, device: torch.device) -> tuple[Over, Tensor]:
-    """What the statistics of so many samples here go over, and the column of each of this rank's channels."""
+def _columns(groups: Groups, samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The column of each of this rank's channels, and that of every channel of so many samples, one after another."""
     with torch.inference_mode(False):  # a call that autograd records may save these numbers later
         index = torch.tensor(groups.index, dtype=torch.int64, device=device)
-        of_rows = (torch.arange(samples, device=device)[:, None] * groups.columns + index).flatten()
-    return Over(groups.share, groups.total, samples * groups.columns, of_rows), index
+        return index, (torch.arange(samples, device=device)[:, None] * groups.columns + index).flatten()
 
 
 @torch.no_grad()
@@ -120,15 +119,13 @@ def group_normalized(
             return means.to(wide), inverses.to(wide).pow(-2) - eps
 
         return y, of_kernel
-    over, index = _over(groups, here, local.device)
-    index, of_rows = constant(index, local), constant(over.index, local)
-    if of_rows is not over.index:
-        over = replace(over, index=of_rows)
+    index, of_rows = (constant(columns, local) for columns in _columns(groups, here, local.device))
+    over = Over(groups.share, groups.total, here * groups.columns, of_rows)
     mean, variance = _statistics(local, groups, index)
     weights, biases = (v if v is None or here == 1 else v.repeat(here) for v in (weight, bias))
     shape = 1, here * own, positions
     y = normalized(local, shape, weights, biases, mean[of_rows], variance[of_rows], over, eps)
-    return y, lambda: (mean.view(here, -1), variance.view(here, -1))
+    return y, lambda: (mean.view(here, groups.columns), variance.view(here, groups.columns))
 
 
 def _grouped(
