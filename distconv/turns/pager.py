@@ -189,10 +189,10 @@ class Paging(TorchDispatchMode):
         if types:
             if any(issubclass(kind, _TAKEN_APART) for kind in types):
                 return NotImplemented  # what is beneath comes by itself
-            if func is _DEVICE:
-                return func(*args)
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
+        if func in _READS_NOTHING:
+            return func(*args, **kwargs)
         keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
         used = self.pager.begin(keys, func._schema.is_mutable)
         result = func(*args, **kwargs)
@@ -202,8 +202,9 @@ class Paging(TorchDispatchMode):
 
 _TAKEN_APART = DTensor, Deferred
 
-_DEVICE = torch.ops.prim.device.default
-"""Tensors without numbers are asked for their device by an operator, which reads nothing; others are not."""
+_aten = torch.ops.aten
+_READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default, torch.ops.prim.device.default}
+"""Operators that accept an empty storage. Tensors without numbers are asked for their device by one, others are not."""
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
