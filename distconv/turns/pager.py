@@ -39,7 +39,7 @@ class _Page:
 
 
 class Pager:
-    """The storages of all parts on one kind of device, those read last at the end.
+    """The storages of all parts on one kind of device.
 
     Attributes:
         limit: the most bytes that are to be on the device; more where one operator needs more.
@@ -54,7 +54,9 @@ class Pager:
     def __init__(self, device_type: str) -> None:
         self.away = 0
         self.limit, self.resident, self.most, self.written, self.read = 0, 0, 0, 0, 0
-        self._pages: OrderedDict[int, _Page] = OrderedDict()
+        self._pages: dict[int, _Page] = {}
+        self._here: OrderedDict[int, None] = OrderedDict()
+        """The keys of those that are on the device, the one read last at the end."""
         self._place: Place = Pinned() if device_type == "cuda" else File()
         self._device_type = device_type
         self._of_call: set[int] = set()
@@ -73,10 +75,11 @@ class Pager:
             page = self._pages.get(key)
             if page is not None:
                 used[key] = page
-                self._pages.move_to_end(key)
-        for page in used.values():
+                if not page.away:
+                    self._here.move_to_end(key)
+        for key, page in used.items():
             if page.away:
-                self._bring(page, used)
+                self._bring(key, page, used)
             if changes and page.key is not None:
                 self._place.drop(page.key, page.size)
                 page.key = None
@@ -93,7 +96,7 @@ class Pager:
             page = self._pages[key] = used[key] = _Page(storage)
             self._of_call.add(key)
             weakref.finalize(storage, self._freed, key, page).atexit = False
-            self._count(page.size)
+            self._count(key, page.size)
             made += page.size
         self._fit(used)
         if made and self._excess is not None:
@@ -108,7 +111,7 @@ class Pager:
 
     def _release(self, key: int, page: _Page) -> None:
         if page.away:
-            self._bring(page, {key: page})
+            self._bring(key, page, {key: page})
         self._freed(key, page)
 
     def release_all(self) -> None:
@@ -118,7 +121,7 @@ class Pager:
             if page is not None and page.storage() is not None:
                 self._release(key, page)
 
-    def _bring(self, page: _Page, used: dict[int, _Page]) -> None:
+    def _bring(self, key: int, page: _Page, used: dict[int, _Page]) -> None:
         storage = page.storage()
         assert storage is not None
         self._fit(used, page.size)
@@ -126,15 +129,15 @@ class Pager:
         page.away = False
         self.away -= page.size
         self.read += page.size
-        self._count(page.size)
+        self._count(key, page.size)
 
     def _fit(self, used: dict[int, _Page], more: int = 0) -> None:
         """Lets what was read longest ago leave, but nothing that an operator uses, until there is room."""
         if self.resident + more <= self.limit:
             return
-        for key in list(self._pages):  # of keys alone: pairs may set off a garbage collection, which frees pages
+        for key in list(self._here):  # of keys alone: pairs may set off a garbage collection, which frees pages
             page = self._pages.get(key)
-            if page is None or page.away or key in used:
+            if page is None or key in used:
                 continue
             storage = page.storage()
             if storage is None:
@@ -144,6 +147,7 @@ class Pager:
                 self.written += page.size
             self._empty(storage)
             page.away = True
+            del self._here[key]
             self.resident -= page.size
             self.away += page.size
             if self.resident + more <= self.limit:
@@ -161,7 +165,8 @@ class Pager:
         with torch.inference_mode(False), torch.no_grad():
             storage.resize_(0)
 
-    def _count(self, size: int) -> None:
+    def _count(self, key: int, size: int) -> None:
+        self._here[key] = None
         self.resident += size
         self.most = max(self.most, self.resident)
 
@@ -171,6 +176,7 @@ class Pager:
             if page.away:
                 self.away -= page.size
             else:
+                del self._here[key]
                 self.resident -= page.size
             if page.key is not None:
                 self._place.drop(page.key, page.size)
@@ -191,6 +197,8 @@ class Paging(TorchDispatchMode):
                 return NotImplemented  # what is beneath comes by itself
             if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
+        if func in _READS_NOTHING:
+            return func(*args, **kwargs)
         keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
         used = self.pager.begin(keys, func._schema.is_mutable)
         result = func(*args, **kwargs)
@@ -199,6 +207,10 @@ class Paging(TorchDispatchMode):
 
 
 _TAKEN_APART = DTensor, Deferred
+
+_aten = torch.ops.aten
+_READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default, torch.ops.prim.device.default}
+"""Operators that accept an empty storage. Tensors without numbers are asked for their device by one, others are not."""
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

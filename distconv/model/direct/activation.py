@@ -197,7 +197,8 @@ def holds_activation(value: Any) -> bool:
 
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
     """That of a root. ``share``: see `Activation`."""
-    made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
+    local = root.detach() if root.requires_grad else root
+    made: Any = DTensor.__new__(Activation, local, place.spec(root.dtype), requires_grad=False)
     made._place, made.root, made.dtensor, made.share, made.born_as_root = place, root, None, share, True
     return made
 

@@ -71,17 +71,21 @@ def _fit(kept: tuple[Any, Any], channels: int) -> bool:
 
 
 def _plan(place: Where, own: bool, *vectors: Any) -> BatchPlan | None:
-    """None unless the parameters have a number for each of this rank's channels, and nobody else counts the same."""
+    return batch_plan(place.mesh, place.placements, tuple(place.shape), own) if lie_beside(place, *vectors) else None
+
+
+def lie_beside(place: Where, *vectors: Any) -> bool:
+    """Whether parameters have a number for each of this rank's channels, and nobody else counts the same elements."""
     if not place.is_spread or len(place.shape) < 2:
-        return None
+        return False
     wanted = _shards(place, vector_layout(place.placements))
     for vector in vectors:
         if vector is None:
             continue
         lies = vector._place
         if lies.mesh != place.mesh or lies.shape != place.shape[1:2] or _shards(place, lies.placements) != wanted:
-            return None
-    return batch_plan(place.mesh, place.placements, tuple(place.shape), own)
+            return False
+    return True
 
 
 def _shards(place: Where, placements: tuple[Placement, ...]) -> list[Placement]:

@@ -16,7 +16,7 @@ from distconv.model.direct.positionwise import changed, computed
 UNARY = (
     *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "softplus", "softsign"),
     *("hardtanh", "hardswish", "hardsigmoid", "logsigmoid", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "abs", "neg"),
-    *("square", "log", "log1p", "clamp"),
+    *("square", "log", "log1p", "clamp", "clone"),
 )
 BINARY = ("add", "sub", "mul", "div", "true_divide", "__add__", "__sub__", "__mul__", "__truediv__")
 REFLECTED = ("__radd__", "__rmul__", "__rsub__")
@@ -48,6 +48,12 @@ def _unary(function: Callable[..., Any]) -> None:
 
 for _function in dict.fromkeys(_named(UNARY, F, torch, Tensor)):
     _unary(_function)
+
+
+@path(F.dropout)
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Itself in evaluation."""
+    return input if type(input) is Activation and not training and 0 <= p <= 1 else NotImplemented
 
 
 def _binary(function: Callable[..., Any]) -> None:

@@ -7,6 +7,7 @@ spans several ranks, they exchange a table of all groups, in which each fills in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,16 @@ from distconv.rules.registry import above_autograd
 from distconv.tensors.layouts import Layout, dim_axes, local_box, owners
 from distconv.transfer.all_reduce import all_reduced
 from distconv.transfer.group import joint_group, joint_order
-from distconv.transfer.tracing import planned
+from distconv.transfer.tracing import constant, planned
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+Statistics = Callable[[], tuple[Tensor, Tensor]]
+"""Mean and biased variance (samples here, columns) that a norm has found, in the type in which sums are kept."""
+
+
+@dataclass(frozen=True, eq=False)
 class Groups:
     """The groups that this rank keeps statistics of."""
 
@@ -74,15 +79,21 @@ def groups_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[
     return Groups(columns, index, among, total, apart)
 
 
+@planned(4096)
+def _columns(groups: Groups, samples: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The column of each of this rank's channels, and that of every channel of so many samples, one after another."""
+    with torch.inference_mode(False):  # a call that autograd records may save these numbers later
+        index = torch.tensor(groups.index, dtype=torch.int64, device=device)
+        return index, (torch.arange(samples, device=device)[:, None] * groups.columns + index).flatten()
+
+
 @torch.no_grad()
 def _statistics(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (samples here, columns), over all ranks."""
+    """Mean and biased variance over all ranks, those of the columns of each sample one after another."""
     samples, channels, positions = local.shape[0], local.shape[1], math.prod(local.shape[2:])
     if not groups.apart:
         rows = local.reshape(1, samples * groups.columns, channels // max(groups.columns, 1) * positions)
-        found = moments(rows) if groups.share is None else of_all(*moments(rows), groups.share)
-        mean, variance = (v.view(samples, groups.columns) for v in found)
-        return mean, variance
+        return moments(rows) if groups.share is None else of_all(*moments(rows), groups.share)
     assert groups.share is not None, "a group lies on several ranks"
     means, variances = (v.view(samples, channels) for v in moments(local.reshape(1, samples * channels, positions)))
     has = torch.zeros(groups.columns, dtype=means.dtype, device=means.device)
@@ -90,31 +101,37 @@ def _statistics(local: Tensor, groups: Groups, index: Tensor) -> tuple[Tensor, T
     empty = means.new_zeros(samples, groups.columns)
     mean = empty.index_add(1, index, means) / has.clamp(min=1)
     deviations = empty.index_add(1, index, positions * (variances + (means - mean[:, index]).square()))
-    return combined(mean, deviations, groups.share)
+    mean, variance = combined(mean, deviations, groups.share)
+    return mean.flatten(), variance.flatten()
 
 
-def _normalized(
+def group_normalized(
     local: Tensor, weight: Tensor | None, bias: Tensor | None, groups: Groups, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's y, and mean and 1 / sqrt(variance + eps) (samples here, columns). y is differentiable."""
+) -> tuple[Tensor, Statistics]:
+    """This rank's y, from its part of x and its channels' parameters; and the statistics. y is differentiable."""
     here, own, positions = local.shape[0], local.shape[1], math.prod(local.shape[2:])
     if groups.share is None and local.numel():
         sizes = here, own, positions, groups.columns
-        return torch.native_group_norm(local.contiguous(), weight, bias, *sizes, eps)
-    index = torch.tensor(groups.index, dtype=torch.int64, device=local.device)
-    mean, variance = _statistics(local, groups, index)
-    of_rows = (torch.arange(here, device=local.device)[:, None] * groups.columns + index).flatten()
+        y, means, inverses = torch.native_group_norm(local.contiguous(), weight, bias, *sizes, eps)
+
+        def of_kernel() -> tuple[Tensor, Tensor]:
+            wide = precise(means.dtype)  # of a half type the kernel gives means of it
+            return means.to(wide), inverses.to(wide).pow(-2) - eps
+
+        return y, of_kernel
+    index, of_rows = (constant(columns, local) for columns in _columns(groups, here, local.device))
     over = Over(groups.share, groups.total, here * groups.columns, of_rows)
+    mean, variance = _statistics(local, groups, index)
     weights, biases = (v if v is None or here == 1 else v.repeat(here) for v in (weight, bias))
-    means, variances = (values.flatten()[of_rows] for values in (mean, variance))
-    y = normalized(local, (1, here * own, positions), weights, biases, means, variances, over, eps)
-    return y, mean, torch.rsqrt(variance + eps)
+    shape = 1, here * own, positions
+    y = normalized(local, shape, weights, biases, mean[of_rows], variance[of_rows], over, eps)
+    return y, lambda: (mean.view(here, groups.columns), variance.view(here, groups.columns))
 
 
 def _grouped(
     func: Any, x: Tensor, group: int, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[DTensor, Layout, Tensor, Tensor]:
-    """y, its layout, and this rank's mean and 1 / sqrt(variance + eps) of each (sample, group)."""
+) -> tuple[DTensor, Layout, Statistics]:
+    """y, its layout, and this rank's statistics of each (sample, group)."""
     mesh, placements = norm_input(func, x, weight, bias)
     channels = x.shape[1]
     check_vectors(func, channels, weight=weight, bias=bias)
@@ -122,8 +139,8 @@ def _grouped(
         raise RuntimeError(f"{func}: {channels} channels do not divide into {group} groups")
     groups = groups_of(mesh, tuple(placements), tuple(x.shape), group)
     local, (w, b) = brought(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
-    y, mean, inverse = _normalized(local, w, b, groups, eps)
-    return wrapped(y, mesh, placements, x.shape), (mesh, placements), mean, inverse
+    y, statistics = group_normalized(local, w, b, groups, eps)
+    return wrapped(y, mesh, placements, x.shape), (mesh, placements), statistics
 
 
 @above_autograd("aten::group_norm")
@@ -152,14 +169,13 @@ def instance_norm(
         return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
     func, (samples, channels) = aten.instance_norm.default, x.shape[:2]
     check_vectors(func, channels, running_mean=running_mean, running_variance=running_var)
-    y, (mesh, placements), mean, inverse = _grouped(func, x, channels, weight, bias, eps)
+    y, (mesh, placements), statistics = _grouped(func, x, channels, weight, bias, eps)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            # Of a half type the kernel gives means of it, a rank without samples those in which sums are kept.
-            own, inverses = (v.to(precise(v.dtype)) for v in (mean, inverse))
+            mean, variance = statistics()
             positions = math.prod(x.shape[2:])
-            unbiased = (inverses.pow(-2) - eps) * (positions / max(positions - 1, 1))
-            sums = torch.stack([own.sum(0), unbiased.sum(0)])
+            unbiased = variance * (positions / max(positions - 1, 1))
+            sums = torch.stack([mean.sum(0), unbiased.sum(0)])
             over = share(mesh, tuple(placements), tuple(x.shape), (0,))
             if over is not None:
                 sums = all_reduced(sums, over.group)

@@ -6,7 +6,7 @@ Each mode is an index map: which element of the input, or fill, each output posi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,11 +49,25 @@ def restricted(need: Need, interval: Interval) -> Need:
     return tuple(result)
 
 
+class PaddingPlan(NamedTuple):
+    """How a rank pads its part.
+
+    Attributes:
+        exchanges: of the padded sharded dims.
+        local_pad: padding left to the local operator.
+        shape: of the whole padded tensor.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    local_pad: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
 @planned(4096)
 def padding_plan(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], mode: str, pad: tuple[int, ...]
-) -> tuple[tuple[Exchange, ...], tuple[int, ...], tuple[int, ...]]:
-    """(exchanges of the padded sharded dims, padding left to the local operator, padded shape).
+) -> PaddingPlan:
+    """Of a tensor of global ``shape``.
 
     Circular padding has no local operator whose gradient torch knows: exchanges, with nobody, do it for whole dims too.
     """
@@ -68,10 +82,22 @@ def padding_plan(
             needs = tuple(restricted(need, interval) for interval in owners(mesh, axes, result[dim]))
             exchanges.append(exchange(mesh, axes, dim, owners(mesh, axes, shape[dim]), needs))
             local_pad[2 * index] = local_pad[2 * index + 1] = 0
-    return tuple(exchanges), tuple(local_pad), tuple(result)
+    return PaddingPlan(tuple(exchanges), tuple(local_pad), tuple(result))
 
 
-def _check(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) -> None:
+def padded(local: Tensor, plan: PaddingPlan, mode: str) -> Tensor:
+    """This rank's part of the padded tensor, in memory of its own. Differentiable. Constant padding is with zeros."""
+    made = local
+    if any(plan.local_pad):  # whatever it is that a shard without elements shows
+        made = torch.nn.functional.pad(made, plan.local_pad, mode if made.numel() else "constant")
+    for which in plan.exchanges:
+        made = carried(made, which)
+    # Inference tensors do not know whether they are views.
+    shares = made._is_view() or made.untyped_storage()._cdata == local.untyped_storage()._cdata
+    return made.clone() if shares else made
+
+
+def check_padding(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) -> None:
     """Raise what one process raises for these arguments."""
     torch.nn.functional.pad(
         torch.empty(tuple(shape), device="meta"), list(pad), mode, value if mode == "constant" else None
@@ -82,7 +108,7 @@ def _check(mode: str, shape: Sequence[int], pad: Sequence[int], value: float) ->
 def constant(func: Any, x: DTensor, pad: list[int], value: float = 0) -> DTensor:
     """Pad (or crop) with a constant. Its backward is itself with the padding negated."""
     mesh, placements = layout(x)
-    _check("constant", x.shape, pad, value)
+    check_padding("constant", x.shape, pad, value)
     exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), "constant", tuple(pad))
     local = x._local_tensor
     for which in exchanges:
@@ -103,20 +129,13 @@ MODES = {
 
 
 def _shown_again(name: str, mode: str) -> None:
-    func = getattr(torch.ops.aten, name).default
-
     @above_autograd(f"aten::{name}")
-    def padded(x: DTensor, pad: list[int]) -> Tensor:
+    def of_last_dims(x: DTensor, pad: list[int]) -> Tensor:
         """Padding of the last dims with elements of x."""
-        _check(mode, x.shape, pad, 0)
+        check_padding(mode, x.shape, pad, 0)
         mesh, placements = x.device_mesh, added_up(x.placements)
-        exchanges, local_pad, shape = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
-        local = brought(x, mesh, placements)
-        if any(local_pad):  # whatever it is that a shard without elements shows
-            local = (func if local.numel() else torch.constant_pad_nd)(local, local_pad)
-        for which in exchanges:
-            local = carried(local, which)
-        return wrapped(local.clone() if local._is_view() else local, mesh, placements, shape)  # no part of x
+        plan = padding_plan(mesh, placements, tuple(x.shape), mode, tuple(pad))
+        return wrapped(padded(brought(x, mesh, placements), plan, mode), mesh, placements, plan.shape)
 
 
 for _name, _mode in MODES.items():

@@ -22,6 +22,8 @@ CASES: dict[str, Padding] = {
     "crop to nothing in a shard": ("constant", (0, 0, -4, 1), (2, 3, 7, 6)),
     "constant on channels and samples": ("constant", (1, 0, 0, 1, 1, 1, 0, 2), (2, 3, 4, 5)),
     "nothing": ("constant", (0, 0), (2, 3, 7, 6)),
+    "zeros": ("zeros", (1, 2, 3, 0), (2, 3, 7, 6)),
+    "zeros and a crop": ("zeros", (-1, 2, -3, 1, 1, 1), (2, 3, 9, 6)),
     **{
         f"{mode}, wider than a shard": (mode, (5, 4, 3, 5), (2, 3, 6, 8))
         for mode in ("constant", "reflect", "replicate", "circular")
@@ -42,8 +44,8 @@ class Pad(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        value = 3.0 if self.mode == "constant" else None
-        return nn.functional.pad(x, self.pad, self.mode, value) * self.gain
+        mode, value = ("constant", None) if self.mode == "zeros" else (self.mode, 3.0)
+        return nn.functional.pad(x, self.pad, mode, value if mode == "constant" else None) * self.gain
 
 
 @pytest.mark.parametrize(

@@ -273,3 +273,23 @@ def test_what_is_refused_is_said_in_one_line(name: str) -> None:
     with pytest.raises(error, match=said) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+class Padded(nn.Module):
+    """Changes what it has padded, of which the first of two parts is what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.layer(x)
+        return x, F.pad(x, (0, 0, 0, 1), "replicate").mul_(2)
+
+
+def test_what_is_padded_in_inference_is_no_part_of_its_input() -> None:
+    x = torch.ones(1, 2, 9, 3)
+    model = Padded()
+    with torch.inference_mode():
+        expected, found = model(x), distconv.in_turn(model, "height=2")(x)
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))

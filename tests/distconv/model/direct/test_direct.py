@@ -181,6 +181,18 @@ def sizes_in_lists(m: Net, x: Tensor) -> Tensor:
     return F.max_pool2d(y, [2, 2], [1, 1]).square().sum()
 
 
+def groups(m: Net, x: Tensor) -> Tensor:
+    y = F.group_norm(m.layer(x), 1, m.norm.weight, m.norm.bias)
+    y = F.dropout(F.group_norm(y, 3), 0.5, False).clone()
+    return (F.group_norm(y.mul_(2), 3, m.norm.weight) * y).pow(3).sum()
+
+
+def padded(m: Net, x: Tensor) -> Tensor:
+    y = F.pad(m.layer(x), (1, 2, 0, 1), "replicate")
+    y = F.pad(F.pad(y, (1, 0)).mul_(2), (0, 0, -1, 2), "circular")
+    return F.pad(m.layer(y), (2, 1, 1, 2), "reflect").square().sum()
+
+
 LOSSES = (
     *(in_place, in_place_by_position, in_place_on_a_view, set_items, hook_after_use, kept_gradient, own_function),
     *(
@@ -198,6 +210,8 @@ LOSSES = (
         cut,
         channels_last,
         sizes_in_lists,
+        groups,
+        padded,
     ),
 )
 

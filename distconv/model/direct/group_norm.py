@@ -1,0 +1,40 @@
+"""Group normalization: a function of this rank's plain tensors, which combines the statistics of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from distconv.model.direct.activation import Activation, activation, is_parameter
+from distconv.model.direct.batch_norm import lie_beside
+from distconv.model.direct.paths import path
+from distconv.model.direct.where import Where
+from distconv.rules.normalization.group import Groups, group_normalized, groups_of
+
+
+@path(F.group_norm)
+def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
+    """Statistics of each sample over groups of channels, and space of all ranks; parameters as modules hold them."""
+    if type(input) is not Activation or input.share is not None or torch._C._is_any_autocast_enabled():
+        return NotImplemented
+    if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
+        return NotImplemented
+    place = input.place
+    key = "group_norm", num_groups, None if weight is None else weight._place, None if bias is None else bias._place
+    groups = place.plans.get(key, False)
+    if groups is False:
+        groups = place.plans[key] = _plan(place, num_groups, weight, bias)
+    if groups is None:
+        return NotImplemented
+    operands = input.local(), None if weight is None else weight.local(), None if bias is None else bias.local()
+    return activation(group_normalized(*operands, groups, eps)[0], place)
+
+
+def _plan(place: Where, num_groups: int, *vectors: Any) -> Groups | None:
+    """None where parameters lie otherwise, and where torch refuses a norm of such sizes."""
+    if not lie_beside(place, *vectors) or num_groups < 1 or place.shape[1] % num_groups:
+        return None
+    groups = groups_of(place.mesh, place.placements, tuple(place.shape), num_groups)
+    return groups if groups.total > 1 else None
