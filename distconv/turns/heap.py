@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from distconv.turns.huge_pages import huge_pages, trim
 from mucudnn.devices.process_memory import glibc, heap_bytes, resident_bytes
 
 KEPT = 8
@@ -16,6 +17,9 @@ KEPT = 8
 
 EXCESS, LEAST = 3, 1 << 24
 """Within a limit, freed pages of one part in so many of it may stay, or of so many bytes where that is more."""
+
+HUGE = 2
+"""In huge pages they come again for less, and so many times fewer may stay."""
 
 LOOKS = 16
 """The process is looked at when one part in so many of the limit has been made anew."""
@@ -55,6 +59,12 @@ class Heap:
         self._other = 0
         """Bytes that were resident and not used when freed pages were last given back: code, and what Python holds."""
 
+    def begin(self) -> None:
+        """Parts are to run."""
+        pages = huge_pages()
+        if pages is not None:
+            pages.begin()
+
     def tidy(self) -> None:
         """Between turns, in the thread that has had its: gives freed pages back where more is resident than was used at
         most, and an eighth of that.
@@ -76,10 +86,13 @@ class Heap:
         used = heap_bytes()
         if resident_bytes() - self._other > used + used // KEPT:
             self._give_back(library)
+        pages = huge_pages()
+        if pages is not None:
+            pages.end()
 
     def _give_back(self, library: Any) -> None:
         used = heap_bytes()
-        library.malloc_trim(0)
+        trim(library)
         self._used, self._other = max(self._used, used), resident_bytes() - used
 
 
@@ -87,7 +100,7 @@ class Excess:
     """Watches, while operators of parts run within a limit, how much larger the process is than what the parts hold.
 
     An operator's scratch, and a tensor that was freed for a limit's sake, leave free pages behind in the heap. They are
-    given back where the process would otherwise be larger than by the limit and a third of it.
+    given back where the process would otherwise be larger than by the limit and a third of it, in huge pages a sixth.
     """
 
     def __init__(self) -> None:
@@ -109,6 +122,7 @@ class Excess:
         if library is None:
             return
         self._made = 0
-        if self._other is None or resident_bytes() > self._other + limit + max(limit // EXCESS, LEAST):
-            library.malloc_trim(0)
+        excess = EXCESS if huge_pages() is None else HUGE * EXCESS
+        if self._other is None or resident_bytes() > self._other + limit + max(limit // excess, LEAST):
+            trim(library)
             self._other = resident_bytes() - held

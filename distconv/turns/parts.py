@@ -97,6 +97,7 @@ class Parts:
 
         with self._lock, groups_of_parts(), settings.options({"check": "off"}):
             self._work, self._states, self._results = within, states, [None] * self.count
+            self._heap.begin()
             try:
                 self._baton.run()
                 return self._results

@@ -1,0 +1,103 @@
+"""Huge pages for the heap of the C library: what was given back comes again 2 MiB at a time, instead of 4 KiB."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+from mucudnn.devices.process_memory import glibc
+
+LARGEST = 1 << 22
+"""Larger huge pages, as some processors have, would make the process larger."""
+
+ROOM = 1 << 26
+"""The heap is made larger by at least so many bytes at once, which take no memory until they are used."""
+
+WHILE_PARTS_RUN = 1 << 30
+"""Blocks of fewer bytes lie in the heap, and so many freed ones may stay at its end until they are given back."""
+
+OTHERWISE = 1 << 25
+"""As glibc has it by itself when a block of so many bytes was freed; twice as many may then stay."""
+
+_OF_A_USER = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
+"""Variables by which a user says how the heap is to be."""
+
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as in malloc.h
+_HUGE, _NOT_HUGE = 14, 15  # MADV_HUGEPAGE and MADV_NOHUGEPAGE in mman.h
+
+
+class HugePages:
+    """Those of this process's heap, where `huge_pages` finds that it can have them.
+
+    glibc takes each block of more than 32 MiB from the system, and returns it when it is freed. While parts run, such
+    blocks lie in the heap as well, of which the kernel is told that it should be in huge pages. What the heap gives
+    back at its end must be told of again when it has grown; so it grows at once to where it ended before.
+
+    ``start``: where the heap begins. ``always``: whether the kernel gives huge pages to those who do not ask, too.
+    """
+
+    def __init__(self, library: Any, start: int, always: bool) -> None:
+        self._library, self._start, self._always, self._end = library, start, always, 0
+
+    def begin(self) -> None:
+        """Parts begin to run."""
+        self._keep(WHILE_PARTS_RUN, WHILE_PARTS_RUN)
+        self._advise(_HUGE)
+
+    def end(self) -> None:
+        """They have run: the kernel is not to make huge pages of what is left here and there."""
+        self._keep(OTHERWISE, 2 * OTHERWISE)
+        if not self._always:
+            self._advise(_NOT_HUGE)
+
+    def grow(self) -> None:
+        """The heap has given back what was freed: it becomes as large as it was, and nothing in it is used."""
+        end = self._library.sbrk(0)
+        block = self._library.malloc(min(max(self._end - end, ROOM), WHILE_PARTS_RUN // 2))
+        self._advise(_HUGE)
+        self._library.free(block)
+
+    def note_end(self) -> None:
+        """The heap is to give back what was freed: it is remembered how large it was."""
+        self._end = max(self._end, self._library.sbrk(0))
+
+    def _keep(self, block: int, freed: int) -> None:
+        self._library.mallopt(_MMAP_THRESHOLD, block)
+        self._library.mallopt(_TRIM_THRESHOLD, freed)
+
+    def _advise(self, advice: int) -> None:
+        """Changes no contents; where the kernel refuses, pages are as they were."""
+        self._library.madvise(self._start, max(self._library.sbrk(0) - self._start, 0), advice)
+
+
+@functools.cache
+def huge_pages() -> HugePages | None:
+    """Those of the heap; None where the kernel or the C library has none, or a user has said how the heap is to be."""
+    library, enabled, size = glibc(), _SETTINGS / "enabled", _SETTINGS / "hpage_pmd_size"
+    if library is None or not (enabled.exists() and size.exists()) or any(name in os.environ for name in _OF_A_USER):
+        return None
+    mode = enabled.read_text()
+    if "[never]" in mode or int(size.read_text()) > LARGEST:
+        return None
+    heap = next((line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")), None)
+    if heap is None:
+        return None
+    own = ctypes.CDLL(None)  # with types of its own for what it is asked for
+    own.malloc.restype, own.malloc.argtypes, own.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    own.sbrk.restype, own.sbrk.argtypes = ctypes.c_size_t, [ctypes.c_ssize_t]
+    own.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    return HugePages(own, int(heap.split("-")[0], 16), "[always]" in mode)
+
+
+def trim(library: Any) -> None:
+    """Gives freed pages of the heap back to the system."""
+    pages = huge_pages()
+    if pages is not None:
+        pages.note_end()
+    library.malloc_trim(0)
+    if pages is not None:
+        pages.grow()

@@ -1,0 +1,63 @@
+"""The heap of parts in turn lies in huge pages, where the kernel has them, also after it was given back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distconv.turns.huge_pages import HugePages, huge_pages, trim
+from mucudnn.devices.process_memory import glibc
+
+BLOCK = 1 << 28
+"""Larger than the blocks that glibc by itself has in the heap."""
+
+needs_huge_pages = pytest.mark.skipif(huge_pages() is None, reason="no huge pages, or a user's own heap")
+
+
+def is_in_huge_pages(address: int) -> bool:
+    """Whether the kernel was told so of the memory at an address; False outside of the heap."""
+    at_heap = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, last = (int(end, 16) for end in words[0].split("-"))
+            at_heap = first <= address < last and words[-1] == "[heap]"
+        elif at_heap and words[0] == "VmFlags:":
+            return "hg" in words
+    return False
+
+
+@needs_huge_pages
+def test_large_blocks_lie_in_huge_pages_while_parts_run_and_after_the_heap_was_given_back() -> None:
+    pages = huge_pages()
+    assert isinstance(pages, HugePages)
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pages.begin()
+    try:
+        library.free(library.malloc(BLOCK))  # the heap was as large once
+        for _ in range(2):
+            trim(glibc())
+            block = library.malloc(BLOCK // 2)
+            assert is_in_huge_pages(block + BLOCK // 4)
+            ctypes.memset(block, 1, BLOCK // 2)
+            library.free(block)
+    finally:
+        pages.end()
+    block = library.malloc(2 * BLOCK)  # more than is free at the end of the heap
+    assert not is_in_huge_pages(block + BLOCK)
+    library.free(block)
+
+
+@needs_huge_pages
+def test_a_heap_that_a_user_has_set_up_is_left_alone() -> None:
+    script = "from distconv.turns.huge_pages import huge_pages; print(huge_pages())"
+    for setting in ("MALLOC_MMAP_THRESHOLD_=1000000", "GLIBC_TUNABLES="):
+        name, value = setting.split("=")
+        done = subprocess.run([sys.executable, "-c", script], env={**os.environ, name: value}, capture_output=True)
+        assert done.stdout.decode().split()[-1:] == ["None"], done.stderr.decode()
