@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 from mucudnn.optimizer import Option
+
+_HEADER = 100
+"""Bytes of the header of a file of SQLite."""
 
 _APPLICATION = 0x6D754344  # "muCD"
 _VERSION = 2
@@ -47,9 +51,33 @@ class Damaged(Exception):
 
 
 def connect(path: str, patience: float) -> sqlite3.Connection:
+    """Opens a file that is ours, or empty, or not there yet; raises `Damaged` for another."""
+    _examine(path)
     # The rollback journal stays, as a write-ahead log needs memory shared by all users, which a home directory on a
     # network does not give, and a writable directory even to read.
     return sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
+
+
+def _examine(path: str) -> None:
+    """Reads what the file says of itself, where SQLite's file format has it.
+
+    SQLite is not to open a file that is set aside next. Where another process has renamed it in the meantime and made a
+    fresh one, SQLite would find the fresh one's journal by its name, and empty the renamed file by it.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = file.read(_HEADER)
+    except OSError:  # SQLite says why, if it cannot open it either
+        return
+    if not header:
+        return
+    if len(header) < _HEADER or not header.startswith(b"SQLite format 3\0"):
+        raise Damaged("file is not a database")
+    version, _, application = struct.unpack_from(">3I", header, 60)
+    if application != _APPLICATION:
+        raise Damaged("it is a database of another application")
+    if version != _VERSION:
+        raise Damaged(f"its format is {version}, here it is {_VERSION}")
 
 
 def told(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Connection) -> Result:
@@ -62,26 +90,26 @@ def told(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Con
         raise
 
 
-@contextmanager
+@contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[None]:
     with connection:  # commits, or rolls back where that fails
         connection.execute("BEGIN IMMEDIATE")
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def alone(path: str, patience: float) -> Iterator[None]:
     """Lets one process in at a time, until it leaves or dies.
 
     The empty lock file is never removed: another process might just have opened it.
     """
-    with closing(sqlite3.connect(path, timeout=patience, isolation_level=None)) as lock:
+    with contextlib.closing(sqlite3.connect(path, timeout=patience, isolation_level=None)) as lock:
         lock.execute("BEGIN EXCLUSIVE")
         yield
 
 
 def prepare(connection: sqlite3.Connection) -> None:
-    """Makes the tables of an empty file; raises `Damaged` for a file of another kind."""
+    """Makes the tables of an empty file."""
     # What is committed survives the process. Waiting for the disk as well, at every launch that is timed, would only
     # guard against a crash of the whole machine.
     connection.execute("PRAGMA synchronous = OFF")
@@ -90,12 +118,6 @@ def prepare(connection: sqlite3.Connection) -> None:
             if _is_empty(connection):
                 for statement in _SCHEMA:
                     connection.execute(statement)
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if application != _APPLICATION:
-        raise Damaged("it is a database of another application")
-    if version != _VERSION:
-        raise Damaged(f"its format is {version}, here it is {_VERSION}")
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:

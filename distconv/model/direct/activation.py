@@ -152,6 +152,11 @@ class Activation(DTensor):
         if found is None or not found.is_inference():
             self.wide, self.held, self.wide_version = wide, held, 0 if found is None else found._version
 
+    def forget_root(self) -> None:
+        """From now on the DTensor, which stands for it already, is what this rank's part is derived from."""
+        self.root, self.born_as_root = None, False
+        self.forget_wide()
+
     def forget_wide(self) -> None:
         """From now on this rank holds the root alone."""
         self.wide = self.held = None
@@ -197,8 +202,7 @@ def holds_activation(value: Any) -> bool:
 
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
     """That of a root. ``share``: see `Activation`."""
-    local = root.detach() if root.requires_grad else root
-    made: Any = DTensor.__new__(Activation, local, place.spec(root.dtype), requires_grad=False)
+    made: Any = DTensor.__new__(Activation, root.detach(), place.spec(root.dtype), requires_grad=False)
     made._place, made.root, made.dtensor, made.share, made.born_as_root = place, root, None, share, True
     return made
 

@@ -56,6 +56,16 @@ for _method in (Tensor.is_floating_point, torch.is_floating_point, Tensor.is_com
     _same(_method)
 
 
+@path(Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def set_requires_grad(x: Activation, requires_grad: bool = True) -> Any:
+    """Gradients end, or no longer end, at its DTensor, of which all later uses are made."""
+    if x.share is not None or x.requires_grad == requires_grad:
+        return NotImplemented
+    x.as_dtensor().requires_grad_(requires_grad)
+    x.forget_root()
+    return x
+
+
 @path(Tensor.contiguous)
 def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> Any:
     """Itself where it is contiguous."""

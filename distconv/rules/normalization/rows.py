@@ -95,7 +95,7 @@ class _Normalized(torch.autograd.Function):
         if not x.numel():
             return torch.empty_like(x)
         y = _scaled(x if shape is None else x.reshape(shape), mean, variance, weight, bias, eps)
-        return y if shape is None else y.view(x.shape)
+        return y if shape is None else torch.ops.aten._unsafe_view(y, x.shape)  # autograd lets no view be changed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

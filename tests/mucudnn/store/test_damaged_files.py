@@ -117,6 +117,23 @@ def test_a_write_ahead_log_goes_with_its_foreign_file(path: Path) -> None:
     owner.close()
 
 
+@pytest.mark.parametrize("make", [other_application, lambda path: path.write_bytes(b"no database " * 1000)])
+def test_a_file_that_is_set_aside_is_not_changed_by_the_journal_of_a_fresh_one(
+    path: Path, make: Callable[[Path], object]
+) -> None:
+    path.parent.mkdir()
+    make(path)
+    content, fresh = path.read_bytes(), path.with_name("fresh")
+    with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as other:
+        other.execute("PRAGMA synchronous = OFF")
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("CREATE TABLE problems (id)")
+        path.with_name(f"{path.name}-journal").write_bytes(fresh.with_name("fresh-journal").read_bytes())
+    with pytest.warns(RuntimeWarning, match="starts afresh"):
+        Store(str(path)).record(KEY, [FFT])
+    assert path.with_name(f"{path.name}.damaged-1").read_bytes() == content
+
+
 def test_a_file_damaged_while_open(path: Path) -> None:
     store = Store(str(path))
     store.record(KEY, [FFT])

@@ -155,6 +155,19 @@ def gradient_of_a_gradient(m: Net, x: Tensor) -> Tensor:
     return (grad * grad * y).sum()
 
 
+def gradient_of_a_leaf(m: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y, z = m.layer(x), m.layer(x) * 2
+    F.relu(y)
+    y.requires_grad_()
+    z.requires_grad = True
+    loss = m.layer(F.relu(y) * z).square().sum()
+    (grad,) = torch.autograd.grad(loss, y, create_graph=True)
+    loss.backward(retain_graph=True)
+    assert y.is_leaf and z.grad is not None
+    return loss + grad.square().sum() + (z.grad * z).sum() + x.sum()
+
+
 def detached(m: Net, x: Tensor) -> Tensor:
     y = m.layer(x)
     return (F.relu(y) * y.detach()).sum() + (y.data * 2).sum()
@@ -205,6 +218,7 @@ LOSSES = (
         shared_layer,
         without_gradient,
         gradient_of_a_gradient,
+        gradient_of_a_leaf,
         detached,
         joined,
         cut,
