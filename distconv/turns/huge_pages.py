@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mucudnn.devices.process_memory import glibc
 
@@ -65,6 +69,12 @@ class HugePages:
         """The heap is to give back what was freed: it is remembered how large it was."""
         self._end = max(self._end, self._library.sbrk(0))
 
+    def keep_small(self, start: int, size: int) -> None:
+        """No huge pages for these bytes, of which nothing has been written yet."""
+        page = mmap.PAGESIZE
+        first, end = -(-start // page) * page, (start + size) // page * page
+        self._library.madvise(first, max(end - first, 0), _NOT_HUGE)
+
     def _keep(self, block: int, freed: int) -> None:
         self._library.mallopt(_MMAP_THRESHOLD, block)
         self._library.mallopt(_TRIM_THRESHOLD, freed)
@@ -91,6 +101,14 @@ def huge_pages() -> HugePages | None:
     own.sbrk.restype, own.sbrk.argtypes = ctypes.c_size_t, [ctypes.c_ssize_t]
     own.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     return HugePages(own, int(heap.split("-")[0], 16), "[always]" in mode)
+
+
+def keep_small(x: Tensor) -> None:
+    """Pages of a tensor that is not written yet are set up as they are written: the rows of one part lie here and there
+    in it, and with huge pages all of it would be there from the first part on."""
+    pages = huge_pages()
+    if pages is not None and x.device.type == "cpu" and not isinstance(x, FakeTensor):
+        pages.keep_small(x.data_ptr(), x.nbytes)
 
 
 def trim(library: Any) -> None:

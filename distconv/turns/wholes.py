@@ -16,6 +16,7 @@ from distconv.model.direct.activation import Activation
 from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.tensors.memory_format import memory_format
 from distconv.transfer.redistribution import relaid
+from distconv.turns.huge_pages import keep_small
 from distconv.turns.mail import Mail, State
 
 
@@ -52,6 +53,7 @@ class Wholes:
                 fake = local.fake_mode if isinstance(local, FakeTensor) else contextlib.nullcontext()
                 with _disable_current_modes(), fake:  # it is the caller's, not the parts'
                     made = torch.empty(tuple(x.shape), dtype=local.dtype, device=local.device, memory_format=form)
+                    keep_small(made)
                     self.made[key] = made.zero_() if self._zero else made
             whole = self.made[key]
             coordinate = mesh.get_coordinate() or ()
