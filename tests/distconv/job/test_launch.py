@@ -122,7 +122,9 @@ def test_a_program_started_alone_is_told_how_to_start():
 
 @needs_mpi
 def test_mpi_without_its_library_is_one_line():
-    done = launch("alone", 2, "--backend", "mpi", "--partition", "height=2", HELLO, MPI4PY_LIBMPI="/no/libmpi.so")
+    done = launch(
+        "alone", 2, "--backend", "mpi", "--partition", "height=2", HELLO, fresh=True, MPI4PY_LIBMPI="/no/libmpi.so"
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("distconv: ranks over MPI need mpi4py and an MPI library: cannot load MPI library")
 

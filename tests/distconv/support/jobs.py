@@ -56,10 +56,11 @@ def command(way: str, ranks: int, *arguments: str, fresh: bool = False) -> list[
     """What starts a job.
 
     fresh: whether its processes are started as a user starts them, for tests of that very start. Otherwise they are
-    forked from one that has imported what they need.
+    forked from one that has imported what they need; but not under mpiexec, which may kill the stand-in of a process
+    before that has told its exit code.
     """
     run = ["-m", "distconv", "run", *arguments]
-    python = sys.executable if fresh else forked_python()
+    python = sys.executable if fresh or way == "mpiexec" else forked_python()
     if way == "torchrun":
         return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *run]
     return [*(mpiexec(ranks) if way == "mpiexec" else ()), python, *run]
