@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -55,10 +56,18 @@ class Narrow(Blocks):
         self.blocks = nn.Sequential(Block(4, 2, 2, 1), Block(2, 2, 12, 2))
 
 
-def trained(partition: str, kind: type[nn.Module], most: int) -> tuple[dict[str, float], list[list[str]]]:
-    """(errors against one process, the collectives of forward and of backward of training)."""
+def trained(partition: str, kind: type[nn.Module], most: int) -> tuple[dict[str, float], list[list[str]], list[bool]]:
+    """(errors against one process, the collectives of forward and of backward of training, and of every allreduce by
+    Python, as those are by which ranks agree, whether torch's Python dispatcher called it).
+    """
     expected = steps(reference := made(kind), reference, 2)
     found: list[list[str]] = []
+    dispatched: list[bool] = []
+    sent = dist.all_reduce
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        dispatched.append(torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PythonDispatcher))
+        return sent(*args, **kwargs)
 
     def keep(graph: Any, inputs: Any) -> Any:
         targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
@@ -69,33 +78,13 @@ def trained(partition: str, kind: type[nn.Module], most: int) -> tuple[dict[str,
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     before, graph_merges.MOST = graph_merges.MOST, most
     try:
-        with fresh():
+        with fresh(), mock.patch.object(dist, "all_reduce", noted):
             plain = made(kind)
             model = distconv.parallelize(plain, distconv.init(partition, device_type="cpu"))
             errors = worst(steps(torch.compile(model, backend=backend, fullgraph=True), plain, 2), expected)
     finally:
         graph_merges.MOST = before
-    return errors, found[:2]
-
-
-def dispatched() -> list[bool]:
-    """For every allreduce of ranks that make a graph, whether torch's Python dispatcher calls it."""
-    found: list[bool] = []
-    sent = dist.all_reduce
-
-    def told(*args: Any, **kwargs: Any) -> Any:
-        found.append(torch._C._dispatch_tls_is_dispatch_key_included(DispatchKey.PythonDispatcher))
-        return sent(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(dist, "all_reduce", told)
-        trained("channel=2", Blocks, graph_merges.MOST)
-    return found
-
-
-def test_no_collective_runs_under_the_lock_of_the_interpreter(ranks: Callable[[int], Ranks]) -> None:
-    for found in ranks(2).run(dispatched):
-        assert found and not any(found)
+    return errors, found[:2], dispatched
 
 
 @pytest.mark.parametrize(
@@ -115,7 +104,8 @@ def test_fewer_collectives_compute_the_same(
         pytest.skip("over Gloo")
     for most, expected in ((0, apart), (graph_merges.MOST, together)):
         results = pool.run(trained, partition, kind, most)
-        for errors, collectives in results:
+        for errors, collectives, dispatched in results:
             assert not errors
+            assert dispatched and not any(dispatched)  # or Gloo's threads and this one would wait for one another
             assert collectives == results[0][1]  # or ranks would wait for one another for ever
             assert sum(map(len, collectives)) == expected
