@@ -19,7 +19,7 @@ EXCESS, LEAST = 3, 1 << 24
 """Within a limit, freed pages of one part in so many of it may stay, or of so many bytes where that is more."""
 
 HUGE = 2
-"""In huge pages they come again for less, and so many times fewer may stay."""
+"""Huge pages cost less to set up again, so that many times less may stay."""
 
 LOOKS = 16
 """The process is looked at when one part in so many of the limit has been made anew."""

@@ -104,10 +104,12 @@ def huge_pages() -> HugePages | None:
 
 
 def keep_small(x: Tensor) -> None:
-    """Pages of a tensor that is not written yet are set up as they are written: the rows of one part lie here and there
-    in it, and with huge pages all of it would be there from the first part on."""
+    """Pages of a large tensor that is not written yet are set up as they are written: the rows of one part lie here and
+    there in it, and with huge pages all of it would be there from the first part on."""
+    if x.nbytes < LARGEST or x.device.type != "cpu" or isinstance(x, FakeTensor):
+        return
     pages = huge_pages()
-    if pages is not None and x.device.type == "cpu" and not isinstance(x, FakeTensor):
+    if pages is not None:
         pages.keep_small(x.data_ptr(), x.nbytes)
 
 
