@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -63,6 +63,11 @@ class Device(ABC):
 
         The shim reads it at every convolution: it takes a fraction of a microsecond.
         """
+
+    @staticmethod
+    def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """A kernel that runs on the device of its first argument, a tensor, whichever device is current."""
+        return kernel
 
     @property
     @abstractmethod

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -101,6 +102,17 @@ class Gpu(Device):
             _measures(),
             _precision("cuda", "conv"),
         )
+
+    @staticmethod
+    def on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def on_its_device(first: torch.Tensor, *arguments: object) -> Any:
+            index = first.get_device()
+            if index < 0 or index == current_device():
+                return kernel(first, *arguments)
+            with torch.cuda.device(first.device):
+                return kernel(first, *arguments)
+
+        return on_its_device
 
     @staticmethod
     def all() -> list[torch.device]:

@@ -10,7 +10,7 @@ from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.onednn import OneDnn
 from mucudnn.providers.provider import Compiling, Provider, Ready, Readying
-from mucudnn.providers.stock import STOCK, Stock, stock_call, stock_kernel, stock_result
+from mucudnn.providers.stock import STOCK, Stock, is_torchs_own, stock_call, stock_kernel, stock_result
 
 HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(is_outlined=True), in_torch))
 """What serves convolutions on a CPU."""
@@ -45,6 +45,7 @@ __all__ = [
     "Provider",
     "Ready",
     "Readying",
+    "is_torchs_own",
     "providers_on",
     "stock_call",
     "stock_kernel",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from mucudnn.convolution.call import Call, torch_format
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.convolution.tile import Part
+from mucudnn.devices import SERVED
 from mucudnn.providers.padding import evened
 from mucudnn.providers.provider import Provider, write
 
@@ -22,9 +24,25 @@ STOCK = "stock"
 
 
 @cache
-def stock_kernel(operator: str, dispatch_key: str) -> Any:
-    """Torch's kernel of `aten::convolution` or `aten::convolution_backward`, taken before the shim installs itself."""
-    return torch.library.get_kernel(f"aten::{operator}", dispatch_key)
+def stock_kernel(operator: str, dispatch_key: str) -> Callable[..., Any]:
+    """The kernel of `aten::convolution` or `aten::convolution_backward`, taken before the shim installs itself.
+
+    Other threads of Python run while torch's own kernel computes: the dispatcher calls it, by its entry for tensors of
+    no device, where the kernel for all devices stands. A kernel that another library has put before torch's is called
+    itself, which keeps Python's lock.
+    """
+    if not is_torchs_own(operator, dispatch_key):
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
+        return partial(torch.library.get_kernel(f"aten::{operator}", dispatch_key).call_boxed, keys)
+    no_device = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    kernel = partial(getattr(torch.ops.aten, operator).default.redispatch, no_device)
+    return SERVED[dispatch_key].on_its_device(kernel)
+
+
+def is_torchs_own(operator: str, dispatch_key: str) -> bool:
+    """Whether the present kernel of `aten::convolution` or `aten::convolution_backward` is torch's own."""
+    kernel = torch.library.get_kernel(f"aten::{operator}", dispatch_key)
+    return re.search(r"ATen.Register\w+\.cpp", repr(kernel)) is not None  # the file that registered it
 
 
 def _computed(
@@ -36,14 +54,12 @@ def _computed(
     geometry: tuple[Any, ...],
 ) -> torch.Tensor:
     dispatch_key = weight.device.type.upper()
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
     if direction is Direction.FORWARD:
-        kernel = stock_kernel("convolution", dispatch_key)
-        result: torch.Tensor = kernel.call_boxed(keys, source, weight, bias, *geometry)
+        result: torch.Tensor = stock_kernel("convolution", dispatch_key)(source, weight, bias, *geometry)
         return result
     mask = [direction is Direction.BACKWARD_DATA, direction is Direction.BACKWARD_FILTER, False]
     kernel = stock_kernel("convolution_backward", dispatch_key)
-    result = kernel.call_boxed(keys, produced, source, weight, None, *geometry, mask)[0 if mask[0] else 1]
+    result = kernel(produced, source, weight, None, *geometry, mask)[0 if mask[0] else 1]
     return result
 
 

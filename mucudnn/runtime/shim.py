@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from mucudnn.convolution.call import Call, memory_format, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
-from mucudnn.providers import stock_kernel
+from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.session import Session
 
 _UNDECIDED: Any = object()
@@ -56,6 +56,8 @@ def _register() -> torch.library.Library:
         # Taken before the registration: afterwards these names mean the shim.
         forward = stock_kernel("convolution", key)
         backward = stock_kernel("convolution_backward", key)
+        if device is Host and is_torchs_own("convolution", key):
+            forward = _unboxed
         kernels = {
             "convolution": _convolution(forward, device),
             "convolution_backward": _convolution_backward(backward, device),
@@ -64,16 +66,23 @@ def _register() -> torch.library.Library:
             # Torch warns that its own kernel under CUDA's key is replaced, which is intended.
             warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
             for name, kernel in kernels.items():
-                library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+                library.impl(name, kernel, key, allow_override=True)
     return library
 
 
-def _convolution(stock: Any, device: type[Device]) -> Any:
+def _unboxed(*arguments: Any) -> torch.Tensor:
+    """What torch's own kernel of `aten::convolution` computes on the host, whose arguments are not boxed here: that
+    would take longer."""
+    flags: Any = False, False, False, False  # they concern cuDNN alone
+    with torch._C.DisableTorchFunction():
+        return torch._convolution(*arguments, *flags)
+
+
+def _convolution(stock: Callable[..., Any], device: type[Device]) -> Any:
     """The kernel of `aten::convolution` above torch's own."""
-    forward, on_host, switches = Direction.FORWARD, device is Host, device.switches
+    forward, switches = Direction.FORWARD, device.switches
 
     def convolution(
-        keyset: Any,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -100,29 +109,20 @@ def _convolution(stock: Any, device: type[Device]) -> Any:
                 result = None if decision is None else decision.run(call)
                 if result is not None:
                     return result
-        if on_host:
-            # Torch's own kernel does the same. Called like this, its arguments are not boxed, which takes longer. The
-            # flags concern cuDNN alone.
-            with torch._C.DisableTorchFunction():
-                return torch._convolution(
-                    input, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
-                    False, False, False, False,
-                )  # fmt: skip
-        by_torch: torch.Tensor = stock.call_boxed(
-            keyset, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+        by_torch: torch.Tensor = stock(
+            input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
         )
         return by_torch
 
     return convolution
 
 
-def _convolution_backward(stock: Any, device: type[Device]) -> Any:
+def _convolution_backward(stock: Callable[..., Any], device: type[Device]) -> Any:
     """The kernel of `aten::convolution_backward` above torch's own."""
     backward_data, backward_filter, switches = Direction.BACKWARD_DATA, Direction.BACKWARD_FILTER, device.switches
     on_host = device is Host
 
     def convolution_backward(
-        keyset: Any,
         grad_output: torch.Tensor,
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -150,10 +150,10 @@ def _convolution_backward(stock: Any, device: type[Device]) -> Any:
                 if not (on_host or grad_output.is_contiguous()):
                     grad_output = _laid_out(grad_output, input)
                 arguments = grad_output, input, weight, bias_sizes, *geometry
-                gradients = _Gradients(stock, (keyset, *arguments), output_mask)
+                gradients = _Gradients(stock, arguments, output_mask)
                 return gradients.served(session, data, filter, looks)
-        every: Sequence[torch.Tensor | None] = stock.call_boxed(
-            keyset, grad_output, input, weight, bias_sizes, stride, padding, dilation,
+        every: Sequence[torch.Tensor | None] = stock(
+            grad_output, input, weight, bias_sizes, stride, padding, dilation,
             transposed, output_padding, groups, output_mask,
         )  # fmt: skip
         return every
@@ -179,7 +179,7 @@ class _Gradients:
 
     __slots__ = ("_arguments", "_found", "_left", "_stock")
 
-    def __init__(self, stock: Any, arguments: tuple[Any, ...], mask: Sequence[bool]) -> None:
+    def __init__(self, stock: Callable[..., Any], arguments: tuple[Any, ...], mask: Sequence[bool]) -> None:
         """
         Args:
             stock: torch's own kernel, and its arguments but for the mask.
@@ -198,7 +198,7 @@ class _Gradients:
             looks: what the session knows the directions by.
         """
         found, left = self._found, self._left
-        _, grad_output, input, weight, _, *geometry = self._arguments
+        grad_output, input, weight, _, *geometry = self._arguments
         arguments = input, weight, None, grad_output, *geometry
         if data is not None:
             call = Call(Direction.BACKWARD_DATA, *arguments)
@@ -222,7 +222,7 @@ class _Gradients:
         return tuple(found)
 
     def _by_torch(self, mask: Sequence[bool]) -> Sequence[torch.Tensor | None]:
-        every: Sequence[torch.Tensor | None] = self._stock.call_boxed(*self._arguments, mask)
+        every: Sequence[torch.Tensor | None] = self._stock(*self._arguments, mask)
         return every
 
     def _input_gradient(self) -> None:

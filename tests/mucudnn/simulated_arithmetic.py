@@ -62,16 +62,15 @@ def compute(
     padded = functional.pad(x.nan_to_num() if target is Role.X else x, ends)
     none = [0] * len(stride)
     # Beneath the shim, which may be what asks.
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     if target is Role.Y:
         kernel = stock_kernel("convolution", "CPU")
-        result = kernel.call_boxed(keys, padded, w, None, stride, none, dilation, False, none, groups)
+        result = kernel(padded, w, None, stride, none, dilation, False, none, groups)
     else:
         kernel = stock_kernel("convolution_backward", "CPU")
         mask = [target is Role.X, target is Role.W, False]
         read = w.nan_to_num() if mask[1] else w
         geometry = stride, none, dilation, False, none, groups
-        result = kernel.call_boxed(keys, y, padded, read, None, *geometry, mask)[mask.index(True)]
+        result = kernel(y, padded, read, None, *geometry, mask)[mask.index(True)]
         if target is Role.X:
             result = functional.pad(result, [-end for end in ends])
     written = tensors[list(Role).index(target)]

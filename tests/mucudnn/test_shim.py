@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import mucudnn
+from mucudnn.providers import stock_kernel
 from mucudnn.runtime import shim
 
 
@@ -101,6 +103,36 @@ def test_threads() -> None:
         assert len(mucudnn.report()) == divided() == 3
     for i, tensor in enumerate(expected):
         torch.testing.assert_close(actual[i], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("by", ["torch", "shim"])
+def test_other_threads_run_while_torchs_own_kernel_computes(direction: str, by: str) -> None:
+    x, w, dy = (torch.randn(shape, dtype=torch.float64) for shape in ((4, 32, 96, 96), (32, 32, 5, 5), (4, 32, 92, 92)))
+    geometry = [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    if by == "torch":
+        forward, backward = stock_kernel("convolution", "CPU"), stock_kernel("convolution_backward", "CPU")
+    ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.wait(1e-3):
+            ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        with mucudnn.patched(database=":memory:", workspace_limit=0) if by == "shim" else nullcontext():
+            before = ticks
+            if direction == "forward":
+                forward(x, w, None, *geometry)
+            else:
+                backward(dy, x, w, [32], *geometry, [True, True, True])
+            assert ticks - before >= 5
+    finally:
+        is_over.set()
+        ticking.join()
 
 
 def test_limit_zero_leaves_everything_to_torch() -> None:
