@@ -75,14 +75,13 @@ lint: .venv/ready
 demo: .venv/ready
 	$(BIN)/python benchmarks/demo/demo.py
 
-# On a machine with a GPU, with its own Python and torch; one run takes 8 minutes, and the next one goes on from there.
-# `make gpu GPU_OPTIONS=--small GPU_RESULTS=tried` only tries it.
-GPU_SECONDS ?= 480
-GPU_RESULTS ?= benchmarks/results
+# On a machine with a GPU, with its own Python and torch: one run takes 10 minutes, and the next one goes on from there.
+# `make gpu GPU_OPTIONS='--device cpu --small'` only tries it.
+GPU_RESULTS ?= build/gpu-results
 GPU_OPTIONS ?=
 
 gpu:
-	$(PYTHON) benchmarks/gpu/everything.py --seconds $(GPU_SECONDS) --results $(GPU_RESULTS) $(GPU_OPTIONS) || [ $$? -eq 3 ] # 3: some is left
+	$(PYTHON) benchmarks/gpu/fifteen.py --out $(GPU_RESULTS) $(GPU_OPTIONS) || [ $$? -eq 3 ] # 3: some is left
 
 # The pages are made from text alone: what builds them has an environment of its own, without torch.
 docs: .venv-docs/ready

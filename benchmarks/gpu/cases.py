@@ -59,6 +59,8 @@ PRECISIONS = {
     for precision in (
         Precision("float32", "float32", False, "contiguous"),
         Precision("tf32", "float32", True, "contiguous"),
+        Precision("float16-nchw", "float16", False, "contiguous"),
+        Precision("bfloat16-nchw", "bfloat16", False, "contiguous"),
         Precision("float16", "float16", False, "channels_last"),
         Precision("bfloat16", "bfloat16", False, "channels_last"),
     )

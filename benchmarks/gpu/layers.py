@@ -148,13 +148,14 @@ def measure(
     device: torch.device,
     clock: Clock,
     database: Path,
-    capped: Capped,
+    capped: Capped | None,
     seconds: float,
 ) -> dict[str, Any]:
     """A row of results.
 
     Args:
         limits: in bytes.
+        capped: processes of torch capped at the limits; None: without these arms.
         seconds: that the timing of the arms in turn takes, about; measuring the launches comes before.
     """
     problem, database_path = unit.problem(), str(database)
@@ -188,14 +189,15 @@ def measure(
             arms[text["division"]] = Here(work)
     caps: dict[int, CappedArm] = {}
     failures: dict[int, str] = {}
-    for limit in chosen:
+    for limit in chosen if capped is not None else ():
         try:
             arms[_cap(limit)] = caps[limit] = capped.arm(unit, limit)
         except Failed as error:
             failures[limit] = str(error)
     times = in_turn(arms, clock, seconds)
     peaks = {name: peak(arm, device) for name, arm in arms.items() if isinstance(arm, Here)}
-    capped.forget()
+    if capped is not None:
+        capped.forget()
     for name in about.keys() & times.keys():
         about[name] |= {"seconds": statistics.median(times[name]), "peak": peaks[name]}
     failures |= {limit: arm.failed for limit, arm in caps.items() if arm.failed is not None}
@@ -203,7 +205,7 @@ def measure(
     def entry(limit: int) -> dict[str, Any]:
         undivided, divided = (None if d is None else about[described(d)["division"]] for d in chosen[limit])
         reason = failures.get(limit)
-        cap = None if reason is not None else statistics.median(times[_cap(limit)])
+        cap = statistics.median(times[_cap(limit)]) if limit in caps and reason is None else None
         over: dict[str, float | None] = {"undivided": None, "stock": None, "capped": None}
         if divided is not None and "seconds" in divided:
             over["stock"] = ratio(times["stock"], times[divided["division"]])

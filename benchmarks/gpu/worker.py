@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,26 @@ class Worker:
         free(self._device)
         return {}
 
-    def prepare(self, network: str, precision: str, limit: int | str | None, database: str) -> dict[str, Any]:
+    def prepare(
+        self,
+        network: str,
+        precision: str,
+        limit: int | str | None,
+        database: str,
+        benchmark: bool = True,
+        channels_last: bool = False,
+    ) -> dict[str, Any]:
         """Warms up; of mucudnn, also the seconds that measuring and then planning add to a first step.
 
         Torch's own search for the fastest kernels comes first and alone: its workspaces, as large as the device allows,
         are no part of what a step needs, so budgets by step must not see them.
         """
-        PRECISIONS[precision].apply()
-        self._training = training = Training(network, PRECISIONS[precision], self._device)
+        arm = PRECISIONS[precision]
+        if channels_last:
+            arm = replace(arm, memory_format="channels_last")
+        arm.apply()
+        torch.backends.cudnn.benchmark = benchmark
+        self._training = training = Training(network, arm, self._device)
         training.step()
         free(self._device)
         if self._device.type == "cuda":
@@ -116,13 +129,19 @@ class Worker:
         return {"first": [seconds - usual for seconds in first]}
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Seconds of each, and the peak bytes of tensors meanwhile, None on the host."""
+        """Seconds of each, the peak bytes of tensors meanwhile, and the bytes of this device in use that are not
+        this process's tensors or torch's cache, so those of other processes, too; None on the host.
+        """
         assert self._training is not None
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self._device)
         times = [self._clock.seconds(self._training.step) for _ in range(count)]
-        return {"seconds": times, "peak": torch.cuda.max_memory_allocated(self._device) if on_gpu else None}
+        if not on_gpu:
+            return {"seconds": times, "peak": None, "outside": None}
+        free_bytes, total = torch.cuda.mem_get_info(self._device)
+        outside = total - free_bytes - torch.cuda.memory_reserved(self._device)
+        return {"seconds": times, "peak": torch.cuda.max_memory_allocated(self._device), "outside": outside}
 
     def answer(self, do: str, **request: Any) -> dict[str, Any]:
         try:
