@@ -74,7 +74,7 @@ def test_a_wrong_table_is_one_line(what: str, tmp_path: Path) -> None:
 
 def test_units(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = asked(monkeypatch)
-    assert len(everything) == 1 + 7 * 4 + (5 + 29) * 3 * 4 * 2
+    assert len(everything) == 1 + 7 * 6 + (5 + 29) * 3 * 6 * 2
     assert len({unit.key for unit in everything}) == len(everything)
     kinds = [unit.key.split("/")[:2] for unit in everything]
     assert kinds[:16] == [["costs", "host"]] + [["layers", "alexnet"]] * 15
@@ -86,6 +86,8 @@ def test_units(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problem.dtype == "float32" and problem.formats == ("contiguous",) * 3
     half = asked(monkeypatch, "--part", "layers", "--precision", "float16")[0].problem()
     assert half.dtype == "float16" and half.formats == ("channels_last",) * 3
+    plain = asked(monkeypatch, "--part", "layers", "--precision", "float16-nchw")[0].problem()
+    assert plain.dtype == "float16" and plain.formats == ("contiguous",) * 3
 
 
 # Plans
