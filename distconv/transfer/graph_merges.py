@@ -13,6 +13,7 @@ import contextlib
 import heapq
 import itertools
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,24 +65,26 @@ def is_merging() -> bool:
 
 
 def merge_all(graph: fx.Graph) -> None:
-    """Merges what can be merged. Collective over the mesh where the graph has several collectives.
+    """Merges what can be merged, where all ranks have the same list of collectives. Collective over the mesh.
 
     Args:
         graph: forward and backward in one; it is changed.
     """
-    starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
-    if _thread.ranks is None or len(starts) < 2:
+    if _thread.ranks is None:
         return
     mesh, meet = _thread.ranks
-    behind = _behind(graph, starts)
+    starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
+    kinds, behind = _kinds(starts), _behind(graph, starts)
     # Torch's Python dispatcher, which is on here, holds the interpreter's lock while it calls an operator, and within a
     # collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
     # other order: each would wait for the other for ever.
     with _disable_current_modes(), no_python_dispatcher():
         if mesh.size() > 1:
             meet()
+        if not _is_everywhere(kinds, mesh):
+            return  # members of a group without elements leave out what the group would do
         sizes, behind = _of_any_rank([_size(node) for node in starts], behind, mesh)
-    plan = merged([Collective(*each) for each in zip(_kinds(starts), sizes, behind, strict=True)], MOST)
+    plan = merged([Collective(*each) for each in zip(kinds, sizes, behind, strict=True)], MOST)
     if len(plan) == len(starts):
         return
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -119,17 +122,20 @@ def _behind(graph: fx.Graph, starts: Sequence[fx.Node]) -> list[int]:
 
 
 def _kinds(starts: Sequence[fx.Node]) -> list[Any]:
-    """What collectives must have in common to be merged. Groups are numbered, as names may differ from rank to rank."""
+    """What collectives must have in common to be merged, as values with the same text on all ranks.
+
+    Groups are numbered, as names may differ from rank to rank.
+    """
     groups: dict[Any, int] = {}
     kinds: list[Any] = []
-    for node in starts:
+    for place, node in enumerate(starts):
         args: tuple[Any, ...] = node.args
         if not _can_be_merged(node):
-            kinds.append(node)
+            kinds.append((place, node.target))
             continue
         value, group = args[0].meta["val"], groups.setdefault(args[-1], len(groups))
         op = args[1] if node.target is _SUM else None
-        kinds.append((_is_forward(node), node.target, op, group, value.dtype, value.device))
+        kinds.append((_is_forward(node), node.target, op, group, value.dtype, value.device.type))
     return kinds
 
 
@@ -144,6 +150,17 @@ def _is_forward(node: fx.Node) -> bool:
 def _size(node: fx.Node) -> int:
     args: tuple[Any, ...] = node.args
     return int(args[0].meta["val"].nbytes) if _can_be_merged(node) else 0
+
+
+def _is_everywhere(kinds: Sequence[Any], mesh: DeviceMesh) -> bool:
+    """Whether all ranks have collectives of these kinds. Collective over the mesh."""
+    here = zlib.crc32(repr(kinds).encode())
+    ends = torch.tensor([here, -here])
+    if mesh.size() > 1:
+        ends = ends.to(mesh.device_type)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=whole_group(mesh))
+    most, least = ends.tolist()
+    return bool(most == -least)
 
 
 def _of_any_rank(sizes: Sequence[int], behind: Sequence[int], mesh: DeviceMesh) -> tuple[list[int], list[int]]:

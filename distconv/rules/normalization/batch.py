@@ -70,6 +70,8 @@ def batch_normalized(
 
 def _follow(running: Running, mean: Tensor, variance: Tensor, momentum: float, plan: BatchPlan) -> None:
     whole, total = plan.whole, plan.over.total
+    if not (whole or plan.over).total:  # a batch without elements moves nothing
+        return
     if whole is not None and plan.over.share is None:
         if can_wait(running):
             combine_later(running, mean, variance, whole, plan.mesh, plan.axes, momentum)

@@ -168,9 +168,12 @@ def instance_norm(
     if not use_input_stats:
         return batch_norm(x, weight, bias, running_mean, running_var, False, momentum, eps)
     func, (samples, channels) = aten.instance_norm.default, x.shape[:2]
+    if not samples and weight is not None:  # as torch, which reads the first sample's copy of the weight
+        raise IndexError(f"{func}: an input {tuple(x.shape)} has no samples, and there is a weight")
     check_vectors(func, channels, running_mean=running_mean, running_variance=running_var)
     y, (mesh, placements), statistics = _grouped(func, x, channels, weight, bias, eps)
-    if running_mean is not None and running_var is not None:
+    # As torch: without positions they stay as they are; without samples they are no numbers.
+    if running_mean is not None and running_var is not None and (x.numel() or not samples):
         with torch.no_grad():
             mean, variance = statistics()
             positions = math.prod(x.shape[2:])

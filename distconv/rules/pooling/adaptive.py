@@ -101,6 +101,8 @@ def make_adaptive_plan(
     size: tuple[int, ...],
 ) -> AdaptivePlan:
     """Checks the arguments as one process would, on the whole shapes, and derives the plan."""
+    if 0 in shape[1:]:  # averages without data are not checked by torch
+        raise RuntimeError(f"{func}: an input {shape} has no elements in a dim other than that of samples")
     result = func(torch.empty(shape, dtype=dtype, device="meta"), size)
     out_shape = tuple((result if isinstance(result, Tensor) else result[0]).shape)
     axes = shard_axes(mesh, placements, first=len(shape) - len(size))

@@ -146,6 +146,8 @@ def vector_norm(
 def logsumexp(func: Any, x: DTensor, dims: Any, keepdim: bool = False) -> DTensor:
     """log(sum(exp(x))) over dims, without overflow."""
     work = Reduction(func, x, dims, keepdim)
+    if not work.count:
+        return work.wrap(work.sum(work.local).log())
     peak = work.extremum(work.local, True)
     peak = torch.where(peak.isinf(), torch.zeros_like(peak), peak)
     return work.wrap(work.sum((work.local - peak).exp()).log() + peak)
