@@ -1,4 +1,4 @@
-"""Calls of a model's compiled graphs: beneath autograd, which has nothing to do in them.
+"""Calls of a model's compiled graphs: on tensors of any strides, and beneath autograd, which has nothing to do in them.
 
 Autograd knows the backward of a collective by functions in Python, which each call of one goes through, and each wait
 for one, even where no gradients are recorded. Within a compiled graph none ever are: forward and backward are a graph
@@ -29,10 +29,27 @@ def watch() -> None:
 
     def compiled(state: Any, capture: Any, partition: Any, *compilers: Any) -> Any:
         if is_merging():
-            compilers = tuple(compiler and beneath_autograd(compiler) for compiler in compilers)
+            compilers = tuple(compiler and beneath_autograd(of_any_strides(compiler)) for compiler in compilers)
         return stock(state, capture, partition, *compilers)
 
     module.aot_stage2_compile = compiled
+
+
+def of_any_strides(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiler of graphs that read tensors by their shapes alone.
+
+    A trace takes the strides of results from what torch knows of its kernels, which is wrong for some of them, such as
+    pads, `roll` and gradients of norms of channels_last tensors. A view that the trace found possible may then not be,
+    and on one rank alone, since each has pads and sends of its own.
+    """
+
+    def compile(graph: fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
+        graph.recompile()
+        return compiler(graph, inputs)
+
+    return compile
 
 
 def beneath_autograd(compiler: Callable[..., Any]) -> Callable[..., Any]:
