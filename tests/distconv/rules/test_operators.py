@@ -92,6 +92,7 @@ REDUCTIONS |= {
     "argmin along w, kept": lambda x: x.argmin(3, keepdim=True),
     "infinite norm": lambda x: torch.linalg.vector_norm(x, float("inf")),
     "norms of samples": lambda x: torch.linalg.vector_norm(x, 3, dim=(1, 2, 3)),
+    "logsumexp of no samples": lambda x: x[:0].logsumexp(0).exp() + x,
     "biased variance and mean": lambda x: sum(torch.var_mean(x, dim=(0, 2, 3), unbiased=False)),  # type: ignore[arg-type]
     "centred": lambda x: x - x.mean(dim=(2, 3), keepdim=True),
     "scaled to 0..1": lambda x: (x - x.min()) / (x.max() - x.min()),
