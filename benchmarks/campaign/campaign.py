@@ -5,6 +5,7 @@
     python benchmarks/campaign/campaign.py --networks 10000 --save    # keeps table, figures and records
     python benchmarks/campaign/campaign.py --networks 20000 --from benchmarks/results/campaign-networks.jsonl.gz
     python benchmarks/campaign/campaign.py --networks 300 --compiled inductor --save  # compiles every one
+    python benchmarks/campaign/campaign.py --networks 1000 --state  # layers change their parameters and buffers
 
 A network is drawn from its number and `--seed`: one to eight layers or blocks on data of 1 to 3 dims (convolutions of
 all kinds, pools, norms, activations, resizing, attention, residuals, concatenations, shared and checkpointed layers,
@@ -89,13 +90,21 @@ def next_of(numbers: Sequence[int], taken: Any) -> Iterator[int]:
 
 
 def work(
-    numbers: Sequence[int], compiled: str, taken: Any, minutes: float, shrink: float, found: Path, results: Any
+    numbers: Sequence[int],
+    compiled: str,
+    state: bool,
+    taken: Any,
+    minutes: float,
+    shrink: float,
+    found: Path,
+    results: Any,
 ) -> None:
     """Runs networks one after the other and puts a record of each; a process of its own.
 
     Args:
         numbers: of the networks, for all such processes.
         compiled: the compiler of all of them; empty: as each is drawn.
+        state: whether their layers have state.
         taken: how many of them have been taken; shared by the processes.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends this one, and this one its ranks
@@ -115,7 +124,7 @@ def work(
             if time.monotonic() > end:
                 break
             start = time.monotonic()
-            case, answer = judge.of_seed(number, compiled)
+            case, answer = judge.of_seed(number, compiled, state)
             record = {name: case.get(name) for name in ("partition", "limit", "compiled", "dtype")}
             record |= {"number": number, **answer}
             if answer["outcome"] != "unable" and number % PLANNED == 0:
@@ -144,7 +153,8 @@ def measure(options: argparse.Namespace, found: dict[int, Record]) -> None:
     left = [n for n in range(first, first + 2 * options.networks + 100) if n not in found]
     context = multiprocessing.get_context("fork")
     results: Any = context.SimpleQueue()
-    given = left, options.compiled, context.Value("q", 0), options.minutes, options.shrink, options.found, results
+    given = left, options.compiled, options.state, context.Value("q", 0), options.minutes, options.shrink
+    given = *given, options.found, results
     workers = [context.Process(target=work, args=given) for _ in range(options.pools)]
     for worker in workers:
         worker.start()
@@ -191,6 +201,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compiled", choices=("aot_eager", "inductor"), default="", help="every network by this compiler"
     )
+    parser.add_argument("--state", action="store_true", help="layers that change their parameters and buffers")
     parser.add_argument(
         "--partial", type=Path, help="what is kept between runs (benchmarks/results/campaign-partial.jsonl)"
     )
@@ -200,12 +211,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--save", action="store_true", help="write table, figures and records to benchmarks/results")
     options = parser.parse_args()
-    options.name = f"campaign-{options.compiled}" if options.compiled else "campaign"
+    options.name = "-".join(["campaign", *["state"] * options.state, *[options.compiled] * bool(options.compiled)])
     options.partial = options.partial or RESULTS / f"{options.name}-partial.jsonl"
     return options
 
 
-def again(numbers: Sequence[int], compiled: str) -> int:
+def again(numbers: Sequence[int], compiled: str, state: bool) -> int:
     """Runs single networks anew and prints what they are and what becomes of them."""
     from benchmarks.campaign.judge import Judge, lines
     from benchmarks.campaign.plans import Planner
@@ -213,7 +224,7 @@ def again(numbers: Sequence[int], compiled: str) -> int:
     judge, planner = Judge(), Planner()
     answers = []
     for number in numbers:
-        case, answer = judge.of_seed(number, compiled)
+        case, answer = judge.of_seed(number, compiled, state)
         answers.append(answer)
         print(lines(case, answer) if "layers" in case else answer, end="")
         if answer["outcome"] != "unable":
@@ -227,7 +238,7 @@ def again(numbers: Sequence[int], compiled: str) -> int:
 def main() -> int:
     options = arguments()
     if options.again:
-        return again(options.again, options.compiled)
+        return again(options.again, options.compiled, options.state)
     told = conditions()
     options.partial.parent.mkdir(exist_ok=True)
     found = kept(options.records, options.seed) if options.records else {}
@@ -241,7 +252,8 @@ def main() -> int:
         unlike = [record for record in records if record["outcome"] not in ("right", "unable") or is_fault(record)]
         figures = {"seed": options.seed, "counts": counts(records), "unlike": unlike, "seconds": round(seconds)}
         figures["unable"] = sum(record["outcome"] == "unable" for record in records)
-        title = "Random networks" + (f" compiled by {options.compiled}" if options.compiled else "")
+        title = "Random networks" + " with state" * options.state
+        title += f" compiled by {options.compiled}" if options.compiled else ""
         save(options.name, title, f"{__doc__}\n{told}", figures, shown)
         lines = "".join(json.dumps(record) + "\n" for record in records)
         (RESULTS / f"{options.name}-networks.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))

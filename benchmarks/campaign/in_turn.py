@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 import distconv
-from benchmarks.campaign.networks import Case, draw
+from benchmarks.campaign.networks import Case, draw, draw_with_state
 from benchmarks.campaign.training import train
 from benchmarks.campaign.trial import Answer, Rank
 from distconv.turns import pager
@@ -32,9 +32,9 @@ SECONDS = 120
 FINE = ("right", "rounding", "unable")
 
 
-def case_of(seed: int) -> Case:
-    """The case of a seed, under a partition whose parts can come in turn."""
-    case = draw(seed)
+def case_of(seed: int, state: bool = False) -> Case:
+    """The case of a seed, under a partition whose parts can come in turn; ``state``: with state in its layers."""
+    case = draw_with_state(seed) if state else draw(seed)
     axes = [axis for axis in case["partition"].split(",") if not axis.startswith(("channel", "filter"))]
     partition = ",".join(axes) or ("sample=2", "width=3")[seed % 2]
     return case | {"partition": partition, "compiled": "", "limit": None}
@@ -59,6 +59,7 @@ def main() -> int:
     parser.add_argument("--networks", type=int, default=100, metavar="N")
     parser.add_argument("--first", type=int, default=0, metavar="NUMBER", help="of the first network")
     parser.add_argument("--memory", metavar="BYTES", help="limit of the parts, of which also small tensors leave")
+    parser.add_argument("--state", action="store_true", help="layers that change their parameters and buffers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -66,7 +67,7 @@ def main() -> int:
     rank, counts = Rank(), Counter[str]()
     for seed in range(options.first, options.first + options.networks):
         faulthandler.dump_traceback_later(SECONDS, exit=True)
-        answer = tried(rank, case_of(seed), memory=options.memory)
+        answer = tried(rank, case_of(seed, options.state), memory=options.memory)
         faulthandler.cancel_dump_traceback_later()
         counts[answer["outcome"]] += 1
         if answer["outcome"] not in FINE:

@@ -33,11 +33,11 @@ class Judge:
         self._pool = RankPool(RANKS, Rank)
         self._asked = 0
 
-    def of_seed(self, seed: int, compiled: str = "") -> tuple[Case, Answer]:
-        """The case of a seed, compiled as drawn if not given, and its outcome."""
+    def of_seed(self, seed: int, compiled: str = "", state: bool = False) -> tuple[Case, Answer]:
+        """The case of a seed, compiled as drawn if not given, and its outcome; ``state``: with state in its layers."""
         self._renew()
         try:
-            (drawn,) = self._pool.ask("draw", seed, compiled, within=SECONDS, ranks=[0])
+            (drawn,) = self._pool.ask("draw", seed, compiled, state, within=SECONDS, ranks=[0])
         except Hang as hang:
             return {"seed": seed}, {"outcome": "unable", "said": f"torch in one process: {hang}"}
         if isinstance(drawn, Failure):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.campaign.layers import LEAVES, Layer, Shape
 from benchmarks.campaign.modules import Function
+from benchmarks.campaign.state import State, drawn, is_drawn
 
 Case = dict[str, Any]
 """A network, its input and how it is run, as plain values."""
@@ -76,9 +77,11 @@ class Checkpointed(nn.Module):
 def build(layer: Layer, shape: Shape) -> nn.Module:
     """The module of a description for an input of a shape."""
     kind = layer["kind"]
-    if kind not in BLOCKS:
+    if kind in LEAVES:
         return LEAVES[kind].build(layer, shape)
     first, _ = sequence(layer["layers"], shape)
+    if kind == "state":
+        return State(first, layer, shape)
     if kind == "residual":
         return Residual(first)
     if kind == "shared":
@@ -150,6 +153,42 @@ def draw(seed: int) -> Case:
         "policy": random.choice(("powerOfTwo", "all", "undivided")),
         "compiled": "inductor" if compiled < 0.002 else "aot_eager" if compiled < 0.02 else "",
     }
+
+
+def draw_with_state(seed: int) -> Case:
+    """The same in float64, trained, not compiled, and with state in some of its layers, or in one more."""
+    case, random = draw(seed), Random(f"state of {seed}")
+    shape = tuple(case["shape"])
+
+    def stateful(layers: list[Layer], shape: Shape) -> list[Layer]:
+        found = []
+        for layer in layers:
+            if "layers" in layer:  # a second branch stays as it is
+                layer = layer | {"layers": stateful(layer["layers"], shape)}
+            elif is_drawn(random, layer):
+                layer = _fitting(random, layer, shape)
+            found.append(layer)
+            shape = shape_after(build(layer, shape), shape)
+        return found
+
+    layers = stateful(case["layers"], shape)
+    if "state" not in str(layers):
+        plain = {"filters": shape[1], "groups": 1, "bias": True, "stride": [1] * (len(shape) - 2), "mode": "zeros"}
+        dims = {"kernel": [1] * (len(shape) - 2), "padding": "same", "dilation": [1] * (len(shape) - 2)}
+        layers = [_fitting(random, {"kind": "convolution", **plain, **dims}, shape), *layers]
+    return case | {"layers": layers, "dtype": "float64", "evaluation": False, "compiled": ""}
+
+
+def _fitting(random: Random, layer: Layer, shape: Shape) -> Layer:
+    """The layer in the first of some blocks with state that can be built around it; alone if there is none."""
+    for _ in range(4):
+        block = drawn(random, layer)
+        try:
+            build(block, shape)
+        except Exception:
+            continue  # torch has no such state for this layer, such as a weight norm of a norm
+        return block
+    return layer
 
 
 def _draw_layers(

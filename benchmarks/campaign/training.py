@@ -110,6 +110,8 @@ def _trained(
         results |= {name: value.clone() for name, value in distconv.whole_state(gradients).items()}
         if optimizer is not None:
             optimizer.step()
+    own = {id(parameter) for parameter in plain.parameters()}
+    results["trained"] = torch.tensor(sum(id(parameter) in own for parameter in trained), dtype=torch.float64)
     return {name: x.detach() for name, x in (results | dict(distconv.whole_state(plain.state_dict()))).items()}
 
 

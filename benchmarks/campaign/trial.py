@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import distconv.model.interface  # at once: ranks are forked from here
 import mucudnn.patching
-from benchmarks.campaign.networks import Case, draw
+from benchmarks.campaign.networks import Case, draw, draw_with_state
 from benchmarks.campaign.rounding import Results, differences, error_of, fingerprints
 from benchmarks.campaign.training import RATE, STEPS, plainest, train
 from benchmarks.drawn_times import drawn_times
@@ -58,9 +58,9 @@ class Rank:
     def __init__(self) -> None:
         self._alone: tuple[Case | None, Results] = None, {}
 
-    def draw(self, seed: int, compiled: str) -> tuple[Case, str]:
+    def draw(self, seed: int, compiled: str, state: bool) -> tuple[Case, str]:
         """The case of a seed, and what torch raises for it in one process; on the first rank alone."""
-        case = draw(seed)
+        case = draw_with_state(seed) if state else draw(seed)
         case["compiled"] = compiled or case["compiled"]
         return case, self.alone(case)
 

@@ -17,8 +17,9 @@ import torch
 from benchmarks.campaign import plans as campaign_plans
 from benchmarks.campaign.campaign import kept, next_of
 from benchmarks.campaign.judge import PLAIN, Judge, lines, shrunk, together
-from benchmarks.campaign.networks import draw, network
+from benchmarks.campaign.networks import draw, draw_with_state, network
 from benchmarks.campaign.rounding import differences, fingerprints
+from benchmarks.campaign.state import CHANGES, KEPT, MADE
 from benchmarks.campaign.tables import counts, tables
 from benchmarks.campaign.training import plainest, train
 from benchmarks.campaign.trial import Rank
@@ -27,7 +28,9 @@ from benchmarks.rank_pool import Hang, RankPool
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_seed_gives_one_network() -> None:
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("draw", [draw, draw_with_state])
+def test_a_seed_gives_one_network(draw: Callable[[int], dict[str, Any]]) -> None:
     for seed in range(20):
         case = draw(seed)
         assert draw(seed) == case == json.loads(json.dumps(case))
@@ -44,6 +47,18 @@ def test_what_differs_is_found() -> None:
     assert differences(right | {"loss 0": torch.tensor(math.nan)}, right)["loss 0"] == math.inf
     assert differences(right | {"loss 0": torch.ones(1)}, right)["loss 0"] == math.inf
     assert max(differences({"loss 0": right["loss 0"]}, right).values()) == math.inf
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [*CHANGES, *MADE, *KEPT])
+def test_state_makes_a_difference_each_time_the_same(way: str) -> None:
+    sizes = {"kernel": [3], "stride": [1], "padding": "same", "dilation": [1], "mode": "zeros"}
+    layer = {"kind": "convolution", "filters": 3, "groups": 1, "bias": True, **sizes}
+    plain: dict[str, Any] = {**PLAIN, "seed": 0, "shape": [2, 3, 5], "layers": [layer]}
+    block = {"kind": "state", "way": way, "where": "forward", "twice": False, "layers": [layer]}
+    first, second = (train(plain | {"layers": [block]}) for _ in range(2))
+    assert max(differences(first, second).values()) == 0.0
+    assert abs(first["loss 1.0"] - train(plain)["loss 1.0"]) > 1e-6
 
 
 FOUND = ROOT / "tests/distconv/found"
