@@ -1,0 +1,61 @@
+"""Quantization-aware training: an observer sees the smallest and largest element of the whole tensor.
+
+Torch's own operator does the rest, twice: given only these two numbers it updates what the observer keeps; given this
+rank's shard, with the observer switched off, it rounds the shard to the observer's grid.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.rules.operands.sums import all_reduce, settled
+from distconv.rules.registry import rule
+from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import local_box
+from distconv.transfer.all_reduce import MAX
+
+
+@rule("aten::_fused_moving_avg_obs_fq_helper")
+def observed(
+    func: Any,
+    x: DTensor,
+    observing: Tensor,
+    rounding: Tensor,
+    running_min: Tensor,
+    running_max: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    averaging: float,
+    lowest: int,
+    highest: int,
+    dim: int,
+    per_row: bool = False,
+    symmetric: bool = False,
+) -> tuple[DTensor, DTensor]:
+    """x rounded to the observer's grid, and where it was inside. ``per_row``: a grid for each element along dim.
+
+    Collective over the mesh. The observer's tensors are equal on all ranks, and are changed in place.
+    """
+    local, (mesh, placements) = settled(func, x)
+    kept = [t._local_tensor if isinstance(t, DTensor) else t for t in (running_min, running_max, scale, zero_point)]
+    start, stop = local_box(mesh, placements, x.shape)[dim] if per_row else (0, 1)
+    # Of an observer's row the smallest element counts with the opposite sign, so that one maximum over ranks finds both.
+    ends = local.new_full((x.shape[dim] if per_row else 1, 2), -math.inf)
+    if local.numel():
+        smallest, largest = (local.movedim(dim, 0) if per_row else local).reshape(stop - start, -1).aminmax(dim=1)
+        ends[start:stop] = torch.stack([-smallest, largest], 1)
+    ends = all_reduce(ends, mesh, range(mesh.ndim), MAX) * ends.new_tensor([-1, 1])
+    grid = averaging, lowest, highest
+    func(ends, observing, rounding, *kept, *grid, 0, per_row, symmetric)
+    own = [vector[start:stop] for vector in kept] if per_row else kept
+    off = torch.zeros_like(observing)
+    if local.numel():
+        y, inside = func(local, off, rounding, *own, *grid, dim, per_row, symmetric)
+    else:
+        y, inside = local.clone(), torch.ones_like(local, dtype=torch.bool)
+    return wrap(y, mesh, placements, x.shape), wrap(inside, mesh, placements, x.shape)
