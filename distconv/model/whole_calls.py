@@ -1,8 +1,10 @@
-"""Models that run whole on every rank: one that is traced or exported, and one that torch.jit has made.
+"""Models that run whole on every rank: one that is traced or exported, one that torch.jit has made, and one with lazy
+modules at its first call.
 
 Tracing a model does not train it: its purpose is the graph that one process would get, or the shapes that one process
-would find. The parameters of a scripted model lie beneath Python, where distconv meets none of its operators. Every
-rank computes the whole model, so all ranks agree.
+would find. The parameters of a scripted model lie beneath Python, where distconv meets none of its operators. Lazy
+modules make their parameters while they are called, from the shapes of whole inputs. Every rank computes the whole
+model, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -39,6 +42,9 @@ _made_from: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakr
 
 _scripted: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
+_complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that have all their parameters."""
+
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
     """Whether the call of a model that begins, with some tensors, is to run whole."""
@@ -51,7 +57,19 @@ def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
         if found:
             what = f"{type(module).__name__}, called {asked_for()},"
             warn(f"{what} is, or holds, a module of torch.jit: it runs whole on every rank", "distconv")
-    return found
+    return found or _makes_parameters(module)
+
+
+def _makes_parameters(module: nn.Module) -> bool:
+    """Whether a call is to make parameters of lazy modules."""
+    if module in _complete:
+        return False
+    if any(is_lazy(x) for x in (*module.parameters(), *module.buffers())):
+        what = f"{type(module).__name__}, called {asked_for()},"
+        warn(f"{what} makes parameters of lazy modules: this call runs whole on every rank", "distconv")
+        return True
+    _complete.add(module)
+    return False
 
 
 def _is_counted() -> bool:

@@ -18,11 +18,12 @@ watchers: list[Callable[[Any, int, Tensor, DeviceMesh], None]] = []
 
 def plain(x: Tensor) -> Tensor:
     """The same tensor without its subclass, where that only adds data and methods, as MONAI's MetaTensor and
-    torchvision's images and masks do. DTensors, parameters and tensors with a dispatch of their own stay.
+    torchvision's images and masks do. DTensors, parameters and tensors with a dispatch of their own stay. What oneDNN
+    has laid out gets an ordinary layout.
     """
     kind = type(x)
     if kind is Tensor or kind is DTensor or kind is nn.Parameter:
-        return x
+        return x.to_dense() if kind is Tensor and x.is_mkldnn else x
     if isinstance(x, nn.Parameter) or getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__:
         return x
     with torch._C.DisableTorchFunctionSubclass():
