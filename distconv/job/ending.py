@@ -37,6 +37,9 @@ _STAND_INS = (*files.__path__, *(str(Path(__file__).with_name(name)) for name in
 # What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
 _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
 
+_KERNELS = re.compile(r"(Could not run '\S+' with arguments from the '\S+' backend\.).*")
+"""What torch says where an operator has no kernel for its tensors: all kernels that there are follow, in 3 KiB."""
+
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)")
 """What torch says, wherever the program is then, when a process that reads has gone."""
 
@@ -177,7 +180,7 @@ def refusal_of(error: BaseException) -> str | None:
         return None
     if raised.startswith(_STAND_INS) and not isinstance(error, UnsupportedOperation):
         return None
-    text, place = " ".join(str(error).split()), line_of(error)
+    text, place = _KERNELS.sub(r"\1", " ".join(str(error).split())), line_of(error)
     return text if re.search(rf"{re.escape(place)}(?!\d)", text) else f"{place}: {text}"  # it may name the place itself
 
 

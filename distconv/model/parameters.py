@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
-from distconv.model.replacement import HOOKS, hand_on, sharded
+from distconv.model.replacement import HOOKS, hand_on, sharded, swapped
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
@@ -108,8 +108,7 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     """Lets a parameter go, but for what a graph that was made before still needs of it, and brings it."""
     old.grad = None
     late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))
-    torch._C._swap_tensor_impl(old, late)
-    hand_on(late, new)  # type: ignore[arg-type]
+    hand_on(late if swapped(old, late) else old, new)  # type: ignore[arg-type]
     old.__dict__ = new.__dict__
     old.__class__ = Replaced
     _successors[old] = new

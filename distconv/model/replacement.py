@@ -22,6 +22,8 @@ from distconv.tensors.mesh import is_ours
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
+_data: Any = Tensor.data
+
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
@@ -48,12 +50,25 @@ def replace(x: DTensor, value: Tensor) -> None:
     new = _like(x, value)
     if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
         new.requires_grad_(x.requires_grad)
-        torch._C._swap_tensor_impl(x, new)
-        for name in HOOKS:  # torch keeps them with what was swapped, too
-            if getattr(x, name) is not None:
-                setattr(x, name, getattr(x, name))
-        hand_on(new, x)
+        if not swapped(x, new):
+            _data.__set__(x, new)
+        else:
+            for name in HOOKS:  # torch keeps them with what was swapped, too
+                if getattr(x, name) is not None:
+                    setattr(x, name, getattr(x, name))
+            hand_on(new, x)
     x._local_tensor, x._spec = new._local_tensor, new._spec
+
+
+def swapped(x: Tensor, other: Tensor) -> bool:
+    """Exchanges what two tensors are, if torch can: while torch.profiler records shapes, it keeps x as it is."""
+    try:
+        torch._C._swap_tensor_impl(x, other)
+    except RuntimeError as error:
+        if "weakrefs" not in str(error):
+            raise
+        return False
+    return True
 
 
 def hand_on(late: Tensor, now: DTensor) -> None:
@@ -63,7 +78,8 @@ def hand_on(late: Tensor, now: DTensor) -> None:
         return
 
     def add(late: Tensor) -> None:
-        grad, late.grad = late.grad, None
+        with torch._C.DisableTorchFunctionSubclass():  # of which a replaced parameter is one
+            grad, late.grad = late.grad, None
         assert grad is not None
         grad = _like(now, grad).to(now.dtype)
         now.grad = grad if now.grad is None else now.grad + grad
@@ -76,19 +92,17 @@ def hand_on(late: Tensor, now: DTensor) -> None:
 def open_replacement() -> None:
     """From now on sharded tensors take other values whole, where torch swaps tensors or sets their data."""
     torch.utils.swap_tensors = _swapping(torch.utils.swap_tensors)
-    data: Any = Tensor.data
-
     def set_data(x: DTensor, value: Tensor) -> None:
         if is_ours(x.device_mesh):
             replace(x, value)
         else:
-            data.__set__(x, value)
+            _data.__set__(x, value)
 
     def set_data_of_plain(x: nn.Parameter, value: Tensor) -> None:
-        data.__set__(x, whole(value) if isinstance(value, DTensor) and is_ours(value.device_mesh) else value)
+        _data.__set__(x, whole(value) if isinstance(value, DTensor) and is_ours(value.device_mesh) else value)
 
-    nn.Parameter.data = property(data.__get__, set_data_of_plain)  # type: ignore[assignment]
-    DTensor.data = property(data.__get__, set_data)  # type: ignore[assignment]
+    nn.Parameter.data = property(_data.__get__, set_data_of_plain)  # type: ignore[assignment]
+    DTensor.data = property(_data.__get__, set_data)  # type: ignore[assignment]
 
 
 def _swapping(stock: Any) -> Any:
