@@ -1,8 +1,9 @@
-"""Tells a script that there is one process when it asks how many there are."""
+"""Tells a script that there is one process when it asks how many there are, and gives it a group of one if it asks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -11,15 +12,17 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.nn.parallel import distributed as data_parallel
 
-from distconv.tensors.refusal import UnsupportedOperation
+from distconv.job.group_of_one import NAMES, GroupOfOne, answer, data_parallel_of_one, requested
 from mucudnn.substitution import substituted
 
 _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
 """Modules whose questions are answered as things are: those that distribute the script."""
 
-_NAMES = (
+_FOR_SCRIPTS = ("torch.distributed.nn", "torch.distributed.optim", "torch.distributed.algorithms")
+"""Of these, modules that only scripts use, which ask in their place."""
+
+_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NPROCS", "SLURM_GTIDS"),
     *("SLURM_DISTRIBUTION", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "PALS_RANKID"),
@@ -30,33 +33,26 @@ _PREFIXES = (
     *("SLURM_NTASKS", "SLURM_TASK", "SLURM_STEP_", "SLURM_SRUN_", "FLUX_TASK_"),
 )
 
-_NEED_A_GROUP = (
-    *("get_rank", "get_world_size", "get_backend", "barrier", "monitored_barrier", "new_group", "split_group"),
-    *("destroy_process_group", "broadcast", "broadcast_object_list", "all_reduce", "reduce", "send", "recv"),
-    *("isend", "irecv", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather", "gather_object"),
-    *("scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
-    *("all_gather_single", "reduce_scatter_single"),  # names since torch 2.13
-)
-"""Functions of torch.distributed that fail in one process without a process group."""
-
 
 def is_hidden(variable: str) -> bool:
     """Whether an environment variable tells of ranks."""
-    return variable in _NAMES or variable.startswith(_PREFIXES)
+    return variable in _VARIABLES or variable.startswith(_PREFIXES)
 
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
     """A context in which everything outside torch's own distribution and this package sees one process.
 
-    Launchers' variables are not in the environment, torch.distributed says that it is not initialized, and
-    mpi4py's COMM_WORLD is this rank alone. UnsupportedOperation where a script starts a process group of its own.
+    Launchers' variables are not in the environment, torch.distributed says that it is not initialized until a script
+    initializes a group of one process, and mpi4py's COMM_WORLD is this rank alone. UnsupportedOperation where a script
+    starts a group of more.
     """
     mpi: Any = sys.modules.get("mpi4py.MPI")
+    script = _Script()
     with (
         _hidden(os.environ),
-        substituted(dist, **_answers()),
-        substituted(data_parallel, _get_default_group=_no_group),
+        substituted(dist, **script.answers()),
+        data_parallel_of_one(script.default_group),
         substituted(mpi, COMM_WORLD=mpi.COMM_SELF) if mpi is not None else contextlib.nullcontext(),
     ):
         yield
@@ -73,43 +69,74 @@ def _hidden(environment: Any) -> Iterator[None]:
 
 def _is_inside(frame: FrameType) -> bool:
     name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(_INSIDE)
+    return name.startswith(_INSIDE) and not name.startswith(_FOR_SCRIPTS)
 
 
-def _no_group(*_: object, **__: object) -> Any:
-    raise ValueError("Default process group has not been initialized, please make sure to call init_process_group.")
+class _Script:
+    """What torch.distributed tells the script: nothing is initialized, or its own group of one process."""
 
+    def __init__(self) -> None:
+        self._group: GroupOfOne | None = None
 
-def _answers() -> dict[str, Callable[..., Any]]:
-    is_initialized, init_process_group = dist.is_initialized, dist.init_process_group
-
-    def asked() -> bool:
-        return is_initialized() and _is_inside(sys._getframe(1))
-
-    def init(*args: Any, **kwargs: Any) -> None:
-        if not _is_inside(sys._getframe(1)):
-            raise UnsupportedOperation(
-                "torch.distributed.init_process_group in a script that distconv distributes; accepted: the script "
-                "without it, or --show-ranks for a script that works with the ranks itself"
+    def default_group(self) -> GroupOfOne:
+        """The script's group; torch's error where there is none."""
+        if self._group is None:
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call init_process_group."
             )
-        init_process_group(*args, **kwargs)
+        return self._group
 
-    answers: dict[str, Callable[..., Any]] = {"is_initialized": asked, "init_process_group": init}
-    for name in _NEED_A_GROUP:
-        if hasattr(dist, name):
-            answers[name] = _without_group(getattr(dist, name))
-    return answers
+    def answers(self) -> dict[str, Any]:
+        """By name, what stands in torch.distributed for its own functions, for calls from outside."""
+        script = self
+        stock = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
+        is_initialized, init, destroy, group = (
+            *(dist.is_initialized, dist.init_process_group, dist.destroy_process_group),
+            dist.group,
+        )
 
+        class World(type(group)):  # type: ignore[misc]
+            WORLD = property(lambda _: group.WORLD if _is_inside(sys._getframe(1)) else script._group)
 
-def _without_group(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as one process has it, for calls from outside that name no group."""
-    names = list(inspect.signature(function).parameters)
-    position = names.index("group") if "group" in names else len(names)
+        def is_initialized_here() -> bool:
+            return is_initialized() if _is_inside(sys._getframe(1)) else script._group is not None
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        group = args[position] if len(args) > position else kwargs.get("group")
-        if group is None and not _is_inside(sys._getframe(1)):
-            _no_group()
-        return function(*args, **kwargs)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            if _is_inside(sys._getframe(1)):
+                return init(*args, **kwargs)
+            if script._group is not None:
+                raise ValueError("trying to initialize the default process group twice!")
+            script._group = requested(**inspect.signature(init).bind(*args, **kwargs).arguments)
 
-    return call
+        def destroy_process_group(group: Any = None) -> None:
+            if _is_inside(sys._getframe(1)) or not (group is None or isinstance(group, GroupOfOne)):
+                return destroy(group)
+            if group in (None, script.default_group()):
+                script._group = None
+
+        return {
+            **{name: self._answering(function) for name, function in stock.items()},
+            "is_initialized": is_initialized_here,
+            "init_process_group": init_process_group,
+            "destroy_process_group": destroy_process_group,
+            "group": World("group", (group,), {}),
+        }
+
+    def _answering(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` as one process has it, for calls from outside with no group or one of one process."""
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if _is_inside(sys._getframe(1)):
+                return function(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            group: Any = given.arguments.get("group", given.arguments.get("parent_pg"))
+            if group is None:
+                group = self.default_group()
+            elif not isinstance(group, GroupOfOne):
+                return function(*args, **kwargs)
+            given.apply_defaults()
+            return answer(function.__name__, group, given.arguments)
+
+        return call

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -64,6 +65,9 @@ loaded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 scripts: list[Script] = []
 """The scripts being run; at most one, and none in a program."""
 
+_WRAPPERS = AveragedModel, DistributedDataParallel
+"""Modules that only call the model in them."""
+
 elsewhere: list[Callable[[nn.Module, Any, Any], Any]] = []
 """What may take an outermost call with (module, args, kwargs) upon itself, or give NotImplemented."""
 
@@ -76,7 +80,7 @@ _call_uncompiled = nn.Module._call_impl
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``nn.Module.__call__`` on ranks: a module with parameters runs on its mesh, or that of its inputs.
 
-    An average of a model is a wrapper that only calls the model in it, whose layers have the names that strategies say.
+    A wrapper only calls the model in it, whose layers have the names that strategies say.
     """
     if torch.compiler.is_dynamo_compiling():
         if compiled.is_tracing_model or next(module.parameters(), None) is None:
@@ -106,7 +110,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _call_uncompiled(module, *args, **kwargs)
         return _nested(module, assignment, run, args, kwargs)
     first = next(module.parameters(), None)
-    if first is None or isinstance(module, AveragedModel):
+    if first is None or isinstance(module, _WRAPPERS):
         return _call_alone(wrapper, made, args, kwargs)
     for take in elsewhere:
         taken = take(module, args, kwargs)

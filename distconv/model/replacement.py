@@ -92,6 +92,7 @@ def hand_on(late: Tensor, now: DTensor) -> None:
 def open_replacement() -> None:
     """From now on sharded tensors take other values whole, where torch swaps tensors or sets their data."""
     torch.utils.swap_tensors = _swapping(torch.utils.swap_tensors)
+
     def set_data(x: DTensor, value: Tensor) -> None:
         if is_ours(x.device_mesh):
             replace(x, value)

@@ -44,7 +44,7 @@ def observed(
     local, (mesh, placements) = settled(func, x)
     kept = [t._local_tensor if isinstance(t, DTensor) else t for t in (running_min, running_max, scale, zero_point)]
     start, stop = local_box(mesh, placements, x.shape)[dim] if per_row else (0, 1)
-    # Of an observer's row the smallest element counts with the opposite sign, so that one maximum over ranks finds both.
+    # The smallest element counts with the opposite sign, so that one maximum over ranks finds both.
     ends = local.new_full((x.shape[dim] if per_row else 1, 2), -math.inf)
     if local.numel():
         smallest, largest = (local.movedim(dim, 0) if per_row else local).reshape(stop - start, -1).aminmax(dim=1)

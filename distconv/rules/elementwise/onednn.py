@@ -1,4 +1,4 @@
-"""Memory as oneDNN lays it out: of a sharded tensor it is an ordinary copy, which convolutions take as they take any."""
+"""Memory as oneDNN lays it out: of a sharded tensor it is an ordinary copy, which convolutions take like any other."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from distconv.rules.registry import rule
 
 @rule("aten::_weight_norm_interface_backward")
 def weight_norm_backward(_: Any, grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """dL/dv = g / |v| (dL/dw - v sum(dL/dw v) / |v|²) and dL/dg = sum(dL/dw v) / |v|, the sums over all dims but one."""
+    """dL/dv = g / |v| (dL/dw - v sum(dL/dw v) / |v|²) and dL/dg = sum(dL/dw v) / |v|; sums over all dims but one."""
     others = [each for each in range(v.dim()) if each != dim]
     wide, norms = grad.to(precise(v.dtype)), norms.to(precise(v.dtype))
     slope = (wide * v).sum(others, keepdim=True) / norms

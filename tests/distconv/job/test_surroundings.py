@@ -55,17 +55,25 @@ def test_show_ranks_leaves_all_visible():
 
 
 GROUP = """import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=2)
 """
 
 
-def test_a_process_group_of_the_scripts_own_is_refused_in_one_line(tmp_path):
+def test_a_process_group_of_several_is_refused_in_one_line(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(GROUP)
     done = launch("alone", 2, "--partition", "height=2", str(script))
     assert done.returncode == 2
     assert "own.py:2: torch.distributed.init_process_group" in done.stderr and "--show-ranks" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_group_of_one_process_is_the_scripts_own():
+    script = str(SCRIPTS / "group_of_one.py")
+    plain = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    done = launch("alone", 2, "--partition", "height=2", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout and plain.stdout.count("\n") == 4
 
 
 # In one process.
