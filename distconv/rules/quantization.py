@@ -37,21 +37,21 @@ def observed(
     per_row: bool = False,
     symmetric: bool = False,
 ) -> tuple[DTensor, DTensor]:
-    """x rounded to the observer's grid, and where it was inside. ``per_row``: a grid for each element along dim.
+    """x rounded to the observer's grid, and where it was inside. ``per_row``: a grid for each element along dim 0.
 
-    Collective over the mesh. The observer's tensors are equal on all ranks, and are changed in place.
+    Collective over the mesh. The observer's tensors are equal on all ranks, and change in place.
     """
     local, (mesh, placements) = settled(func, x)
     kept = [t._local_tensor if isinstance(t, DTensor) else t for t in (running_min, running_max, scale, zero_point)]
-    start, stop = local_box(mesh, placements, x.shape)[dim] if per_row else (0, 1)
+    start, stop = local_box(mesh, placements, x.shape)[0] if per_row else (0, 1)
     # The smallest element counts with the opposite sign, so that one maximum over ranks finds both.
-    ends = local.new_full((x.shape[dim] if per_row else 1, 2), -math.inf)
+    ends = local.new_full((x.shape[0] if per_row else 1, 2), -math.inf)
     if local.numel():
-        smallest, largest = (local.movedim(dim, 0) if per_row else local).reshape(stop - start, -1).aminmax(dim=1)
+        smallest, largest = local.reshape(stop - start, -1).aminmax(dim=1)
         ends[start:stop] = torch.stack([-smallest, largest], 1)
     ends = all_reduce(ends, mesh, range(mesh.ndim), MAX) * ends.new_tensor([-1, 1])
     grid = averaging, lowest, highest
-    func(ends, observing, rounding, *kept, *grid, 0, per_row, symmetric)
+    func(ends, observing, rounding, *kept, *grid, dim, per_row, symmetric)
     own = [vector[start:stop] for vector in kept] if per_row else kept
     off = torch.zeros_like(observing)
     if local.numel():
