@@ -1,41 +1,72 @@
-"""Puts other attributes in the place of a module's or class's own for a while, or other environment variables."""
+"""Puts other attributes in the place of a module's or class's own for a while, or other environment variables.
+
+Several threads may replace the same name, and end in any order: the latest replacement that has not ended is in place,
+and after the last one what was there before the first.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_INHERITED = object()
+from mucudnn.at_fork import renewed
+
+_ABSENT: Any = object()
+_lock = renewed(threading.Lock())
+_replaced: dict[tuple[Hashable, str], tuple[Any, list[list[Any]]]] = {}
+"""By owner and name: what was there before, and the replacements that have not ended, each in a list of its own."""
 
 
 @contextmanager
 def substituted(owner: Any, /, **attributes: object) -> Iterator[None]:
     """A context in which a module or class has other attributes. At its end it has its own again."""
-    own = {name: vars(owner).get(name, _INHERITED) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
+
+    def put(name: str, value: Any) -> None:
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+    with _replacing(owner, attributes, lambda name: vars(owner).get(name, _ABSENT), put):
         yield
-    finally:
-        for name, value in own.items():
-            if value is _INHERITED:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
     """A context in which environment variables have other values. At its end they are as they were before."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+
+    def put(name: str, value: Any) -> None:
+        if value is _ABSENT:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+    with _replacing("environment", variables, lambda name: os.environ.get(name, _ABSENT), put):
+        yield
+
+
+@contextmanager
+def _replacing(
+    owner: Hashable, values: dict[str, Any], own: Callable[[str], Any], put: Callable[[str, Any], None]
+) -> Iterator[None]:
+    replacements = {name: [value] for name, value in values.items()}
+    begun: list[str] = []
     try:
+        with _lock:
+            for name, replacement in replacements.items():
+                before = own(name)
+                put(name, replacement[0])
+                _replaced.setdefault((owner, name), (before, []))[1].append(replacement)
+                begun.append(name)
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        with _lock:
+            for name in begun:
+                before, current = _replaced[owner, name]
+                current[:] = [one for one in current if one is not replacements[name]]
+                put(name, current[-1][0] if current else before)
+                if not current:
+                    del _replaced[owner, name]

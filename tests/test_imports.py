@@ -43,6 +43,7 @@ def test_packages_import_only_what_lies_beneath(folder: str) -> None:
 
 
 FLOORS = (
+    ("at_fork",),
     ("substitution",),
     (
         "optimizer",
@@ -68,8 +69,9 @@ FLOORS = (
 )
 """The rooms of mucudnn from the ground up: each imports from the floors beneath it only."""
 
-MOST_ARROWS = 75
-"""Between rooms of mucudnn: half of what there were when its modules all lay in one folder."""
+MOST_ARROWS = 81
+"""Between rooms of mucudnn: half of what there were when its modules all lay in one folder, and six to `at_fork`, which
+every room with a lock needs."""
 
 
 def test_no_module_and_no_room_imports_itself_in_a_circle() -> None:

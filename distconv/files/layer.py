@@ -17,6 +17,8 @@ import stat
 import threading
 import time
 
+from mucudnn.at_fork import renewed
+
 _COUNT_BYTES = 8
 
 
@@ -31,7 +33,7 @@ class Layer:
         self._folder = folder
         self.there, self.gone = folder + "/there", folder + "/gone"
         self._replacing = folder + "/replacing"  # is there while a folder of markers gives way to a marker
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = renewed(threading.Lock())
         for path in (folder, self.there, self.gone):
             with contextlib.suppress(FileExistsError):  # ranks make those that they share at the same time
                 posix.mkdir(path, 0o700)

@@ -23,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distconv.job.signals import PASSED_ON, SAME_SECONDS
+from mucudnn.at_fork import in_child, renewed
 
 NO_STEP_SECONDS = 2.0  # after which the handler runs where no step has ended, in a script that waits or evaluates
 LONGEST_STEPS = 3.0  # the same, in times the longest step so far
@@ -51,7 +52,7 @@ class _CommonHandlers:
         self._store, self._rank, self._size = store, rank, size
         self._install, self._installed_for = signal.signal, signal.getsignal
         self._handlers: dict[int, Handler] = {}  # the script's own
-        self._lock = threading.RLock()  # a handler may interrupt the main thread while that holds it
+        self._lock = renewed(threading.RLock())  # a handler may interrupt the main thread while that holds it
         self._steps = 0
         self._longest = 0.0  # seconds from the end of a step to the end of the next
         self._ended: float | None = None  # when the last one ended
@@ -68,7 +69,7 @@ class _CommonHandlers:
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         hook = register_optimizer_step_post_hook(lambda *_: self._step_ended())
         signal.signal, signal.getsignal = self._set, self._get  # type: ignore[assignment]
-        os.register_at_fork(after_in_child=self._leave_to_child)
+        in_child(self._leave_to_child)
         threading.Thread(target=self._listen, args=(read,), name="signals", daemon=True).start()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._set(signal.SIGINT, signal.default_int_handler)

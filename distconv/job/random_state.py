@@ -18,6 +18,7 @@ import numpy
 import numpy.random.bit_generator
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.substitution import substituted
 
 State = tuple[torch.Tensor, tuple[Any, ...], Any, torch.Tensor | None]
@@ -93,7 +94,7 @@ class Entropy:
     def __init__(self, key: bytes) -> None:
         self._key, self._forks = key, 0
         self._asked: Counter[str] = Counter()
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
 
     def draw(self, purpose: str, size: int) -> bytes:
         """`size` bytes; what one purpose asks for does not disturb another."""
@@ -109,7 +110,6 @@ class Entropy:
     def forked(self) -> None:
         """After a fork, in the child."""
         self._key = hashlib.shake_256(self._key + f"fork {self._forks}".encode()).digest(KEY_BYTES)
-        self._lock = threading.Lock()
 
 
 @contextlib.contextmanager

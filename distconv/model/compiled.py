@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -98,14 +99,13 @@ def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> 
     """
     from torch._dynamo.variables import nn_module
 
-    global is_tracing_model
-    outer = _thread.meshes, is_tracing_model
-    _thread.meshes, is_tracing_model = meshes, True
+    outer, _thread.meshes = _thread.meshes, meshes
+    own = substituted(sys.modules[__name__], is_tracing_model=True)
     try:
-        with substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
+        with own, substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
             yield
     finally:
-        _thread.meshes, is_tracing_model = outer
+        _thread.meshes = outer
 
 
 def _warn(module: nn.Module, reason: str) -> None:

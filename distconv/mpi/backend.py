@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+from mucudnn.at_fork import renewed
+
 BACKEND = "mpi4py"
 
-mpi_lock = threading.Lock()
+mpi_lock = renewed(threading.Lock())
 """MPI may be callable by one thread at a time only, and autograd calls from its own threads.
 
 Every call under this lock returns at once (issue or test), except where a communicator is made or freed.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from distconv.mpi.absence import Absence
 from distconv.mpi.backend import mpi_lock
+from mucudnn.at_fork import renewed
 
 PROGRESS_SECONDS = 2e-4  # between two looks of the progress thread at what is in flight
 
@@ -44,7 +45,7 @@ class MPIWork(dist.Work):
         }
         self._finish = [step for step in finish if step is not None]
         self._timeout, self._members = timeout, members
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
@@ -148,7 +149,7 @@ class Progress:
     def __init__(self) -> None:
         self.abandoned: list[MPIWork] = []
         self._works: list[MPIWork] = []
-        self._changed = threading.Condition()
+        self._changed = renewed(threading.Condition())
         self._thread: threading.Thread | None = None
         self._stopping = False
 

@@ -19,11 +19,12 @@ from distconv.reading.fault import note
 from distconv.reading.formats import of_hdf5, of_memmap, of_zarr
 from distconv.reading.source import Keeper, depth, shown
 from distconv.reading.tensor import LazyTensor, from_array
+from mucudnn.at_fork import renewed
 from mucudnn.substitution import substituted
 
 _FUNCTIONS = (array_functions, tensor_functions)  # imported, they are known
 
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 _users = 0
 _replaced: set[tuple[int, str]] = set()
 _undo = contextlib.ExitStack()

@@ -28,6 +28,7 @@ from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.world import Part, enter, groups_of_parts
+from mucudnn.at_fork import renewed
 
 T = TypeVar("T")
 
@@ -75,7 +76,7 @@ class Parts:
         self._states: Sequence[State] = ()
         self._work: Callable[[int], Any] = self._enter
         self._results: list[Any] = []
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         share_one_arena()
         self._heap = Heap()
         for number in range(self.count):

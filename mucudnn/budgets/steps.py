@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from mucudnn.at_fork import renewed
 from mucudnn.budgets.memory import Recorder
 from mucudnn.optimizer import Timeline, common
 from mucudnn.recent import Recent
@@ -61,7 +62,7 @@ class Steps:
         self.known: Recent[tuple[Hashable, ...], Step] = Recent(MOST_STEPS)
         self.last: Step | None = None
         self._recorder, self._budgets = recorder, budgets
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._calls: list[Hashable] = []
         self._threads: set[int] = set()
         self._went_back = False

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mucudnn.at_fork import in_child, renewed
 from mucudnn.optimizer import Division, share
 
 MOST_KERNELS = 4096
@@ -101,7 +102,8 @@ class Ledger:
         self.total = total
         self._held = 0
         self._closed = False
-        self._changed = threading.Condition()
+        self._changed = renewed(threading.Condition())
+        in_child(self._leave_to_parent)
 
     def take(self, size: int) -> bool:
         """Holds `size` bytes if they are there; never waits."""
@@ -116,6 +118,10 @@ class Ledger:
         with self._changed:
             self._held -= size
             self._changed.notify_all()
+
+    def _leave_to_parent(self) -> None:
+        # The threads that hold bytes have stayed there.
+        self._held, self._closed = 0, False
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -124,6 +124,10 @@ class Device(ABC):
     def held(self) -> int:
         """Bytes that the program holds now."""
 
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits until all work that was enqueued is done."""
+
     def is_capturing(self) -> bool:
         """Whether calls are recorded rather than run, so that nothing can be measured."""
         return False

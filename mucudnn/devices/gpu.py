@@ -176,6 +176,9 @@ class Gpu(Device):
         """The most bytes of tensors on it since the program began, or since it reset that figure."""
         return torch.cuda.max_memory_allocated(self.place)
 
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.place)
+
     def is_capturing(self) -> bool:
         """Whether the current stream's work goes into a CUDA graph."""
         return torch.cuda.is_current_stream_capturing()

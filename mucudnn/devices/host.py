@@ -87,6 +87,9 @@ class Host(Device):
     def stopwatch(self) -> HostStopwatch:
         return HostStopwatch()
 
+    def finish(self) -> None:
+        """Nothing: work is done when its call returns."""
+
     def held(self) -> int:
         """What the process has allocated, in bytes: torch does not count the host's tensors."""
         return heap_bytes()

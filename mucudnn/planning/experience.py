@@ -7,6 +7,7 @@ import threading
 from collections.abc import Hashable
 from functools import cached_property
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.optimizer import Costs, Forecast
 from mucudnn.providers import STOCK
@@ -32,7 +33,7 @@ class Experience:
         """
         self._store = store
         self._costs: dict[Environment, Costs] = {}
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
 
     @cached_property
     def shapes(self) -> frozenset[tuple[str, Shape, Shape]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
 from mucudnn.devices import KINDS, Gpu, device_of
@@ -67,8 +69,13 @@ def _result(session: Session, problem: ConvProblem, x: torch.Tensor, w: torch.Te
     return stock_result(problem, call.operands()) if result is None else result
 
 
+MOST_SESSIONS = 16
+"""Plans within so many different settings are kept at once; what was planned within others is in the database."""
+
 sessions: dict[Settings, Session] = {}
 """Those of calls that torch's own patch does not serve, kept with their plans for the next calls."""
+
+_lock = renewed(threading.Lock())
 
 
 def session_within(workspace_limit: str | float | None) -> Session:
@@ -77,8 +84,12 @@ def session_within(workspace_limit: str | float | None) -> Session:
     if workspace_limit is None and patched is not None:
         return patched
     settings = Settings.from_environment(workspace_limit=workspace_limit)
-    # Of threads that meet the same settings first, one's session is kept.
-    return sessions.get(settings) or sessions.setdefault(settings, Session(settings))
+    with _lock:
+        if settings not in sessions:
+            while len(sessions) >= MOST_SESSIONS:
+                sessions.pop(next(iter(sessions))).close()
+            sessions[settings] = Session(settings)
+        return sessions[settings]
 
 
 def _problem(

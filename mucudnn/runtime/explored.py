@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
@@ -42,7 +43,7 @@ class LiveBudget:
 
     def __init__(self) -> None:
         self.overhead = OverheadBudget()
-        self.lock = threading.RLock()
+        self.lock = renewed(threading.RLock())
         self.preparing = PREPARING_SECONDS
 
     def prepared(self, seconds: float) -> None:

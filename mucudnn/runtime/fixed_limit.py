@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Shape
@@ -16,9 +19,39 @@ from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule, check
 from mucudnn.warning import warn
 
-_adopted: list[Schedule] = []
-"""What GPUs were given to run, for as long as the process lives: when nothing needs a schedule any more, kernels of its
-plans may still wait in a stream, or be part of a CUDA graph. Schedules share the plans that they have in common."""
+MOST_ADOPTED = 4096
+
+
+class Adopted:
+    """What GPUs were given to run: when nothing needs a schedule any more, kernels of its plans may still wait in a
+    stream. Beyond `MOST_ADOPTED`, what nothing needs goes once the GPUs have done all their work. Schedules share the
+    plans that they have in common."""
+
+    def __init__(self) -> None:
+        self._lock = renewed(threading.Lock())
+        self._most = MOST_ADOPTED
+        self.kept: list[tuple[weakref.ref[FixedLimit], Schedule, Device]] = []
+
+    def add(self, user: FixedLimit, schedule: Schedule, device: Device) -> None:
+        """Keeps a schedule, and its user's device waits if there are too many."""
+        with self._lock:
+            self.kept.append((weakref.ref(user), schedule, device))
+            if len(self.kept) > self._most and not device.is_capturing():
+                for one in {device for _, _, device in self.kept}:
+                    one.finish()
+                self.kept = [one for one in self.kept if _is_used(*one)]
+                self._most = max(MOST_ADOPTED, 2 * len(self.kept))
+
+
+def _is_used(user: weakref.ref[FixedLimit], schedule: Schedule, _: Device) -> bool:
+    found = user()
+    return found is not None and found.plan.schedule is schedule
+
+
+adopted = Adopted()
+
+captured: list[Schedule] = []
+"""What became part of CUDA graphs, for as long as the process lives: nobody tells when a graph ends."""
 
 
 class FixedLimit:
@@ -35,7 +68,7 @@ class FixedLimit:
             strides: of what torch's own kernel returns, and so of the results.
             device: where the convolutions are computed.
         """
-        self._empty, self._is_lasting = device.empty, device.is_asynchronous
+        self._empty, self._device, self._is_lasting = device.empty, device, device.is_asynchronous
         self._is_next_best = self._has_failed = False
         self._shape, self._strides = plan.problem.target_shape, strides
         self.calls = 0
@@ -47,8 +80,9 @@ class FixedLimit:
         self.plan = plan
         # A call asks neither the plan nor its schedule: between two calls the processor's caches forget them.
         self._launch = None if plan.is_stock else plan.schedule.launch
+        self._is_captured = False
         if self._is_lasting and not plan.is_stock:
-            _adopted.append(plan.schedule)
+            adopted.add(self, plan.schedule, self._device)
 
     @property
     def is_left(self) -> bool:
@@ -67,6 +101,9 @@ class FixedLimit:
         """
         while (launch := self._launch) is not None:
             target = self._empty(self._shape, self._strides, call.input.dtype)
+            if self._is_lasting and not self._is_captured and self._device.is_capturing():
+                self._is_captured = True
+                captured.append(self.plan.schedule)
             try:
                 operands = call.operands(target)
                 launch(operands)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import Stopwatch, device_of
@@ -152,7 +153,7 @@ class Live:
         """
         self._planning, self._limit, self._left_by, self._calls = planning, limit, leave, calls
         self._is_expected = planning.expects(call)
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
         self._timed: tuple[ConvProblem | None, Planner | None] = None, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -68,15 +69,18 @@ class LocalOrShared:
     way.
     """
 
-    def __init__(self, local: Decision, share: Callable[[Call], FixedLimit | None]) -> None:
+    def __init__(
+        self, local: Decision, share: Callable[[Call], FixedLimit | None], planning: AbstractContextManager[object]
+    ) -> None:
         """
         Args:
             local: computes this rank's local work.
             share: finds the plan for a call on which all ranks agree; `None` where torch's own kernel computes it.
+            planning: the lock of the thread that plans.
         """
         self._local, self._share = local, share
         self._shared: FixedLimit | None = _UNKNOWN
-        self._lock = threading.Lock()
+        self._planning = planning
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
@@ -84,9 +88,10 @@ class LocalOrShared:
             return self._local.run(call)
         if self._shared is _UNKNOWN and device_of(call.input.device).is_capturing():
             return None  # nothing can be measured while a CUDA graph is captured
-        with self._lock:
-            if self._shared is _UNKNOWN:
-                self._shared = self._share(call)
+        if self._shared is _UNKNOWN:
+            with self._planning:
+                if self._shared is _UNKNOWN:
+                    self._shared = self._share(call)
         return None if self._shared is None else self._shared.run(call)
 
     def records(self) -> list[Record]:

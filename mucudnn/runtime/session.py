@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
@@ -46,7 +47,12 @@ _log = logging.getLogger("mucudnn")
 
 
 class Session:
-    """Settings, database and plans of one `patch`."""
+    """Settings, database and plans of one `patch`.
+
+    One thread at a time plans and has the lock `_planning` meanwhile. It may wait for bytes of the ledger or for
+    another process, so a thread asks for this lock only while it has no bytes and no other lock: see
+    docs/architecture.md.
+    """
 
     def __init__(self, settings: Settings, board: Board | None = None) -> None:
         """With a board, on which other processes with the same program post what they measure."""
@@ -56,12 +62,13 @@ class Session:
         self.store = Store(settings.database)
         self._board = board
         self._planners: dict[torch.device, Planner | None] = {}
-        self._lock = threading.RLock()
+        self._planning = renewed(threading.RLock())
+        self._lock = renewed(threading.Lock())
         # Also those for torch's own kernel, in the order of the first calls.
         self._made: Recent[Hashable, Decision] = Recent(MOST_SHAPES)
-        self._allowance = Allowance(settings) if settings.is_by_step else None
+        self._allowance = Allowance(settings, self._planning) if settings.is_by_step else None
         total = settings.total_workspace_size
-        self._workspace = None if total is None else Workspace(total)
+        self._workspace = None if total is None else Workspace(total, self._planning)
         self._is_by_convolution = self._allowance is None and self._workspace is None
         self.notices: list[str] = []
         """What a user should know about the settings, a sentence each."""
@@ -97,16 +104,14 @@ class Session:
         # Not measured in a CUDA graph's capture, nor counted under a profiler: the next call outside is planned.
         if device_of(call.input.device).is_capturing() or (self.settings.count_stock and not allocations.can_profile()):
             return None
-        with self._lock:
+        with self._planning:
             if key not in self.decisions:
                 self.decisions[key] = self._decision(key, call)
             return self.decisions[key]
 
     def records(self) -> list[Record]:
         """What is decided for every convolution met so far, in that order; planned live, for every one timed."""
-        with self._lock:
-            decisions = list(self._made.values())
-        records = [record for decision in decisions for record in decision.records()]
+        records = [record for decision in list(self._made.values()) for record in decision.records()]
         # Layers that explore a problem together all tell of it.
         if self._live is None or not self._is_by_convolution:
             return records
@@ -145,7 +150,7 @@ class Session:
             decision: Decision = Live(live, call, self.settings.workspace_limit, leave, live.calls_before(key))
         else:
             exploring = Live(live, call, self.settings.workspace_limit)
-            decision = LocalOrShared(exploring, self._fixed_limit)
+            decision = LocalOrShared(exploring, self._fixed_limit, self._planning)
         self._made[key] = decision
         return decision
 
@@ -154,11 +159,13 @@ class Session:
 
         Another process may decide differently. So torch's own kernel computes what several of them compute.
         """
-        return decision if decision is None or self._board is None else LocalOrShared(decision, lambda call: None)
+        if decision is None or self._board is None:
+            return decision
+        return LocalOrShared(decision, lambda call: None, self._planning)
 
     def _fixed_limit(self, call: Call) -> FixedLimit | None:
         """The plan of a call, on which all ranks agree; `None` where torch's own kernel computes it."""
-        with self._lock:
+        with self._planning:
             decision = self._planned(call)
             if decision is None:
                 return None
@@ -193,7 +200,7 @@ class Session:
         Args:
             limit: bytes of workspace; that of the settings if not given.
         """
-        with self._lock, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
+        with self._planning, nullcontext() if self._workspace is None else self._workspace.ledger.alone():
             unplanned = call.problem()
             planner = None if unplanned is None else self._planner_for(call)
             if unplanned is None or planner is None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.budgets.total import Ledger, Shares
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
@@ -28,14 +31,42 @@ _UNKNOWN: Any = object()
 class Workspace:
     """The total of a session: the shares of kernels, and the bytes that are in use now."""
 
-    def __init__(self, total: float) -> None:
+    def __init__(self, total: float, planning: AbstractContextManager[object]) -> None:
+        """With the lock of the thread that plans."""
+        self.planning = planning
         self.shares = Shares(total)
         self.ledger = Ledger(total)
-        self.lock = threading.Lock()
+        self.lock = renewed(threading.Lock())
+
+
+class Layers:
+    """The numbers of the layers of one shape, told by the memory of their weights.
+
+    Some weights are new at every step: copies in another type under autocast, or weights that a layer computes. Where
+    the memory of a weight is gone, its number goes to the next weight that is not known yet. So there are no more
+    numbers than there were weights at once.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def number(self, weight: torch.Tensor) -> int:
+        """The number of a weight's layer; one thread at a time."""
+        address = weight.data_ptr()
+        if address in self._known:
+            number, storage = self._known[address]
+            if storage() is not None:
+                return number
+        else:
+            gone = ((number, old) for old, (number, storage) in self._known.items() if storage() is None)
+            number, old = min(gone, default=(len(self._known), address))
+            self._known.pop(old, None)
+        self._known[address] = number, weakref.ref(weight.untyped_storage())
+        return number
 
 
 class SharedTotal:
-    """The kernels of one shape and direction: one per weight, so one per layer.
+    """The kernels of one shape and direction: one per layer.
 
     Their launches are measured once for all of them, before the first call or, where planning is live, by calls that
     may use all of the total that no other call uses at that moment: the division of a layer depends on the gains of all
@@ -63,9 +94,10 @@ class SharedTotal:
         self._limit = int(min(limit, sys.maxsize))
         self._stock: Plan | None = None  # torch's own kernel as the plan, once all launches beside it are known
         self._menu: list[Division] = []
+        self._layers = Layers()
         # By share; `None` where torch's own kernel serves.
         self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_SHARES)
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._begin()
 
     def run(self, call: Call) -> torch.Tensor | None:
@@ -74,7 +106,7 @@ class SharedTotal:
         if stock is None:
             return self._run(self._whole, self._limit, call)
         with self._workspace.lock:
-            kernel = self._workspace.shares.call((self, call.weight.data_ptr()), self._menu)
+            kernel = self._workspace.shares.call((self, self._layers.number(call.weight)), self._menu)
             if kernel is None or kernel.division is None or kernel.division == stock.division:
                 return None
             share = kernel.share
@@ -125,7 +157,7 @@ class SharedTotal:
 
     def _confirmed(self, share: int, call: Call) -> FixedLimit | Live | None:
         """What computes calls within a share, measured now or explored from now on."""
-        with self._lock:
+        with self._workspace.planning:
             if share not in self._within:
                 self._within[share] = self._confirm(call, share)
             return self._within[share]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call, memory_format, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
@@ -18,7 +19,7 @@ from mucudnn.runtime.session import Session
 _UNDECIDED: Any = object()
 _BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
 """The dims of an output over which the gradient of a bias is summed, by their number."""
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 _library: torch.library.Library | None = None
 _session: Session | None = None
 

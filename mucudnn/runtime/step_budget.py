@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.budgets.memory import recorder
 from mucudnn.budgets.steps import Steps
 from mucudnn.convolution.call import Call
@@ -30,10 +32,12 @@ MOST_BUDGETS = 256
 class Allowance:
     """The workspace that the memory of the program's steps allows, per device."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, planning: AbstractContextManager[object]) -> None:
+        """With the lock of the thread that plans."""
+        self.planning = planning
         self.limit = math.inf if settings.memory_limit is None else settings.memory_limit
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._steps: dict[torch.device, Steps] = {}
         self._gradient: tuple[int, int] | None = None
 
@@ -90,7 +94,6 @@ class StepBudget:
         self._allowance, self._plan = allowance, plan
         self._name = f"{problem.direction} {problem}"
         self._within: Recent[int, FixedLimit | Live | None] = Recent(MOST_BUDGETS)  # by budget
-        self._lock = threading.Lock()
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
@@ -122,8 +125,8 @@ class StepBudget:
 
     def records(self) -> list[Record]:
         """A record for each budget, as the limit."""
-        with self._lock:
-            return [record for chosen in self._within.values() if chosen is not None for record in chosen.records()]
+        made = list(self._within.values())
+        return [record for chosen in made if chosen is not None for record in chosen.records()]
 
     def moment(self, live: int, budget: int) -> Moment:
         """A call in the recorded step."""
@@ -132,7 +135,7 @@ class StepBudget:
         return Moment(self._name, live, workspace, budget)
 
     def _made(self, call: Call, budget: int) -> FixedLimit | Live | None:
-        with self._lock:
+        with self._allowance.planning:
             if budget not in self._within:
                 self._within[budget] = self._plan(call, budget)
             return self._within[budget]

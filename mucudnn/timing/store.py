@@ -10,11 +10,11 @@ import json
 import os
 import sqlite3
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mucudnn.at_fork import in_child, renewed
 from mucudnn.optimizer import Option
 from mucudnn.recent import Recent
 from mucudnn.settings import MEMORY
@@ -52,12 +52,12 @@ class Store:
     def __init__(self, path: str, patience: float = 30.0) -> None:
         self.path = path if path == MEMORY else os.path.abspath(path)
         self.patience = patience
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._connection: sqlite3.Connection | None = None
         self._readable = path != MEMORY
         self._writable = path != MEMORY
         self._memory: Recent[tuple[str, str], Kept] = Recent(MOST_KEYS)
-        _stores.add(self)
+        in_child(self._leave_to_parent)
 
     @property
     def persistent(self) -> bool:
@@ -200,25 +200,13 @@ class Store:
     def _warn(self, what: str) -> None:
         warn(f"the database {self.path} {what}")
 
-    def _forked(self) -> None:
-        # SQLite forbids even closing a connection that came through a fork, and a thread that did not come through may
-        # hold the lock.
+    def _leave_to_parent(self) -> None:
+        # SQLite forbids even closing a connection that came through a fork.
         _orphans.append(self._connection)
         self._connection = None
-        self._lock = threading.Lock()
 
 
-_stores: weakref.WeakSet[Store] = weakref.WeakSet()
 _orphans: list[sqlite3.Connection | None] = []
-
-
-def _after_fork() -> None:
-    for store in list(_stores):
-        store._forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def canonical(key: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from ctypes import c_void_p
 
 import torch
 
+from mucudnn.at_fork import renewed
 from mucudnn.devices.gpu import current_device, empty_strided
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.library import Library, library
@@ -31,11 +32,11 @@ class Card:
         """
         self.library: Library = library()
         self.index = index
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._free: list[c_void_p] = []
         self._mine = threading.local()
         self._here = nullcontext()
-        self._planning = threading.Lock()
+        self._planning = renewed(threading.Lock())
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         with torch.cuda.device(index):
             # A handle of its own: any thread may plan, and none may use another's.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile, dims, extent, tile
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
@@ -55,7 +56,7 @@ class Engines:
         self.archive: Archive | None = None
         self._place = place
         self._every = every
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
         self._plans: Plans[_Ready] = Plans(self._made)
         self._known: Recent[tuple[object, ...], tuple[dict[str, bool], dict[str, str]]] = Recent(MOST_PROBLEMS)
 

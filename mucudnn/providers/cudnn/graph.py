@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 
+from mucudnn.at_fork import renewed
 from mucudnn.convolution.problem import Role
 from mucudnn.providers.cudnn.backend import (
     CROSS_CORRELATION,
@@ -209,7 +210,7 @@ class ExecutionPlan:
         self._descriptor, self._pointer = descriptor, descriptor.pointer
         self._execute = library.cudnnBackendExecute
         self._packs: dict[tuple[int, int, int, int], Descriptor] = {}
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         (self.workspace,) = descriptor.numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
 
     @property

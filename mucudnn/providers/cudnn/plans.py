@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
+from mucudnn.at_fork import renewed
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.recent import Recent
 
@@ -43,7 +44,7 @@ class Plans(Generic[P]):
         """
         self.made = 0
         self._make = make
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
         self._known: Recent[tuple[Hashable, ...], int | tuple[str, int, str]] = Recent(MOST_KNOWN)
         self._held: weakref.WeakValueDictionary[tuple[Hashable, ...], P] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[tuple[Hashable, ...], P] = OrderedDict()
