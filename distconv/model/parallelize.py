@@ -28,6 +28,7 @@ from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.made_of_lists import read_distributed_numbers
 from distconv.model.parameters import shard_parameters
+from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
 from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
@@ -126,6 +127,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     read_distributed_numbers()
     open_checkpoints(within_this_run)
     open_comparisons()
+    open_plain_gradients()
     open_replacement()
     mix_plain_tensors()
     if mesh.device_type == "cuda":

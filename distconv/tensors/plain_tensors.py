@@ -15,6 +15,9 @@ from distconv.tensors.deferred import Deferred
 watchers: list[Callable[[Any, int, Tensor, DeviceMesh], None]] = []
 """Each is called with (operator, number of the argument, tensor, mesh) for a plain tensor beside a DTensor."""
 
+differentiated: list[Callable[[Tensor], None]] = []
+"""Each is called with a plain tensor beside a DTensor that the operator is differentiated by."""
+
 
 def plain(x: Tensor) -> Tensor:
     """The same tensor without its subclass, where that only adds data and methods, as MONAI's MetaTensor and
@@ -52,6 +55,9 @@ def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
     def enter(index: int, x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
             return x
+        if x.requires_grad and torch.is_grad_enabled():
+            for tell in differentiated:
+                tell(x)
         x = plain(x)
         dense = x.layout == torch.strided
         if shown and dense and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter, Deferred):
