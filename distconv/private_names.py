@@ -13,6 +13,7 @@ __all__ = ["NAMES", "MissingName", "check"]
 
 _BACKWARD = "whether this is a backward, of which step, and what it belongs to in forward"
 _CLONES = "of common subexpressions, collectives are kept on every rank"
+_TRANSFORMS = "within torch.func, and with dual numbers, models run whole"
 _WHOLE = "DTensor's own dispatch, for operators without a rule here"
 _TREES = "the tensors within nested arguments and results"
 _MODULE = "what a module holds, by name"
@@ -69,6 +70,7 @@ NAMES = (
     Name("torch._functorch.partitioners._must_be_in_forward", _CLONES),
     Name("torch._functorch.partitioners.force_save_collectives", "collectives whose result is not read are kept"),
     Name("torch._functorch.partitioners.is_not_collective", "collectives whose result is not read are kept"),
+    Name("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TRANSFORMS),
     Name("torch._guards.TracingContext", "what a compiler knows of a tensor's memory"),
     Name("torch._inductor.dependencies.StarDep", "a read stays behind the wait for a collective"),
     Name("torch._inductor.dependencies.WeakDep", "a read stays behind the wait for a collective"),
@@ -85,6 +87,7 @@ NAMES = (
     Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "numbers that are there all the same"),
     Name("torch._subclasses.functional_tensor.FunctionalTensor", _FAKE),
     Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor"),
+    Name("torch.autograd.forward_ad._current_level", _TRANSFORMS),
     Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
     Name("torch.autograd.graph.Node._sequence_nr", _BACKWARD),
     Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),
@@ -115,6 +118,7 @@ NAMES = (
         "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
         "whole tensors whose shapes alone are wanted take no memory",
     ),
+    Name("torch.fx._symbolic_trace._orig_module_call", _TRANSFORMS),
     Name("torch.jit._builtins._find_builtin", "torch.jit knows the stand-in for a function of torch"),
     Name("torch.jit._builtins._register_builtin", "torch.jit knows the stand-in for a function of torch"),
     Name("torch.nn.Module._buffers", _MODULE),

@@ -37,6 +37,7 @@ from distconv.model.meeting import brought
 from distconv.model.results import handed_over
 from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
 from distconv.model.shard_gather import to_shards
+from distconv.model.transforms import is_transformed
 from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.rules.normalization.running import is_a_modules
 from distconv.rules.registry import checks
@@ -117,7 +118,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if taken is not NotImplemented:
             return taken
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if scripts and is_for_whole(module, leaves):
+    if (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)
     theirs = next(
         (leaf.device_mesh for leaf in leaves if isinstance(leaf, DTensor) and is_ours(leaf.device_mesh)), None

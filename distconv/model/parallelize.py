@@ -33,6 +33,7 @@ from distconv.model.replacement import open_replacement
 from distconv.model.running import within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
+from distconv.model.transforms import transforms_of_whole_tensors
 from distconv.model.whole_calls import graphs_of_whole_models
 from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
@@ -265,7 +266,7 @@ def distributed_script(
     scripts.append(script)
     hook = register_optimizer_step_pre_hook(script.check)
     try:
-        with saving_whole(), graphs_of_whole_models():
+        with saving_whole(), graphs_of_whole_models(), transforms_of_whole_tensors():
             yield
             finish(mesh)
         script.check()

@@ -1,14 +1,14 @@
-"""Gradients of plain tensors beside distributed ones: each is gathered, so that its own past is differentiated as plain.
+"""Gradients of plain tensors beside distributed ones: they are gathered, and plain from there on.
 
-A loss may compute one term of a small result, which is plain, and add it to a term of a large one, which has shards. The
-gradient of the plain term arrives with the layout of the other. It counts as replicated, so every rank needs all of it.
+A loss may compute one term of a small result, which is plain, and add it to a term of a large one, which has shards.
+The gradient of the plain term arrives with the layout of the other. The term counts as replicated, so every rank needs
+all of its gradient.
 """
 
 from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -1,10 +1,10 @@
-"""Models that run whole on every rank: one that is traced or exported, one that torch.jit has made, and one with lazy
-modules at its first call.
+"""Models that run whole on every rank: one that is traced, exported or transformed, one that torch.jit made, and one
+with lazy modules at its first call.
 
 Tracing a model does not train it: its purpose is the graph that one process would get, or the shapes that one process
-would find. The parameters of a scripted model lie beneath Python, where distconv meets none of its operators. Lazy
-modules make their parameters while they are called, from the shapes of whole inputs. Every rank computes the whole
-model, so all ranks agree.
+would find. `torch.func` transforms plain operators (see `distconv.model.transforms`). The parameters of a scripted
+model lie beneath Python, where distconv meets none of its operators. Lazy modules make their parameters while they are
+called, from the shapes of whole inputs. Every rank computes the whole model, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
+from distconv.model.transforms import is_transformed, outside_of_transforms
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.tracing import is_traced
@@ -49,6 +50,9 @@ _complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
     """Whether the call of a model that begins, with some tensors, is to run whole."""
     if torch._C._get_tracing_state() is not None or any(is_traced(x) for x in given) or _is_counted():
+        return True
+    if is_transformed():
+        warn(f"{type(module).__name__} is called within a transform: there it runs whole on every rank", "distconv")
         return True
     found = _scripted.get(module)
     if found is None:
@@ -86,7 +90,7 @@ def run_whole(call: Callable[..., Any], module: nn.Module, args: Any, kwargs: An
     for each in module.modules():
         if each in _made_from:
             _follow(each)
-    with _whole_state(module), _calling_whole():
+    with _whole_state(module, differentiable=is_transformed()), _calling_whole():
         return call(module, *args, **kwargs)
 
 
@@ -136,8 +140,11 @@ def _finding_whole(real: Callable[..., Any], frames: bool) -> Callable[..., Any]
 
 
 @contextlib.contextmanager
-def _whole_state(model: nn.Module) -> Iterator[None]:
-    """A context in which a model's sharded parameters and buffers are whole. Collective if there are any."""
+def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[None]:
+    """A context in which a model's sharded parameters and buffers are whole. Collective if there are any.
+
+    differentiable: whether the gradients of whole parameters are to reach the sharded ones.
+    """
     found: dict[Tensor, Tensor] = {}
     sharded: list[tuple[dict[str, Any], str, DTensor]] = []
     for module in model.modules():
@@ -148,12 +155,18 @@ def _whole_state(model: nn.Module) -> Iterator[None]:
             ]
     for held, name, x in sharded:
         if x not in found:
-            with _disable_current_modes():  # one may follow shapes alone
-                own = whole(x.detach())  # type: ignore[arg-type]
-            found[x] = nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own
+            found[x] = _whole_parameter(x, differentiable)
         held[name] = found[x]
     try:
         yield
     finally:
         for held, name, x in sharded:
             held[name] = x
+
+
+def _whole_parameter(x: DTensor, differentiable: bool) -> Tensor:
+    with _disable_current_modes(), outside_of_transforms():  # one may follow shapes alone
+        if differentiable and x.requires_grad and torch.is_grad_enabled():
+            return gather(x)
+        own = whole(x.detach())  # type: ignore[arg-type]
+    return nn.Parameter(own, x.requires_grad) if isinstance(x, nn.Parameter) else own

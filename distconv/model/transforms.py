@@ -1,0 +1,114 @@
+"""Transforms of functions (`torch.func`): a model called within one, or with dual numbers, runs whole on every rank.
+
+A transform differentiates or batches plain operators, and knows nothing of messages. All ranks compute the same, and so
+do the functions of the script that it is given: distributed tensors are gathered when they enter it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+from torch.fx import _symbolic_trace
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from distconv.model.shard_gather import gather
+from distconv.tensors.mesh import is_ours
+from mucudnn.substitution import substituted
+
+OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")
+"""Give a function in place of another."""
+
+OF_VALUES = ("vjp", "jvp", "linearize")
+"""Are given a function and what it is to be called with."""
+
+
+def is_transformed() -> bool:
+    """Whether what runs now is transformed, or differentiated forward."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def outside_of_transforms() -> Iterator[None]:
+    """A context in which operators are those of the script, which no transform sees."""
+    if not torch._C._are_functorch_transforms_active():
+        yield
+        return
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextlib.contextmanager
+def transforms_of_whole_tensors() -> Iterator[None]:
+    """A context in which transforms gather the distributed tensors that they are given. All ranks must call them."""
+    with contextlib.ExitStack() as undo:
+        for library, names in ((torch.func, (*OF_FUNCTIONS, *OF_VALUES)), (torch, ("vmap",))):
+            wrapped = {name: _WRAPPERS[name in OF_VALUES](getattr(library, name)) for name in names}
+            undo.enter_context(substituted(library, **wrapped))
+        undo.enter_context(substituted(torch.autograd, grad=_one_by_one(torch.autograd.grad)))
+        for name in ("jacobian", "hessian"):
+            looping = _looping(getattr(torch.autograd.functional, name))
+            undo.enter_context(substituted(torch.autograd.functional, **{name: looping}))
+        yield
+
+
+def _one_by_one(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.grad`; a batch of gradients of the outputs, of which torch makes one call, is taken apart."""
+
+    @functools.wraps(real)
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.pop("is_grads_batched", False):
+            return real(outputs, inputs, grad_outputs, *args, **kwargs)
+        given = tree_leaves(grad_outputs)
+        args = (True, *args[1:])  # the graph is needed again
+        kwargs.pop("retain_graph", None)
+        each = [real(outputs, inputs, slices, *args, **kwargs) for slices in zip(*given, strict=True)]
+        return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
+
+    return grad
+
+
+def _looping(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`jacobian` and `hessian` of `torch.autograd.functional`, which are the same without a batch of backwards."""
+
+    @functools.wraps(real)
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        if "forward-mode" not in given.values():
+            given["vectorize"] = False
+        return real(**given)
+
+    return computed
+
+
+def _of_values(transform: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(transform)
+    def transformed(*args: Any, **kwargs: Any) -> Any:
+        # A trace, which linearize makes, calls modules by what was their __call__ when torch was imported.
+        with substituted(_symbolic_trace, _orig_module_call=nn.Module.__call__):
+            return transform(*_whole(args), **_whole(kwargs))
+
+    return transformed
+
+
+def _of_functions(transform: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(transform)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return _of_values(transform(*args, **kwargs))
+
+    return made
+
+
+_WRAPPERS = (_of_functions, _of_values)
+
+
+def _whole(values: Any) -> Any:
+    return tree_map_only(DTensor, lambda x: gather(x) if is_ours(x.device_mesh) else x, values)
