@@ -129,7 +129,7 @@ NAMES = (
     Name("torch.nn.Module.state_dict._metadata", "the versions of modules, which load_state_dict reads"),
     Name("torch.nn.modules.batchnorm._BatchNorm", "which layers are norms"),
     Name("torch.nn.modules.instancenorm._InstanceNorm", "which layers are norms"),
-    Name("torch.nn.parallel.distributed._get_default_group", "DistributedDataParallel of one process is the module"),
+    Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one"),
     Name("torch.testing._internal.distributed.fake_pg.FakeStore", "a group of ranks that are not there"),
     Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls"),
