@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from mucudnn.sizes import parse_bytes, parse_limit
 MEMORY = ":memory:"
 """The database path that means no file."""
 
+_UNPARSED: Any = object()
 _ON = ("on", "1", "true", "yes")
 _OFF = ("off", "0", "false", "no")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -102,6 +103,7 @@ class Setting:
     meaning: str
     parse: Callable[[object], Any]
     metavar: str = ""
+    _last: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def value(self, name: str, given: object) -> Any:
         """The value from what was given under `name`, an argument's or a variable's.
@@ -119,12 +121,19 @@ class Setting:
     def sourced(self, environ: Mapping[str, str]) -> tuple[Any, str]:
         """The value without an argument, and where it comes from: the variable's name, or "default".
 
-        An empty variable counts as unset. None is the value of a setting without a default.
+        An empty variable counts as unset. None is the value of a setting without a default. Calls of a program ask so
+        often that a text is parsed only where it is not that of the last time.
         """
-        if environ.get(self.variable):
-            return self.value(self.variable, environ[self.variable]), self.variable
-        default = self.default()
-        return None if default is None else self.value(self.variable, default), "default"
+        given = environ.get(self.variable)
+        text = given or self.default()
+        if text is None:
+            return None, "default"
+        value = self._last.get(text, _UNPARSED)
+        if value is _UNPARSED:
+            value = self.value(self.variable, text)
+            self._last.clear()
+            self._last[text] = value
+        return value, self.variable if given else "default"
 
 
 SETTINGS = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mucudnn.patching import log_to_stderr
-from mucudnn.settings import SETTINGS, Given, SettingError, Settings
+from mucudnn.settings import SETTINGS, Given, Setting, SettingError, Settings
 from mucudnn.sizes import format_bytes, parse_bytes
 
 
@@ -178,6 +178,22 @@ def test_arguments_of_program_types() -> None:
 
 def test_every_setting_can_be_given() -> None:
     assert Given.__optional_keys__ == SETTINGS.keys()
+
+
+def test_a_text_is_parsed_once_for_each_change() -> None:
+    parsed: list[object] = []
+
+    def parse(given: object) -> int:
+        parsed.append(given)
+        return int(str(given))
+
+    setting = Setting("VARIABLE", lambda: "7", "a number", "of a test", parse)
+    for text in ("1", "1", "2", "2", "", "", "1"):
+        assert setting.sourced({"VARIABLE": text}) == ((int(text), "VARIABLE") if text else (7, "default"))
+    assert parsed == ["1", "2", "7", "1"]
+    for _ in range(2):
+        with pytest.raises(SettingError, match="VARIABLE='one'"):
+            setting.sourced({"VARIABLE": "one"})
 
 
 def test_an_unknown_override() -> None:
