@@ -18,7 +18,6 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import has_partial, layout, refuse_partial, replicated
 from distconv.transfer.local_part import local_as
 from distconv.transfer.partial_sums import added
-from distconv.transfer.tracing import is_traced
 
 OPERATORS = (
     *("leaky_relu_backward", "elu_backward", "mish_backward", "softplus_backward", "hardtanh_backward"),
@@ -65,8 +64,6 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
             else _plain(arg)
             for arg in args
         ]
-    if is_traced(distributed[0]._local_tensor) and func._schema.name.endswith("_backward"):
-        locals = _alike_in_memory(locals)
     result = _compact(func, locals, kwargs, shape) if _is_whole(placements) else func(*locals, **kwargs)
     if isinstance(result, tuple):
         return tuple(
@@ -96,17 +93,6 @@ def _is_needed_whole(x: DTensor, tensors: Sequence[DTensor]) -> bool:
         for axis, (own, along) in enumerate(zip(x.placements, other.placements, strict=True))
         if own.is_partial()
     )
-
-
-def _alike_in_memory(locals: list[Any]) -> list[Any]:
-    """Operands of a graph with the same strides: of unlike ones torch 2.13 does not know how, say, elu's gradient lies.
-
-    A view that the graph takes of it would fail where it runs.
-    """
-    traced = [x for x in locals if isinstance(x, Tensor) and is_traced(x) and x.numel() > 1]
-    if len({(x.shape, x.stride()) for x in traced}) < 2:
-        return locals
-    return [x.contiguous() if isinstance(x, Tensor) else x for x in locals]
 
 
 def _is_whole(placements: Sequence[Placement]) -> bool:
