@@ -110,8 +110,10 @@ def _trained(
         results |= {name: value.clone() for name, value in distconv.whole_state(gradients).items()}
         if optimizer is not None:
             optimizer.step()
+    groups = optimizer.param_groups if optimizer is not None else []
     own = {id(parameter) for parameter in plain.parameters()}
-    results["trained"] = torch.tensor(sum(id(parameter) in own for parameter in trained), dtype=torch.float64)
+    kept = sum(id(parameter) in own for group in groups for parameter in group["params"])
+    results["trained"] = torch.tensor(kept, dtype=torch.float64)
     return {name: x.detach() for name, x in (results | dict(distconv.whole_state(plain.state_dict()))).items()}
 
 
