@@ -77,6 +77,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
     private_names.check()
+    from distconv.job.one_process import one_process
     from distconv.turns.turning import read_way, script_in_turn
     from mucudnn import program
 
@@ -91,6 +92,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             import mucudnn
 
             around.enter_context(mucudnn.patched())
+        around.enter_context(one_process())  # a model does not see the parts as ranks
         around.enter_context(script_in_turn(way))
         found.run(options.arguments)
     return 0
