@@ -16,8 +16,8 @@ from benchmarks.campaign.rounding import Results
 STEPS = 2
 
 NOISE, HALF_NOISE = 1e-13, 2.0**-8
-"""How much the input and what layers make are changed, relatively, to see how far a network amplifies rounding. In
-bfloat16 what layers make and its gradients, alone, and no more than rounding to it does."""
+"""How much the input, what layers make and its gradients are changed, relatively, to see how far a network amplifies
+rounding: a gradient by its largest element. In bfloat16 not the input, and no more than rounding to it does."""
 
 RATE = 1e-2
 """Of learning."""
@@ -121,15 +121,15 @@ def _change(model: nn.Module, number: int, half: bool) -> None:
     """Lets a model's layers make other numbers, by about what rounding makes of them."""
     generator = torch.Generator().manual_seed(number)
 
-    def near(x: Tensor) -> Tensor:
+    def near(x: Tensor, least: float = 0.0) -> Tensor:
         sizes = x.detach().abs()  # backward must not need x, which a function in place may change
-        size = HALF_NOISE * sizes if half else NOISE * (1 + sizes)
+        size = HALF_NOISE * sizes if half else NOISE * (least + sizes)
         return (x + size * (2 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 1)).to(x.dtype)
 
     def changed(layer: nn.Module, given: Any, y: Tensor) -> Tensor:
-        y = near(y)
-        if half and y.requires_grad:
-            y.register_hook(near)
+        y = near(y, 1.0)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: near(gradient, float(gradient.abs().max()) if gradient.numel() else 0.0))
         return y
 
     for layer in model.modules():
