@@ -37,7 +37,7 @@ def in_turn(
     import torch
 
     from distconv.tensors.refusal import UnsupportedOperation
-    from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains
+    from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains, spare
     from distconv.turns.choosing import choose
     from distconv.turns.following import follow
     from distconv.turns.turning import read_way
@@ -63,8 +63,8 @@ def in_turn(
             if partition is not None:
                 parts = followed(partition)
             else:
-                assert memory is not None
                 device = "cuda" if torch.cuda.is_available() else "cpu"  # where a script most likely computes
+                memory = max(spare(device) - alone.whole, 0) if memory is None else memory
                 choice = choose(alone, followed, extents_of(given), memory, chain_prices(device))
                 partition, parts, chained = choice.partition, choice.taken, choice.chained
                 beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
@@ -108,6 +108,12 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
         if not options.json:
             print(told(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
 
+    if way == (None, None):
+        import torch
+
+        from distconv.turns.automatic import spare
+
+        way = None, spare("cuda" if torch.cuda.is_available() else "cpu")
     survey = Survey(way[1], tell, ranks)
     failed = False
     try:

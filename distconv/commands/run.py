@@ -93,7 +93,7 @@ def add_options(run: Any) -> None:
         metavar="AXIS=PARTS,... | auto",
         help="one process, or with --partition each rank, computes so many parts of its models' inputs one after "
         "another, on one device, and needs the memory of one part at a time: for samples that are too large; auto "
-        "chooses the parts within --memory, in one process",
+        "chooses the parts within --memory, or what the device has free, in one process",
     )
     run.add_argument(
         "--memory",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
 from distconv.settings.partition import shards_data
 from mucudnn.substitution import substituted
+from mucudnn.warning import tell
 
 BATCHES = 32
 """The ranks agree on their random state at least once in so many batches."""
@@ -113,7 +113,7 @@ def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
 def _tell_of_workers(workers: int, ranks: int, cores: int) -> None:
     told = too_many_workers(workers, ranks, cores) if ranks > 1 else None
     if told:
-        print(f"distconv: {told}", file=sys.stderr)
+        tell(f"distconv: {told}")
 
 
 class _Alike:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,7 @@ from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn
 from mucudnn import program
+from mucudnn.warning import tell
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
@@ -131,7 +131,7 @@ def _chosen(job: Job) -> Job:
     except NothingChosen as error:
         raise BadInput(f"--partition auto: {error}") from None
     if dist.get_rank() == 0:
-        print(f"distconv: --partition auto: {answer.told}", file=sys.stderr)
+        tell(f"distconv: --partition auto: {answer.told}")
     strategy = Strategy.parse(answer.strategy, size)
     partition = strategy.layers[-1][1]
     job = replace(job, partition=partition, strategy=None if strategy.is_one_partition else strategy)
@@ -144,13 +144,13 @@ def _write_report(path: str, session: Session) -> None:
     try:
         session.outcome().write(path)
     except OSError as error:
-        print(f"distconv: --report {path}: {error.strerror}", file=sys.stderr)
+        tell(f"distconv: --report {path}: {error.strerror}")
 
 
 def _tell_gathered() -> None:
     told = record.summary()
     if told:
-        print(f"distconv: {told}", file=sys.stderr)
+        tell(f"distconv: {told}")
 
 
 def _execute(job: Job) -> None:

@@ -48,12 +48,14 @@ def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:
     Args:
         states: of the ranks that have answered, by rank.
     """
-    waiting = {rank: state.waiting for rank, state in sorted(states.items()) if state.waiting is not None}
+    found = [(rank, state.waiting) for rank, state in sorted(states.items()) if state.waiting is not None]
+    waiting = dict(sorted(found, key=lambda each: -each[1].seconds))
     chains = []
     for rank, at in waiting.items():
         begun = {r for r, state in states.items() if state.counts.get(at.group, 0) >= at.number}
         missing = [other for other in at.ranks if other not in begun]
-        held = [other for other in missing if other not in waiting]  # those that wait themselves are held up, too
+        # Those that have waited about as long are held up, too; one that has just begun to wait goes on meanwhile.
+        held = [other for other in missing if other not in waiting or waiting[other].seconds < at.seconds / 2]
         if held:
             return at, f"{_told(at, states[rank])} for {_each(held, states)}"
         if missing:

@@ -26,6 +26,7 @@ from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_held
 from mucudnn.reporting.gain import gained
 from mucudnn.sizes import format_bytes
+from mucudnn.warning import tell
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
@@ -160,7 +161,7 @@ def is_shown(wanted: bool) -> bool:
 def show(who: str, sentences: Sequence[str]) -> None:
     """Prints sentences of a summary."""
     for sentence in sentences:
-        print(f"{who}: {sentence}", file=sys.stderr, flush=True)
+        tell(f"{who}: {sentence}")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from distconv.reading.share import Share
 from distconv.reading.store import Key, Store
 from distconv.settings import StoreOption
 from distconv.tensors.gathering.memory import free_on_host
+from mucudnn.warning import tell
 
 GIB = 1 << 30
 
@@ -151,7 +151,7 @@ class Supply:
         line = f"distconv: --store {verb} {what}"
         if line not in self._told:
             self._told.add(line)
-            print(line, file=sys.stderr)
+            tell(line)
 
 
 def _gib(size: float) -> str:

@@ -27,6 +27,7 @@ from distconv.model.choosing import (
 from distconv.model.strategy import Strategy
 from distconv.tensors.mesh import MeshToChoose, make_mesh
 from distconv.tensors.mesh_options import channel_algorithms
+from mucudnn.warning import tell
 
 
 def choose(
@@ -61,7 +62,7 @@ def choose(
     except NothingChosen as error:
         raise ValueError(f"strategy 'auto': {error}") from None
     if dist.get_rank() == 0:
-        print(f"distconv: strategy auto: {answer.told}", file=sys.stderr)
+        tell(f"distconv: strategy auto: {answer.told}")
     strategy = Strategy.parse(answer.strategy, size)
     outer = strategy.layers[-1][1]
     if known is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.settings.partition import AXES, Kind, nested_ownership
+from mucudnn.warning import tell
 
 _told: set[str] = set()
 
@@ -29,7 +29,7 @@ def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
             partition, ranks = ",".join(f"{name}={size}" for name, size in axes), mesh.size()
             told = f"under {partition} only {working} of {ranks} ranks hold a part of it, and the others idle"
             advice = "give an axis at most as many ranks as there are samples, or rows"
-            print(f"distconv: {model} is called with {tuple(x.shape)}: {told}; {advice}", file=sys.stderr, flush=True)
+            tell(f"distconv: {model} is called with {tuple(x.shape)}: {told}; {advice}")
 
 
 @functools.lru_cache(maxsize=1024)

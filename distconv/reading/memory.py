@@ -15,6 +15,7 @@ from distconv.reading.expression import Expression, empty, whole
 from distconv.reading.source import fetched
 from distconv.reading.statistic import is_known
 from distconv.tensors.user_lines import program_lines
+from mucudnn import warning
 
 Step = Callable[[Any], Any]
 """Makes a view: of an array or a tensor another one that shares its memory."""
@@ -122,4 +123,4 @@ def tell(why: str, read: Iterable[object]) -> None:
     if (place, why) not in _told and (worker is None or worker.id == 0):
         _told.add((place, why))
         source = next((f" of {source}" for source in read), "")
-        print(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it", file=sys.stderr)
+        warning.tell(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it")

@@ -157,15 +157,23 @@ def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement,
     return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim, beside)
 
 
+PARTLY = (
+    "; or a strategy that gives {name} only to the modules whose data have it, such as"
+    ' [layers] "backbone" = "{name}={size}" and "*" = "{other}={size}"'
+)
+"""What is accepted for a model that first computes data without the dim, as of points in space."""
+
+
 @functools.lru_cache(maxsize=1024)
 def _placements(names: tuple[str, ...], sizes: tuple[int, ...], ndim: int, beside: int = 0) -> tuple[Placement, ...]:
     result: list[Placement] = []
     for name, size in zip(names, sizes, strict=True):
         dim = AXES[name].dim_of(ndim)
         if dim is None and ndim >= 3 and size > 1 and AXES[name].dim_of(beside) is None:
+            accepted = [axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None]
             raise ValueError(
                 f"partition axis {name}={size}: {ndim - 2}-D data (N, C, {ndim - 2} spatial dims) has no {name};"
-                f" accepted: {', '.join(axis.name for axis in AXES.values() if axis.dim_of(ndim) is not None)}"
+                f" accepted: {', '.join(accepted)}{PARTLY.format(name=name, size=size, other=accepted[0])}"
             )
         result.append(Replicate() if dim is None or size == 1 else Shard(dim))
     return tuple(result)

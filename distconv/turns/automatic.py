@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,12 +15,27 @@ from distconv import settings
 from distconv.model.direct.chains.choice import Prices
 from distconv.model.halos import prices_of
 from distconv.settings.partition import AXES, Kind, Partition
+from distconv.tensors.gathering.memory import free_here
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed, follow, kind_of
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
+from mucudnn.warning import tell
 
 _chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Choice]] = weakref.WeakKeyDictionary()
+
+
+SHARE = 0.8
+"""Of the memory that a device has free, what parts may take where no limit is named; the rest is for results."""
+
+
+@functools.cache
+def spare(device_type: str) -> int:
+    """The limit of memory where none is named, told once, when it is first asked for."""
+    free = free_here(device_type)
+    limit = int(SHARE * free)
+    tell(f"distconv: --parts auto without --memory: {format_bytes(limit)}, of {format_bytes(free)} that are free")
+    return limit
 
 
 def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
@@ -74,9 +89,7 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
 
             device = next((p.device.type for p in module.parameters()), "cpu")
             choice = choose(alone, followed, extents_of(inputs), memory, chain_prices(device))
-        print(
-            f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}", file=sys.stderr, flush=True
-        )
+        tell(f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}")
         of_module[key] = choice
     return of_module[key]
 

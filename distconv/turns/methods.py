@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import nn
 
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.turns.random_numbers import RandomNumbers
+from mucudnn.warning import tell
 
 NAMES = ("decode",)
 """An encode is not among them: it may give an object of its own, in which parts would remain."""
@@ -87,7 +87,7 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
                 numbers.hand_over()
                 _refused.setdefault(module, set()).add(name)
                 what = f"{type(module).__name__}.{name}"
-                print(f"distconv: in turn: the modules of {what} run one by one: {error}", file=sys.stderr, flush=True)
+                tell(f"distconv: in turn: the modules of {what} run one by one: {error}")
         return function(module, *args, **kwargs)
 
     setattr(method, _MARK, True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,17 +23,21 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
-from distconv.turns.automatic import chosen, followed_as, in_chains
+from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
+from mucudnn.warning import tell
 
 M = TypeVar("M", bound=nn.Module)
 
 Way = tuple[Partition | None, int | None]
-"""The parts, None where each call's are chosen, and the most bytes of theirs on the device, if that is limited."""
+"""The parts, None where each call's are chosen, and the most bytes of theirs on the device, if that is limited.
+
+Where parts are to be chosen without a limit, that is a share of what the device has free at the first call.
+"""
 
 _NOT_IN_TURN: Way = Partition(()), None
 
@@ -64,7 +67,8 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
             `"auto"` they are chosen at the first call with inputs of such shapes (see `distconv.turns.choosing`).
         memory: the most bytes, such as `"8GiB"`, that tensors of the parts take on the device, besides parameters, what
             the model is given and gives, and what one operator needs. What was not read for longest is kept in a file
-            of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device.
+            of the temporary folder, or for a GPU in pinned memory of the host. None: all stays on the device; with
+            `"auto"`, four fifths of what the device has free at the first call.
 
     Returns:
         The same model.
@@ -91,10 +95,6 @@ def read_way(parts: str, memory: str | float | None) -> Way:
     limit = read_memory(memory)
     if parts != AUTO:
         return read(parts), limit
-    if limit is None:
-        raise ValueError(
-            "parts 'auto' without a limit of memory; accepted: with memory, such as 8GiB, or axis=parts,..."
-        )
     return None, limit
 
 
@@ -152,7 +152,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     chained = False
     _, before, ranks = _script[-1] if _script else (None, None, None)
     if partition is None:
-        assert memory is not None
+        memory = spare(first.device.type) if memory is None else memory
         # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
         if torch._C._current_graph_task_id() == -1:
             with script_in_turn(_NOT_IN_TURN):
@@ -165,9 +165,10 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not is_cut(parts, leaves):
             return NotImplemented
     except ValueError as error:
+        why = str(error).partition("; or a strategy")[0]  # which parts in turn do not have
         if module in _turning:
-            raise
-        _tell(module, "runs whole", str(error))
+            raise ValueError(why) from None
+        _tell(module, "runs whole", why)
         return NotImplemented
     with in_chains(chained):
         if before is not None:
@@ -208,4 +209,4 @@ def _tell(module: nn.Module, what: str, why: str) -> None:
     key = type(module).__name__, what
     if key not in _told:
         _told.add(key)
-        print(f"distconv: --parts: {key[0]} {what}: {why}", file=sys.stderr, flush=True)
+        tell(f"distconv: --parts: {key[0]} {what}: {why}")

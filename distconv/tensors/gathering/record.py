@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 
 import torch.distributed as dist
@@ -12,12 +11,16 @@ from distconv.tensors.gathering.memory import free_everywhere
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
 from mucudnn.sizes import format_bytes
+from mucudnn.warning import tell
 
 MUCH = 16 << 20
 """A line of the script that gathers more bytes than this at a time causes a warning."""
 
 CERTAIN = 256 << 20
 """Bytes up to which nobody checks whether they fit into memory."""
+
+PICKLED = "pickle"
+"""The operator for which what is saved, such as a checkpoint, is gathered."""
 
 MOST_PLACES = 3
 """The most lines of the script that the summary names."""
@@ -38,10 +41,9 @@ class Record:
         is_known = (line, operator) in self.places
         self.places[line, operator] += size
         if size > MUCH and not is_known and dist.get_rank() == 0:
-            print(
+            tell(
                 f"distconv: {operator} {line} needs whole tensors: {format_bytes(size)} are gathered on every rank each"
                 f" time; {advice(operator)}",
-                file=sys.stderr,
             )
 
     def count_step(self, *_: object) -> None:
@@ -52,12 +54,14 @@ class Record:
         """One line for people; empty where nothing was gathered."""
         if not self.places:
             return ""
-        total = self.places.total()
-        each = f"{format_bytes(total / self.steps)} a step" if self.steps else f"{format_bytes(total)} in all"
+        saved = sum(size for (_, operator), size in self.places.items() if operator == PICKLED)
+        total = self.places.total() - saved
+        each = [f"{format_bytes(total / self.steps)} a step" if self.steps else f"{format_bytes(total)} in all"]
+        each = each * bool(total) + [f"{format_bytes(saved)} for checkpoints"] * bool(saved)
         most = self.places.most_common(MOST_PLACES)
         told = ", ".join(f"{format_bytes(size)} {line} ({operator})" for (line, operator), size in most)
         more = f", and at {len(self.places) - MOST_PLACES} more lines" if len(self.places) > MOST_PLACES else ""
-        return f"outside models every rank gathered {each}; in all {told}{more}"
+        return f"outside models every rank gathered {' and '.join(each)}; in all {told}{more}"
 
 
 record = Record()

@@ -59,6 +59,14 @@ def test_of_several_that_wait_in_a_chain_the_last_is_named() -> None:
     assert found is not None and (found[0].group, found[0].number) == ("world", 9)
 
 
+def test_a_rank_that_has_just_begun_to_wait_goes_on_meanwhile() -> None:
+    """As where some ranks work on a sample, and others, which have none, wait for them."""
+    states = {rank: waits("all_reduce", "world", 9, ALL) for rank in FIRST}
+    for rank in SECOND:
+        states[rank] = State({"world": 8, "pair": 70}, Waiting("all_gather", "pair", 70, SECOND, 0.1), "a.py:7")
+    assert line(states) == "all_reduce among ranks 0, 1, 2 and 3 at a.py:3 has waited 30 s for ranks 2 and 3, at a.py:7"
+
+
 def test_a_rank_that_has_passed_on_is_not_waited_for() -> None:
     """The source of a broadcast goes on when it has sent."""
     states = {0: computes("world", 4), 1: waits("broadcast", "world", 4, ALL), 2: waits("broadcast", "world", 4, ALL)}

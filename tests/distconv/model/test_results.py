@@ -225,6 +225,15 @@ def told(partition: str) -> tuple[str, list[tuple[str, int]], str]:
     return refusal, counted, distconv.layout(x)
 
 
+def test_what_is_gathered_for_checkpoints_is_told_apart_from_steps() -> None:
+    found = record.Record()
+    found.places.update({("at a.py:3", ".numpy()"): 4 << 20, ("at a.py:9", record.PICKLED): 8 << 20})
+    found.steps = 4
+    assert found.summary().startswith(
+        "outside models every rank gathered 1 MiB a step and 8 MiB for checkpoints; in all"
+    )
+
+
 def test_gathers_are_counted_and_refused_where_memory_is_short(ranks: Callable[[int], Ranks]) -> None:
     answers = ranks(2).run(told, "height=2")
     assert answers[0] == answers[1]

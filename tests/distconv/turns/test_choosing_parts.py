@@ -6,6 +6,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -218,10 +219,24 @@ def test_a_part_that_fails_is_no_model_without_numbers(monkeypatch: pytest.Monke
         distconv.in_turn(net(), "auto", memory="1MiB")(torch.randn(1, 3, 8, 8, dtype=torch.float64))
 
 
-def test_what_is_refused_is_one_line() -> None:
-    with pytest.raises(ValueError, match=r"^parts 'auto' without a limit of memory; accepted: .*8GiB.*$"):
-        distconv.in_turn(net(), "auto")
+def test_without_a_limit_parts_have_a_share_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    automatic.spare.cache_clear()
+    monkeypatch.setattr(automatic, "free_here", lambda device: 100 * MIB)
+    limits = []
 
+    def choose(alone: Followed, follow: Any, extents: Any, memory: int, prices: Any) -> Choice:
+        limits.append(memory)
+        return Choice(None, alone, True)
+
+    monkeypatch.setattr(automatic, "choose", choose)
+    distconv.in_turn(net(), "auto")(torch.randn(1, 3, 8, 8, dtype=torch.float64))
+    automatic.spare.cache_clear()
+    assert limits == [80 * MIB] and "80 MiB, of 100 MiB that are free" in capsys.readouterr().err
+
+
+def test_what_is_refused_is_one_line() -> None:
     class Asks(nn.Conv2d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) if x.sum().item() > 0 else x

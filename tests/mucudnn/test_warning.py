@@ -1,0 +1,20 @@
+"""Lines for a user."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from tqdm import tqdm
+
+from mucudnn.warning import tell
+
+
+def test_a_line_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    with tqdm(total=2) as bar:
+        bar.update()
+        tell("a line")
+        bar.update()
+    assert "\ra line\n" in shown.getvalue() and "100%" in shown.getvalue()
