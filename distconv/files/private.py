@@ -19,6 +19,7 @@ from distconv.files.functions import Files, Functions
 from distconv.files.layer import Layer
 from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
+from distconv.files.spawned import spawned_with
 from distconv.files.view import View
 from mucudnn.substitution import environment, substituted
 
@@ -74,18 +75,8 @@ def files_of_rank(folder: str, rank: int) -> Iterator[None]:
         folder = make_folder()
     here = Path(folder, "ranks", str(rank))
     here.mkdir(parents=True)
-    apart = (*APART, f"{folder}/")
-    before, shared = Layer(f"{folder}/before"), Layer(f"{folder}/shared")
     try:
-        with contextlib.ExitStack() as around:
-            if rank == 0:
-                files: Files = FirstRank(before, apart)
-            else:
-                own = Layer(str(here / "layer"))
-                files = OwnLayer(View(own, before, shared, apart))
-                around.enter_context(_temporary_files(here / "tmp"))
-            around.enter_context(_replaced(Functions(files, shared)))
-            around.enter_context(translated(translator(files)))
+        with _temporary_files(here / "tmp") if rank else contextlib.nullcontext(), _layers(folder, rank):
             yield
     finally:
         if posix.getcwd().startswith(str(here)):
@@ -94,6 +85,27 @@ def files_of_rank(folder: str, rank: int) -> Iterator[None]:
         with contextlib.suppress(OSError):
             here.parent.rmdir()  # fails while another rank is there
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _layers(folder: str, rank: int) -> Iterator[None]:
+    """A context in which file functions act on the files of a rank, also in processes that are spawned within it."""
+    apart = (*APART, f"{folder}/")
+    before, shared = Layer(f"{folder}/before"), Layer(f"{folder}/shared")
+    files: Files = FirstRank(before, apart)
+    if rank:
+        files = OwnLayer(View(Layer(f"{folder}/ranks/{rank}/layer"), before, shared, apart))
+    entering = f"from {__name__} import {enter.__name__}\n{enter.__name__}({folder!r}, {rank})"
+    with _replaced(Functions(files, shared)), translated(translator(files)), spawned_with(entering):
+        yield
+
+
+_of_process = contextlib.ExitStack()
+
+
+def enter(folder: str, rank: int) -> None:
+    """From now on this process, which a rank has started, has that rank's files."""
+    _of_process.enter_context(_layers(folder, rank))
 
 
 @contextlib.contextmanager

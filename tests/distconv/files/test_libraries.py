@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import multiprocessing
 import os
 import shutil
 import sqlite3
@@ -169,6 +170,12 @@ def test_temporary_files_are_this_ranks_own(folder):
     with tempfile.TemporaryDirectory(dir=".") as name:
         Path(name, "x").touch()
         assert os.path.basename(name) in os.listdir()
+
+
+def test_processes_that_are_spawned(folder):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(shutil.copy, ("old.txt", "new.txt"))
+    assert Path("new.txt").read_text() == "old"
 
 
 def test_errors_are_those_of_python(folder):
