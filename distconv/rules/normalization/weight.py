@@ -15,5 +15,6 @@ def weight_norm_backward(_: Any, grad: Tensor, v: Tensor, g: Tensor, norms: Tens
     """dL/dv = g / |v| (dL/dw - v sum(dL/dw v) / |v|²) and dL/dg = sum(dL/dw v) / |v|; sums over all dims but one."""
     others = [each for each in range(v.dim()) if each != dim]
     wide, norms = grad.to(precise(v.dtype)), norms.to(precise(v.dtype))
-    slope = (wide * v).sum(others, keepdim=True) / norms
+    products = wide * v
+    slope = (products.sum(others, keepdim=True) if others else products) / norms  # of no dims torch sums over all
     return ((wide - v * (slope / norms)) * (g / norms)).to(v.dtype), slope.to(g.dtype)

@@ -44,8 +44,9 @@ class Observed(nn.Module):
 
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """With a weight above the size that a rank gathers within a model."""
-    return nn.Sequential(nn.Conv2d(3, 128, 3, padding=1), norm(nn.Conv2d(128, 128, 5, padding=2)))
+    """With a weight above the size that a rank gathers within a model, and one that is a vector."""
+    layers = nn.Conv2d(3, 128, 3, padding=1), norm(nn.Conv2d(128, 128, 5, padding=2))
+    return nn.Sequential(*layers, parametrizations.weight_norm(nn.BatchNorm2d(128)), nn.Conv2d(128, 1, 1))
 
 
 def lazy() -> nn.Module:
