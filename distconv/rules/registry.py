@@ -89,14 +89,14 @@ def above_autograd(name: str) -> Callable[[H], H]:
     backward would know too little of how its tensors lie.
 
     The function runs where autograd does, for arguments among which is a DTensor of our meshes, and must be
-    differentiable itself. Everything else does as before. In inference mode, where there is no autograd, it is the rule
-    of the operator, unless that has one already.
+    differentiable itself. Everything else does as before, and so does what the function returns NotImplemented for. In
+    inference mode, where there is no autograd, it is the rule of the operator, unless that has one already.
     """
 
     def register(function: H) -> H:
         stock_operator = operator(name.removeprefix("aten::"))
         if name not in registered:
-            rule(name)(lambda _, *args, **kwargs: function(*args, **kwargs))
+            rule(name)(functools.partial(_function_or_parts, function))
 
         @functools.wraps(function)
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,8 @@ def above_autograd(name: str) -> Callable[[H], H]:
                 given = entering(stock_operator, args, mesh)
                 for check in checks:
                     check(stock_operator, given, kwargs)
-                return function(*given, **{name: _plain(value) for name, value in kwargs.items()})
+                found = function(*given, **{name: _plain(value) for name, value in kwargs.items()})
+                return as_before.call_boxed(keyset, *args, **kwargs) if found is NotImplemented else found
             except Exception as error:
                 if isinstance(error, UnsupportedOperation):
                     if may_run_whole(error):
@@ -128,6 +129,11 @@ def above_autograd(name: str) -> Callable[[H], H]:
         return function
 
     return register
+
+
+def _function_or_parts(function: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
+    result = function(*args, **kwargs)
+    return _taken_apart(func, *args, **kwargs) if result is NotImplemented else result
 
 
 def _plain(value: Any) -> Any:

@@ -46,6 +46,8 @@ def _call(
 ) -> _Call | None:
     """None where the direct path cannot serve."""
     mesh = x.mesh
+    if any(dtype is not None and dtype.is_complex for dtype in dtypes):  # torch takes it apart into real ones
+        return None
     if not x.is_spread or weight.mesh != mesh or channel_layout(mesh, x.placements) != x.placements:
         return None
     if parameter_layout(mesh, weight.placements, x.placements) != tuple(weight.placements):

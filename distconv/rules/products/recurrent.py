@@ -1,0 +1,57 @@
+"""Recurrent layers (LSTM, GRU, RNN): a rank runs its own samples through torch's own function, in one call.
+
+A position of time depends on all before it, and each feature on all others. Where they are sharded, x trades these
+shards for samples, if every rank gets some; else x is gathered. y lies as x does. With dropout between layers, which
+draws random numbers, torch's own steps are computed one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from distconv.rules.operands.layouts import layout_beside
+from distconv.rules.operands.own_parts import brought, wrapped
+from distconv.rules.registry import above_autograd
+from distconv.rules.schemas import operator
+from distconv.tensors.layouts import find_layout, lying, owners
+from distconv.transfer.redistribution import relaid
+
+
+def _by_samples(mesh: DeviceMesh, x: Tensor, batch: int) -> tuple[Placement, ...]:
+    """The layout of x in which only samples are sharded, and every rank has one at least."""
+    found = layout_beside(mesh, lying(x, mesh), tuple(x.shape), frozenset(range(x.dim())) - {batch})
+    if found is None:
+        found = tuple(p if p == Shard(batch) else Replicate() for p in lying(x, mesh))
+    axes = [axis for axis, p in enumerate(found) if p.is_shard()]
+    if not all(stop > start for start, stop in owners(mesh, axes, x.shape[batch])):
+        found = (Replicate(),) * mesh.ndim
+    return found
+
+
+def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *settings: Any) -> Any:
+    """(y, last states...) of x (time, samples, features), or samples first, and states (layers, samples, features)."""
+    _, layers, dropout, train, _, batch_first = settings
+    if dropout and train and layers > 1:
+        return NotImplemented
+    mesh, _ = find_layout(x, *(hx if isinstance(hx, list) else [hx]), *params)
+    batch = 0 if batch_first else 1
+    of_x = _by_samples(mesh, x, batch)
+    of_states = tuple(Shard(1) if p.is_shard() else p for p in of_x)
+    sharding = [axis for axis, p in enumerate(of_x) if p.is_shard()]
+    states = [brought(h, mesh, of_states) for h in (hx if isinstance(hx, list) else [hx])]
+    weights = [brought(each, mesh, (Replicate(),) * mesh.ndim, sharding) for each in params]
+    own = brought(x, mesh, of_x)
+    y, *last = operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
+    shape = (*x.shape[:2], y.shape[2])
+    whole = [wrapped(h, mesh, of_states, (h.shape[0], x.shape[batch], h.shape[2])) for h in last]
+    return relaid(wrapped(y, mesh, of_x, shape), mesh, lying(x, mesh)), *whole
+
+
+for _name in ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"):
+    above_autograd(f"aten::{_name}")(functools.partial(_recurrent, _name))
