@@ -102,6 +102,16 @@ class Device(ABC):
     def precision(self) -> str:
         """The switches that let a call be computed in a narrower type, or otherwise than usual, as text."""
 
+    def least_seconds(self, operations: float, written: float, fresh: float, dtype: torch.dtype) -> float:
+        """What so much work takes at least there: 0 where nothing is known.
+
+        Args:
+            operations: of floating-point numbers of a type.
+            written: bytes, to new tensors.
+            fresh: of these, bytes of tensors of at least `speeds.LARGE`.
+        """
+        return 0.0
+
     @property
     def libraries(self) -> str:
         """Versions of what computes beside torch, as text; empty for nothing."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from mucudnn.devices import speeds
 from mucudnn.devices.device import Clock, Device, Work
 from mucudnn.devices.process_memory import heap_bytes
 
@@ -89,6 +90,11 @@ class Host(Device):
 
     def finish(self) -> None:
         """Nothing: work is done when its call returns."""
+
+    def least_seconds(self, operations: float, written: float, fresh: float, dtype: torch.dtype) -> float:
+        seconds = operations / speeds.operations(dtype, self.threads) if operations else 0.0
+        seconds += (written - fresh) / speeds.written(False, self.threads) if written > fresh else 0.0
+        return seconds + (fresh / speeds.written(True, self.threads) if fresh else 0.0)
 
     def held(self) -> int:
         """What the process has allocated, in bytes: torch does not count the host's tensors."""

@@ -7,7 +7,7 @@ workspaces: all that torch's allocator sees on the calling thread. Code and tabl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -19,8 +19,10 @@ from mucudnn.convolution.tile import Part
 from mucudnn.devices import device_of
 from mucudnn.devices.allocations import most_held
 from mucudnn.providers import Provider, stock_result
+from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.layout import Layout
 from mucudnn.providers.padding import evened
+from mucudnn.providers.slices import Slices
 from mucudnn.providers.stock import Stock
 from mucudnn.timing.logbook import Environment
 from mucudnn.timing.measurement import synthetic_operands
@@ -31,8 +33,8 @@ HOST = torch.device("cpu")
 class Counted:
     """Torch's own kernel on parts, of which each call's scratch memory counts as workspace, too."""
 
-    def __init__(self, provider: Stock, place: torch.device) -> None:
-        self._provider, self._place = provider, place
+    def __init__(self, provider: Stock, scratch: Callable[[ConvProblem], int]) -> None:
+        self._provider, self._scratch = provider, scratch
 
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         return self._provider.algorithms(problem)
@@ -41,17 +43,28 @@ class Counted:
         return self._provider.serves(problem, algorithm)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        return self._provider.workspace(problem, algorithm) + scratch(evened(problem).problem, self._place)
+        return self._provider.workspace(problem, algorithm) + self._scratch(evened(problem).problem)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         self._provider.launch(algorithm, parts, accumulate)
 
 
 def counted(provider: Provider, place: torch.device = HOST) -> Provider:
-    """The provider, what it computes by torch's own kernels at a place being counted."""
+    """The provider, what it computes by torch's own kernels at a place being counted by a call of each."""
+    return _counted(provider, partial(scratch, place=place))
+
+
+def counted_columns(provider: Provider) -> Provider:
+    """The provider, the columns of torch's own kernels on the host being counted by their formula."""
+    return _counted(provider, columns_bytes)
+
+
+def _counted(provider: Provider, of: Callable[[ConvProblem], int]) -> Provider:
     if isinstance(provider, Stock):
-        return Counted(provider, place)
-    return provider.over(partial(counted, place=place)) if isinstance(provider, Layout) else provider
+        return Counted(provider, of)
+    if isinstance(provider, Slices):
+        return provider.counting(of)
+    return provider.over(partial(_counted, of=of)) if isinstance(provider, Layout) else provider
 
 
 def counting(environment: Environment) -> Environment:

@@ -15,13 +15,14 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Shape
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Exploration, OverheadBudget, Trial
-from mucudnn.planning.counted import HOST, counted, counting, scratch_of
+from mucudnn.planning.counted import HOST, counted, counted_columns, counting, scratch_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.offers import Offers
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import Compiling, Provider, providers_on
+from mucudnn.providers.columns import columns_bytes
 from mucudnn.settings import Settings
 from mucudnn.timing import progress
 from mucudnn.timing.board import Board
@@ -152,6 +153,11 @@ class Planner:
         self._counts = settings.count_stock
         if self._counts:
             providers = [counted(provider, device) for provider in providers]
+        # Where budgets come from what a program holds, the scratch memory of torch's own kernels is among that.
+        is_fixed = not settings.is_by_step and settings.total_workspace_size is None
+        self._knows_columns = is_fixed and not self._counts and not device_of(device).uses_cudnn
+        if self._knows_columns:
+            providers = [counted_columns(provider) for provider in providers]
         self.offers = Offers(providers, device_of(device).uses_cudnn)
         wanted = settings.benchmark_devices
         alone = replace(settings, benchmark_devices=None)
@@ -187,6 +193,8 @@ class Planner:
         """
         limit = self._settings.workspace_limit if limit is None else limit
         held = scratch_of(measurement.problem, measurement.turn()) if self._counts else None
+        if self._knows_columns and (columns := columns_bytes(measurement.problem)) > limit:
+            held = columns
         peers = tuple(peer.search(measurement.elsewhere(peer.device), limit) for peer in self._peers)
         return Search(measurement, limit, self._settings, self.offers, self._experience, held, peers)
 

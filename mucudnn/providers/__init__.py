@@ -9,10 +9,18 @@ from mucudnn.providers.fft import Fft
 from mucudnn.providers.gemm import Gemm
 from mucudnn.providers.layout import Layout, in_torch
 from mucudnn.providers.onednn import OneDnn
-from mucudnn.providers.provider import Compiling, Provider, Ready, Readying
+from mucudnn.providers.provider import Compiling, Estimating, Provider, Ready, Readying
+from mucudnn.providers.slices import Slices
 from mucudnn.providers.stock import STOCK, Stock, is_torchs_own, stock_call, stock_kernel, stock_result
 
-HOST_PROVIDERS: tuple[Provider, ...] = (Stock(), OneDnn(), Gemm(), Fft(), Layout(Stock(is_outlined=True), in_torch))
+HOST_PROVIDERS: tuple[Provider, ...] = (
+    Stock(),
+    OneDnn(),
+    Gemm(),
+    Fft(),
+    Slices(),
+    Layout(Stock(is_outlined=True), in_torch),
+)
 """What serves convolutions on a CPU."""
 
 
@@ -42,6 +50,7 @@ __all__ = [
     "HOST_PROVIDERS",
     "STOCK",
     "Compiling",
+    "Estimating",
     "Provider",
     "Ready",
     "Readying",

@@ -13,7 +13,7 @@ from torch.nn import functional
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role, Shape
 from mucudnn.convolution.tile import Part
-from mucudnn.providers.provider import Provider, compute_dtype
+from mucudnn.providers.provider import Effort, Provider, compute_dtype
 
 GEMM = "gemm"
 
@@ -50,6 +50,15 @@ class Gemm(Provider):
             Role.W: (widened_x + padded, padded + columns, windows + rows + weight),
         }[problem.target]
         return size * max(steps)
+
+    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
+        padded = math.prod(problem.x_shape[:2]) * math.prod(_padded(problem))
+        pixels = problem.extent * math.prod(problem.y_shape[2:])
+        taps = math.prod(problem.w_shape[2:])
+        columns = problem.groups * math.prod(problem.w_shape[1:]) * pixels if taps > 1 else 0
+        tensors = padded, columns, problem.w_shape[0] * pixels
+        size = compute_dtype(problem).itemsize
+        return Effort.of(problem.flops, *(size * elements for elements in tensors), times=count)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:

@@ -16,7 +16,7 @@ from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.gemm import SMALL
 from mucudnn.providers.onednn import is_inner
 from mucudnn.providers.padding import evened
-from mucudnn.providers.provider import Provider
+from mucudnn.providers.provider import Effort, Provider
 from mucudnn.providers.stock import torchs_backend
 
 CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
@@ -57,6 +57,10 @@ class Layout(Provider):
         read = (getattr(problem, f"{role}_shape") for role in Role if role is not problem.target)
         copies = problem.element_bytes * sum(map(math.prod, read))
         return copies + self._provider.workspace(_there(problem), _wrapped(algorithm))
+
+    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
+        copies = (math.prod(getattr(problem, f"{role}_shape")) for role in (Role.X, Role.Y))
+        return Effort.of(0, *(problem.element_bytes * copy for copy in copies), times=count)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         first = parts[0]

@@ -11,7 +11,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.providers.padding import evened
-from mucudnn.providers.provider import Provider, write
+from mucudnn.providers.provider import Effort, Provider, write
 from mucudnn.providers.stock import stock_result, torchs_backend
 
 ONEDNN = "onednn"
@@ -55,6 +55,10 @@ class OneDnn(Provider):
         # Two in blocks, and where weight gradients are summed one per thread.
         weights *= 2 + torch.get_num_threads()
         return (copies + reordered + weights) * problem.element_bytes + SMALL_BUFFERS
+
+    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
+        copies = map(math.prod, (problem.x_shape, problem.y_shape))
+        return Effort.of(0, *(problem.element_bytes * copy for copy in copies), times=count)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:

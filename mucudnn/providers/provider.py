@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile
+from mucudnn.devices.speeds import LARGE
 
 
 class Provider(Protocol):
@@ -44,6 +46,38 @@ class Provider(Protocol):
         Raises:
             RuntimeError: where the algorithm cannot run after all; the target's contents are then undefined.
         """
+
+
+class Effort(NamedTuple):
+    """The least that computing something takes.
+
+    Attributes:
+        operations: of floating-point numbers, in products of matrices and transforms.
+        written: bytes that go to scratch tensors.
+        fresh: of these, bytes of tensors so large that the system gives them fresh pages each time.
+    """
+
+    operations: float = 0.0
+    written: float = 0.0
+    fresh: float = 0.0
+
+    @classmethod
+    def of(cls, operations: float, *tensors: int, times: int = 1) -> Effort:
+        """Operations, and scratch tensors by their bytes, so many times."""
+        fresh = sum(size for size in tensors if size >= LARGE)
+        return cls(times * operations, times * sum(tensors), times * fresh)
+
+    def plus(self, other: Effort) -> Effort:
+        return Effort(*map(operator.add, self, other))
+
+
+@runtime_checkable
+class Estimating(Protocol):
+    """A provider that can tell without a measurement what its algorithms cannot do without, so that those are not
+    tried that cannot win."""
+
+    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
+        """What a launch of so many parts like the problem takes at least."""
 
 
 class Archive(Protocol):

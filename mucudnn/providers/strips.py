@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import Part, Tile, extent, is_divisible, tiles
-from mucudnn.providers.provider import Provider
+from mucudnn.providers.provider import Effort, Estimating, Provider
 from mucudnn.providers.stock import STOCK
 
 
@@ -39,6 +40,13 @@ class Strips:
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
         strips = {strip.problem for strip in self._strips(problem)}
         return max(self._provider.workspace(strip, self._algorithm) for strip in strips)
+
+    def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
+        if not isinstance(self._provider, Estimating):
+            return Effort()
+        strips = Counter(strip.problem for strip in self._strips(problem))
+        efforts = (self._provider.effort(strip, self._algorithm, count * times) for strip, times in strips.items())
+        return reduce(Effort.plus, efforts)
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         for part in parts:

@@ -17,7 +17,7 @@ from mucudnn.convolution.tile import tiles
 from mucudnn.providers import HOST_PROVIDERS
 from mucudnn.providers.onednn import OneDnn
 
-ALGORITHMS = ("stock", "onednn", "gemm", "fft")
+ALGORITHMS = ("stock", "onednn", "gemm", "fft", "slices")
 
 
 def launch(

@@ -1,0 +1,38 @@
+"""Columns: the scratch memory of torch's own plain kernels, which a formula tells without a call."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from mucudnn.convolution.problem import ConvProblem, Role
+from mucudnn.devices import Host
+from mucudnn.providers.stock import torchs_backend
+
+
+def columns_bytes(problem: ConvProblem) -> int:
+    """About the bytes of columns that torch's kernel on a processor writes out, and of copies of groups; 0 for kernels
+    that write none out.
+
+    Args:
+        problem: with padding that torch takes as it is.
+    """
+    return _bytes(problem, Host.switches())
+
+
+@lru_cache(maxsize=4096)
+def _bytes(problem: ConvProblem, switches: tuple[object, ...]) -> int:
+    """By the switches on which torch's choice of a kernel depends, too."""
+    taps = math.prod(problem.w_shape[2:])
+    is_view = taps == 1 and set(problem.stride) == {1} and not any(problem.padding)
+    one = math.prod(problem.w_shape[1:]) * problem.groups * math.prod(problem.y_shape[2:]) * problem.element_bytes
+    whole, groups = problem.extent * one, problem.groups
+    if is_view:
+        return 0
+    kind = torchs_backend(problem)
+    if kind == "Slow2d":  # group after group
+        copies = math.prod(problem.x_shape) + math.prod(problem.y_shape) if groups > 1 else 0
+        return copies * problem.element_bytes + (0 if problem.target is Role.X else whole // groups)
+    if kind == "Slow3d" or (kind == "SlowTranspose2d" and problem.target is Role.X):
+        return whole
+    return one if kind in ("SlowDilated2d", "SlowDilated3d", "SlowTranspose2d", "SlowTranspose3d") else 0
