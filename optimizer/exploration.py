@@ -13,10 +13,13 @@ from dataclasses import dataclass
 
 from mucudnn.optimizer.launches import Launches, Variant
 from mucudnn.optimizer.option import Division, Key
-from mucudnn.optimizer.overhead_budget import OverheadBudget
-from mucudnn.optimizer.playoff import BASELINE, Playoff
+from mucudnn.optimizer.overhead_budget import FIRST_CALLS, LATER_RATE, RATE, OverheadBudget
+from mucudnn.optimizer.playoff import BASELINE, DECISIVE, Playoff
 
 MOST_CONTENDERS = 3
+
+MOST_CALLS = 3.0
+"""Calls of the baseline that a trial of launches of which nothing was timed may be expected to take."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,13 @@ class Settled:
         division: `None` for the baseline.
         seconds: of the division: the baseline's, times the upper quartile of the ratios to it.
         undivided_seconds: of the best algorithm that computes the whole at once, the baseline included.
+        spread: the factor within which the ratio of the division's time to the baseline's was seen.
     """
 
     division: Division | None
     seconds: float
     undivided_seconds: float
+    spread: float = math.inf
 
 
 class Exploration:
@@ -106,12 +111,20 @@ class Exploration:
         self._contenders: list[Division] = []
         self._playoff: Playoff | None = None
         self._surveyed = False
-        self._wanted: list[Division] | None = None  # trials of launches, kept until more is known
+        # Trials of launches, and the fastest division beside the baseline, kept until more is known.
+        self._wanted: list[Division] | None = None
+        self._fastest: Division | None = None
+        self._calls = 0
 
     @property
     def baseline_seconds(self) -> float:
         """Median of the baseline's calls, without the first where there are others: the first one warms up."""
         return statistics.median(self._baseline[1:] or self._baseline)
+
+    @property
+    def spread(self) -> float:
+        """The factor within which the baseline's calls took equally long; infinite where there was only one."""
+        return _spread(self._baseline)
 
     def leader(self) -> tuple[str, float]:
         """The algorithms of the fastest division by the times so far, and its seconds; "" for the baseline."""
@@ -140,7 +153,8 @@ class Exploration:
                 if place == BASELINE:
                     return Trial()
                 excess = (self._playoff.expected(place) - 1) * self.baseline_seconds
-                is_known = bool(self._playoff.ratios[place])  # its launches may be slower together than alone
+                # Its launches may be slower together than alone, but not twice as slow.
+                is_known = bool(self._playoff.ratios[place]) or self._playoff.expected(place) < DECISIVE
                 is_granted = self._overhead.grants(excess, is_known=is_known)
                 return Trial(self._contenders[place], place=place) if is_granted else None
         return None
@@ -154,7 +168,7 @@ class Exploration:
         """
         self._wanted = None
         baseline = self.baseline_seconds
-        self._overhead.count(baseline, total)
+        self._earn(total)
         if trial.division is None:
             self._baseline.append(total)
         else:
@@ -170,6 +184,14 @@ class Exploration:
                     self.launches.seconds.setdefault(key, []).append(seconds)
         elif self._playoff is not None:
             self._playoff.learn(trial.place, total)
+
+    def passed(self) -> None:
+        """Notes a call by the baseline that nobody has timed."""
+        self._earn(self.baseline_seconds)
+
+    def _earn(self, total: float) -> None:
+        self._calls += 1
+        self._overhead.count(self.baseline_seconds, total, RATE if self._calls <= FIRST_CALLS else LATER_RATE)
 
     def bar(self, algorithm: str, best: float | None = None) -> float:
         """Seconds of the whole below which an algorithm's launches may be part of the best division.
@@ -220,20 +242,25 @@ class Exploration:
         """
         stock = self.baseline_seconds
         if self._wanted is None:
-            best = self._best()
+            fastest = min(self.launches.wholes(), key=lambda whole: whole.seconds, default=None)
+            self._fastest = None if fastest is None or fastest.seconds >= stock else fastest
+            best = math.inf if self._any_gain or fastest is None else fastest.seconds
             found = self.launches.trials(lambda name: self.bar(name, best), stock)
-            self._wanted = list(found)
+            most = math.inf if self._overhead.balance == math.inf else MOST_CALLS * stock
+            self._wanted = [whole for whole in found if whole.seconds <= most]
             self._surveyed = not self._wanted
         if self._surveyed:
             return None
-        granted = (whole for whole in self._wanted if self._overhead.grants(whole.seconds - stock))
-        trials = (Trial(whole, by_launch=True) for whole in granted)
-        trial = next((trial for trial in trials if not is_elsewhere(self.fresh(trial))), None)
-        if trial is None:
-            faster = (whole for whole in self.launches.wholes() if whole.seconds < stock)
-            whole = min(faster, key=lambda whole: whole.seconds, default=None)
-            trial = None if whole is None else Trial(whole, by_launch=True)
-        return trial
+        awaited: tuple[str, str] | None = None
+        for whole in self._wanted:
+            trial, variant = Trial(whole, by_launch=True), whole.keys[0][:2]
+            if awaited not in (None, variant) and whole.seconds >= stock:
+                continue  # what is more promising is to be paid for first
+            if not self._overhead.grants(whole.seconds - stock):
+                awaited = awaited or variant
+            elif not is_elsewhere(self.fresh(trial)):
+                return trial
+        return None if self._fastest is None else Trial(self._fastest, by_launch=True)
 
     def _begin(self) -> None:
         """Starts a playoff of the best divisions."""
@@ -250,10 +277,22 @@ class Exploration:
         """Settles on the winner."""
         stock, winner = self.baseline_seconds, playoff.winner
         if winner is None or winner == BASELINE:
-            self.settled = Settled(None, stock, stock)
+            self.settled = Settled(None, stock, stock, self.spread)
             return
         seconds = {place: playoff.ratio(place) * stock for place, ratios in enumerate(playoff.ratios) if ratios}
         played = {self._contenders[place].keys: found for place, found in seconds.items()}
         wholes = (whole for whole in self.launches.wholes() if len(whole.options) == 1)
         undivided = [played.get(whole.keys, whole.seconds) for whole in wholes]
-        self.settled = Settled(self._contenders[winner], seconds[winner], min([stock, *undivided]))
+        ratios = playoff.ratios[winner]
+        # Where the baseline took no turn, the ratios are to what it took before.
+        spread = _spread(ratios) * (self.spread if playoff.ratio(winner) < DECISIVE else 1.0)
+        self.settled = Settled(self._contenders[winner], seconds[winner], min([stock, *undivided]), spread)
+
+
+def _spread(values: Sequence[float]) -> float:
+    """The factor within which the middle half of some values lies; of few values, all of them."""
+    if len(values) < 2:
+        return math.inf
+    first, _, last = statistics.quantiles(values, n=4, method="inclusive")
+    least, most = (first, last) if len(values) > 3 else (min(values), max(values))
+    return most / max(least, 1e-12)

@@ -17,6 +17,9 @@ TREND, MOST_GAIN = 1.5, 2.25
 BETWEEN = 1.1
 """Per sample, a launch of a size between two measured ones is at most so many times as fast as the faster of these."""
 
+VAGUE = 2.25
+"""Of a forecast that is more uncertain than this factor the smallest launch that tells enough is tried first."""
+
 SHARE = 4
 """The first trial of an algorithm computes at least 1/SHARE of the whole, where its workspace allows that: the time of
 a much smaller part says little."""
@@ -32,6 +35,7 @@ class Variant:
         seconds: expected time of the whole.
         uncertainty: the factor, at least 1, within which the expected time is nearly sure to hold.
         rests: for the baseline only, {size: bytes} of what is left of the whole beside a part of another variant.
+        least: {size: seconds} that the whole takes at least in parts of a size, whatever was timed; where it is known.
     """
 
     dim: str
@@ -41,6 +45,7 @@ class Variant:
     seconds: float
     uncertainty: float = 1.0
     rests: Mapping[int, int] = field(default_factory=dict)
+    least: Mapping[int, float] = field(default_factory=dict)
 
 
 class Launches:
@@ -148,7 +153,8 @@ class Launches:
     def _expected(self, variant: Variant, size: int) -> float:
         """Expected seconds of the whole in parts of a size, from the nearest measured size."""
         known = self._known(variant)
-        return known[_nearest(known, size)] if known else self._forecast(variant)[0]
+        expected = known[_nearest(known, size)] if known else self._forecast(variant)[0]
+        return max(expected, variant.least.get(size, 0.0))
 
     def _forecast(self, variant: Variant) -> tuple[float, float]:
         """Expected seconds of the whole by a variant that was not tried yet, and their uncertainty. They come from the
@@ -159,29 +165,32 @@ class Launches:
 
     def _lower_bound(self, variant: Variant, size: int, known: Mapping[int, float]) -> float:
         """The least seconds that the whole may take with launches of a size, by those of the measured sizes."""
+        least = variant.least.get(size, 0.0)
         if not known:
             seconds, uncertainty = self._forecast(variant)
-            return seconds / uncertainty
+            return max(seconds / uncertainty, least)
         nearest = _nearest(known, size)
         gain = min(TREND ** abs(math.log2(size / nearest)), MOST_GAIN)
         if min(known) < size < max(known):
             beside = max(n for n in known if n < size), min(n for n in known if n > size)
-            return min(known[n] for n in beside) / min(gain, BETWEEN)
-        return known[nearest] / gain
+            return max(min(known[n] for n in beside) / min(gain, BETWEEN), least)
+        return max(known[nearest] / gain, least)
 
     def _starts(self, variant: Variant, wanted: Sequence[int]) -> Sequence[int]:
         """The sizes of which one is measured next, the most informative first; later ones cost less."""
         if self._known(variant):
             return wanted[-1:]
         large = [size for size in wanted if size * SHARE >= variant.extent] or wanted[-1:]
-        return large if self._smallest_first else large[::-1]
+        return large if self._smallest_first or self._forecast(variant)[1] > VAGUE else large[::-1]
 
     def _division(self, variant: Variant, size: int, baseline: float) -> Division | None:
         """A division of the whole with a launch of the size; `None` where nothing can compute the rest."""
         tried, left = self._option(variant, size), variant.extent - size
         if left == 0:
             return Division((tried,), variant.dim)
-        others = [self._option(variant, size) for size in self._sizes(variant)]
+        # Of sizes that nobody has timed only the one that is tried: many small launches may take far longer.
+        sizes, known = self._sizes(variant), self._known(variant)
+        others = [self._option(variant, other) for other in sizes if other == size or other in known]
         for other in self.variants:
             if (other.dim, other.algorithm) == (variant.dim, self._baseline):
                 share = baseline / variant.extent
@@ -190,6 +199,8 @@ class Launches:
                 if left in other.rests:
                     others.append(Option(left, self._baseline, left * share, other.rests[left]))
         rest = best_division(others, left, math.inf)
+        if rest is None:
+            rest = best_division([self._option(variant, other) for other in sizes], left, math.inf)
         return None if rest is None else Division((tried, *rest.options), variant.dim)
 
     def _option(self, variant: Variant, size: int) -> Option:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-RATE = 0.1
-"""Trials may slow down all calls together by this share of the baseline's time."""
+RATE, LATER_RATE, FIRST_CALLS = 0.04, 0.01, 10
+"""Trials may slow down the first `FIRST_CALLS` calls of each convolution by this share of the baseline's time, and all
+later ones by that: so by half a step in the first 10 steps of a program, and by a step in the first 50 at most."""
 
 
 class OverheadBudget:
@@ -19,13 +20,12 @@ class OverheadBudget:
         balance: seconds that may be lost now; negative after a trial that took longer than expected.
     """
 
-    def __init__(self, rate: float = RATE, balance: float = 0.0) -> None:
+    def __init__(self, balance: float = 0.0) -> None:
         """
         Args:
-            rate: what calls earn; not negative.
             balance: at first; infinite to grant everything.
         """
-        self._rate, self.balance = rate, balance
+        self.balance = balance
 
     def grants(self, seconds: float, *, is_known: bool = False) -> bool:
         """Whether a call may take so many seconds more than the baseline, by what is expected of it.
@@ -35,12 +35,13 @@ class OverheadBudget:
         """
         return seconds <= self.balance or (is_known and seconds <= 0)
 
-    def count(self, baseline: float, seconds: float | None = None) -> None:
+    def count(self, baseline: float, seconds: float | None = None, rate: float = RATE) -> None:
         """Notes a call.
 
         Args:
             baseline: seconds of the baseline for this call.
             seconds: of the call itself; the baseline's if not given.
+            rate: the share that it earns; not negative.
         """
         lost = 0.0 if seconds is None else seconds - baseline
-        self.balance += self._rate * baseline - lost
+        self.balance += rate * baseline - lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -9,6 +10,9 @@ BASELINE = -1
 """The baseline's place among the contenders."""
 
 ROUNDS = 3
+
+CLOSE = 2.0
+"""A contender that is expected to take more than so many times as long as one that has played is left out."""
 
 DECISIVE = 0.5
 """The baseline is not called again if the best contender takes less than this share of its time."""
@@ -51,6 +55,9 @@ class Playoff:
         if self.winner is not None or (place != BASELINE and place not in self._left):
             return
         self._round[place] = seconds
+        best = min((took for other, took in self._round.items() if other != BASELINE), default=math.inf)
+        most = CLOSE * best / max(self._round.get(BASELINE, self._known), 1e-12)
+        self._left = [other for other in self._left if other in self._round or self.expected(other) <= most]
         self._judge()
 
     def drop(self, place: int) -> None:

@@ -37,9 +37,15 @@ class Experience:
 
     @cached_property
     def shapes(self) -> frozenset[tuple[str, Shape, Shape]]:
-        """Directions and shapes of input and weight for which a plan may be on record."""
-        plans = ((key, terms) for key, terms, values in settlements(self._store) if "parts" in values)
-        problems = (ConvProblem.from_launch_key(key, terms["extent"]) for key, terms in plans)
+        """Directions and shapes of input and weight for which a plan, or times of launches, may be on record."""
+        plans = ((key, terms["extent"]) for key, terms, values in settlements(self._store) if "parts" in values)
+        wholes = (
+            (key, option.extent)
+            for key, options in self._store.contents()
+            for option in options
+            if option.algorithm == STOCK and not option.workspace
+        )
+        problems = (ConvProblem.from_launch_key(key, extent) for key, extent in (*plans, *wholes))
         return frozenset((str(problem.direction), problem.input_shape, problem.w_shape) for problem in problems)
 
     def note(self, environment: Environment, algorithm: str, part: ConvProblem, seconds: float) -> None:

@@ -13,24 +13,22 @@ from typing import Any
 
 from mucudnn.convolution.problem import ConvProblem, Dim
 from mucudnn.convolution.tile import dims, extent
-from mucudnn.optimizer import Division, Exploration, Forecast, Key, Option, OverheadBudget, Settled, Variant
+from mucudnn.optimizer import Division, Exploration, Key, Option, OverheadBudget, Settled, Variant
+from mucudnn.planning.expectations import Expectations
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.offers import AffordableParts, Offers, Task, fitting, fitting_sizes
 from mucudnn.planning.plan import MARGIN, Plan
+from mucudnn.planning.recollection import Recollection
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
-from mucudnn.timing.measurement import Candidate, Measurement, middle
+from mucudnn.timing.measurement import Candidate, Measurement
 from mucudnn.timing.schedule import Schedule
 
 LEAST_SECONDS = 1e-4
 """Convolutions that torch's own kernel computes in less than this are left to it: to call an algorithm from Python
 costs about as much time."""
-
-UNKNOWN, UNKNOWN_PARTS = (1.5, 50.0), (1.0, 1.5)
-"""What is expected of an algorithm of which no launches like its own are known, and of torch's own kernel on parts: the
-seconds of the whole in units of that kernel's on the whole, and the factor within which they are sure to hold."""
 
 PARTS_MARGIN = 0.15
 """As `MARGIN`, for a division whose parts all use torch's own kernel. The parts compute in the same way as the whole,
@@ -109,7 +107,15 @@ class Search:
         given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
         # Of a total a convolution gets a share, and what is measured without a limit is to answer for every limit.
         any_gain = not is_live and (self.limit == math.inf or self.settings.total_workspace_size is not None)
-        return Exploration(STOCK, seconds, *given, smallest_first=not is_live, any_gain=any_gain)
+        exploration = Exploration(STOCK, seconds, *given, smallest_first=not is_live, any_gain=any_gain)
+        if is_live:
+            exploration.adopt(self.recollection.ratios(exploration.launches))
+        return exploration
+
+    @cached_property
+    def recollection(self) -> Recollection:
+        """What is on record of the problem's launches."""
+        return Recollection(self.measurement)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
         """What may be tried, without algorithms that cannot win by their times for similar problems: of these not even
@@ -141,8 +147,9 @@ class Search:
                     sizes = fitting_sizes(measurement, candidate, dim, allowed, policy)
                     left = {whole - size for variant in others for size in variant.workspaces} - {0}
                     rests = fitting(measurement, candidate, dim, allowed, left) if is_stock else rests
-                expected, uncertainty = self._forecast(name, dim, stock_seconds)
-                others.append(Variant(dim, name, whole, sizes, expected, uncertainty, rests))
+                least, forecast = self._expected.in_parts(candidate, dim, sizes, stock_seconds)
+                if not self.stock_fits or min(least.values(), default=0.0) < (1 - MARGIN) * stock_seconds:
+                    others.append(Variant(dim, name, whole, sizes, *forecast, rests, least))
             found += others
         return found
 
@@ -151,7 +158,7 @@ class Search:
         name = candidate[1]
         if name in self._wrong or (not self.tries_compiled and self._is_left_out(candidate)):
             return False
-        expected, uncertainty = self._forecast(name, Dim.BATCH, stock_seconds)
+        expected, uncertainty = self._expected.forecast(name, Dim.BATCH, stock_seconds)
         margin = PARTS_MARGIN if name == STOCK else MARGIN
         return not self.stock_fits or expected / uncertainty < (1 - margin) * stock_seconds
 
@@ -165,20 +172,7 @@ class Search:
         """Whether a plan of an engine is compiled, which takes long, and nothing is known of the engine."""
         provider, name = candidate
         is_compiled = isinstance(provider, Engines) and provider.is_compiled(self.problem, name)
-        return is_compiled and self._known(name, Dim.BATCH) is None
-
-    def _forecast(self, algorithm: str, dim: Dim, stock_seconds: float) -> tuple[float, float]:
-        """Expected seconds of the whole in parts along a dim, and the factor within which they are sure to hold."""
-        known, whole = self._known(algorithm, dim), extent(self.problem, dim)
-        if known is None:
-            ratio, uncertainty = UNKNOWN_PARTS if algorithm == STOCK else UNKNOWN
-            return ratio * stock_seconds, uncertainty
-        return known.seconds * whole / -(-whole // 2), known.uncertainty
-
-    def _known(self, algorithm: str, dim: Dim) -> Forecast | None:
-        """What launches of other convolutions tell of one on half of the whole; `None` for next to nothing."""
-        part = middle(self.problem, dim, -(-extent(self.problem, dim) // 2)).problem
-        return self.experience.forecast(self.measurement.logbook.environment, algorithm, part)
+        return is_compiled and self._expected.known(name, Dim.BATCH) is None
 
     @property
     def _wrong(self) -> Mapping[str, str]:
@@ -186,9 +180,11 @@ class Search:
 
     def note(self, key: Key, seconds: float) -> None:
         """Notes the time of a launch, which tells of other problems, too."""
-        dim, algorithm, size = key
-        part = middle(self.problem, Dim(dim), size).problem
-        self.experience.note(self.measurement.logbook.environment, algorithm, part, seconds)
+        self._expected.note(key, seconds)
+
+    @cached_property
+    def _expected(self) -> Expectations:
+        return Expectations(self.measurement, self.experience)
 
     @cached_property
     def providers(self) -> dict[str, Provider]:
@@ -207,7 +203,7 @@ class Search:
     def so_far(self, exploration: Exploration) -> Plan:
         """Torch's own kernel, and what was tried beside it."""
         tries, (leader, seconds) = tuple(sorted(exploration.tries.items())), exploration.leader()
-        tried = {"trials": exploration.tried, "cost": exploration.lost, "tries": tries}
+        tried = {"trials": exploration.tried, "cost": exploration.lost, "tries": tries, "spread": exploration.spread}
         return self.stock(exploration.baseline_seconds).told(**tried, leader=leader, leader_seconds=seconds)
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
@@ -216,7 +212,8 @@ class Search:
         plan = replace(self.so_far(exploration).told(leader=None, leader_seconds=0.0), options=options)
         if settled.division is not None:
             plan = plan.divided(settled.division)
-            plan = plan.told(seconds=settled.seconds, undivided_seconds=settled.undivided_seconds)
+            times = {"seconds": settled.seconds, "undivided_seconds": settled.undivided_seconds}
+            plan = plan.told(**times, spread=settled.spread)
         return self._complete(plan)
 
     def keep(self, plan: Plan, exploration: Exploration) -> None:
@@ -224,10 +221,10 @@ class Search:
         for dim in dims(self.problem):
             for option in exploration.launches.options(dim):
                 self.measurement.adopt(dim, option)
-        record, whole = self.measurement.logbook.record, self.problem.extent
-        record(self.problem, Option(whole, STOCK, plan.record.stock_seconds, 0))
+        self.recollection.keep_stock(plan.record.stock_seconds)
         if not plan.is_stock:
-            record(self.problem, Option(whole, plan.schedule.name, plan.record.seconds, plan.division.workspace))
+            whole = Option(self.problem.extent, plan.schedule.name, plan.record.seconds, plan.division.workspace)
+            self.measurement.logbook.record_later(self.problem, whole)
         self.settle(plan)
 
     def settle(self, plan: Plan) -> None:
@@ -242,6 +239,7 @@ class Search:
             **{name: getattr(plan.record, name) for name in _SECONDS},
             "options": {str(dim): [astuple(option) for option in options] for dim, options in plan.options.items()},
             "wrong": dict(plan.record.wrong),
+            "spread": plan.record.spread,
         }
 
     def kept(self) -> Plan | None:
@@ -260,7 +258,8 @@ class Search:
         if not plan.is_stock and not {o.algorithm for o in division.options} <= self.providers.keys():
             return None
         options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
-        return self._complete(replace(plan.told(**{name: values[name] for name in _SECONDS}), options=options))
+        plan = plan.told(**{name: values[name] for name in _SECONDS}, spread=values.get("spread", math.inf))
+        return self._complete(replace(plan, options=options))
 
     def _complete(self, plan: Plan) -> Plan:
         """The plan with what its algorithms other than torch's own would need undivided."""

@@ -10,8 +10,10 @@ from dataclasses import replace
 import torch
 
 from mucudnn.convolution.operands import Operands
+from mucudnn.convolution.problem import Dim, Role
+from mucudnn.convolution.tile import tile
 from mucudnn.devices import Stopwatch
-from mucudnn.optimizer import Trial
+from mucudnn.optimizer import Division, Option, Trial
 from mucudnn.planning.search import Search
 from mucudnn.providers import STOCK, stock_result
 from mucudnn.timing.schedule import LaunchError, Schedule, WrongResult, check
@@ -70,13 +72,16 @@ class TrialRunner:
             WrongResult: where an algorithm computed something wrong.
         """
         start = time.perf_counter()
-        met = {key[:2] for key in schedule.division.keys}
+        met = {key[:2] for key in schedule.division.keys if key[1] != STOCK}
         # Where budgets come from a step's memory, no second result may be held: a sample must do.
         compares = not self._search.settings.is_by_step and not met <= self._met
-        other, by = self._second_result(operands) if compares else (None, STOCK)
+        alone = self._alone(schedule, operands) if compares and self._peer is None else None
+        other, by = self._second_result(operands) if compares and alone is None else (None, STOCK)
         found: dict[str, str] | None = None
         try:
             found = check(schedule, operands, other, by)
+            if alone is not None and found is not None:
+                found |= check(*alone) or {}
             if found is not None:
                 self._met |= met
                 self._right.add(schedule.name)
@@ -89,6 +94,21 @@ class TrialRunner:
             if found:
                 self._search.measurement.logbook.note_wrong(schedule.problem, found)
             self.checking += time.perf_counter() - start
+
+    def _alone(self, schedule: Schedule, operands: Operands) -> tuple[Schedule, Operands, torch.Tensor] | None:
+        """The first part with what torch's own kernel makes of it, if that kernel has computed all the others, so that
+        the part alone is to be compared; `None` otherwise, and where the parts are summed."""
+        problem, (first, *rest) = schedule.problem, schedule.division.options
+        if problem.target is Role.W or first.algorithm == STOCK or {option.algorithm for option in rest} != {STOCK}:
+            return None
+        part, providers = tile(problem, Dim(schedule.division.dim), 0, first.extent).part(operands), schedule.providers
+        own, stock = (
+            Schedule(part.problem, Division((Option(part.problem.extent, name, 0.0, 0),)), providers)
+            for name in (first.algorithm, STOCK)
+        )
+        other = torch.empty_like(part.target)
+        stock.run(replace(part.operands, **{str(problem.target): other}))
+        return own, part.operands, other
 
     def _second_result(self, operands: Operands) -> tuple[torch.Tensor, str]:
         """A second result of the operands, and the algorithm that computed it.

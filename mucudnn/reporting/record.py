@@ -37,6 +37,9 @@ class Record:
         wrong: algorithms whose results were wrong, and what was wrong. They are not used, but for torch's own kernel,
             "stock", which computes the whole where nothing else does.
         stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted.
+        seen: seconds that the calls in this run took; 0 where they were not timed.
+        spread: the factor within which the ratio of `seconds` to `stock_seconds` is known, as the two were timed in
+            turn; while something is tried, that of `stock_seconds`.
     """
 
     problem: ConvProblem
@@ -57,11 +60,29 @@ class Record:
     leader_seconds: float = 0.0
     wrong: tuple[tuple[str, str], ...] = ()
     stock_workspace: int | None = None
+    seen: float = 0.0
+    spread: float = 1.0
 
     @property
     def saved(self) -> float:
-        """Seconds of this run that torch's own kernel would have taken more; negative where trials cost more."""
-        return self.calls * (self.stock_seconds - self.seconds) - self.cost
+        """Seconds of this run that torch's own kernel would have taken more; negative where trials cost more.
+
+        What the calls took in this run counts, and the ratio of the times that were taken in turn: the speed of a
+        machine changes.
+        """
+        return self._saved(1.0)
+
+    @property
+    def saved_within(self) -> tuple[float, float]:
+        """The least and the most that `saved` may be, by the spread of the times."""
+        most = math.sqrt(self.spread)
+        return self._saved(1 / most), self._saved(most)
+
+    def _saved(self, factor: float) -> float:
+        """As if torch's own kernel took so many times as long."""
+        seen, ratio = self.seen or self.calls * self.seconds, self.stock_seconds / max(self.seconds, 1e-12)
+        gained = seen * (factor * ratio - 1) if self.calls else 0.0
+        return gained - self.cost + (self.trials * (factor - 1) * self.stock_seconds if self.trials else 0.0)
 
     @property
     def excess(self) -> str:
@@ -85,8 +106,11 @@ class Record:
 
 
 def to_json(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """The records as plain values for `json.dump`; a limit of `null` means unlimited."""
-    return [asdict(record) | {"limit": None if record.limit == math.inf else record.limit} for record in records]
+    """The records as plain values for `json.dump`; `null` means no limit, or a spread that is not known."""
+    unbounded = ("limit", "spread")
+    return [
+        asdict(record) | {name: None for name in unbounded if getattr(record, name) == math.inf} for record in records
+    ]
 
 
 def from_json(values: Any) -> list[Record]:
@@ -110,6 +134,7 @@ def _record(value: dict[str, Any]) -> Record:
     return replace(
         record,
         limit=math.inf if record.limit is None else record.limit,
+        spread=math.inf if record.spread is None else record.spread,
         parts=tuple((int(extent), str(algorithm)) for extent, algorithm in record.parts),
         tries=tuple((str(algorithm), int(count)) for algorithm, count in record.tries),
         wrong=tuple((str(algorithm), str(fault)) for algorithm, fault in record.wrong),

@@ -23,7 +23,8 @@ from mucudnn.runtime.pooled_launches import PooledLaunches
 from mucudnn.timing.schedule import LaunchError
 
 WATCHED = 2
-"""The number of calls by torch's own kernel that are timed before the first trial of a convolution."""
+"""The number of calls by torch's own kernel that are timed before the first trial of a convolution. One is enough where
+an earlier run has left times: these are in units of that kernel's."""
 
 WORTH = 20
 """The trials of a convolution are prepared once its calls have taken so many times as long as the preparation."""
@@ -124,7 +125,7 @@ class Explored:
         if self.fixed is not None or self._pending:
             return None
         if self._exploration is None:
-            if len(self._stock) < WATCHED:
+            if len(self._stock) < (WATCHED if self._search.recollection.stock_seconds is None else 1):
                 return Trial()
             self._consider(min(self._stock))
         exploration = self._exploration
@@ -137,13 +138,15 @@ class Explored:
             trial = shared_out(exploration, self._pool)
             self._budget.overhead.count(0, time.perf_counter() - start)
         if trial is None and exploration.settled is None:
-            self._budget.overhead.count(exploration.baseline_seconds)
+            exploration.passed()
         self._settle(exploration)
         return trial
 
     def _consider(self, stock_seconds: float) -> None:
         """Begins the exploration once its preparation is granted."""
         overhead, preparing = self._budget.overhead, self._budget.preparing
+        if not self._search.stock_fits:
+            overhead = OverheadBudget(balance=math.inf)  # what keeps the limit may be slower
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
         if self._search.is_too_short(stock_seconds):
@@ -185,6 +188,8 @@ class Explored:
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())
                 known, baseline = self._exploration.launches.seconds, self._exploration.baseline_seconds
                 found = {key: known[key][-1] for key in fresh if key in known}
+                if found:
+                    self._search.recollection.keep(self._exploration, found)  # the program may end at any time
                 for key, seconds in found.items():
                     # Others learn at once: where shapes change, none may be explored to the end for long.
                     self._search.note(key, seconds)
@@ -192,9 +197,9 @@ class Explored:
                     self._pool.tell({key: seconds / baseline for key, seconds in found.items()})
 
     def _checked(self, seconds: float) -> None:
-        """Notes the time of a check, and charges its excess over one call of torch's own kernel to the budget."""
+        """Notes the time of a check, and charges it to the budget."""
         with self._budget.lock:
-            self._budget.overhead.count(min(seconds, *self._stock, math.inf), seconds)
+            self._budget.overhead.count(0, seconds)
             if self._exploration is not None:
                 self._exploration.lost += seconds
 

@@ -85,6 +85,10 @@ class Logbook:
         """Keeps a launch."""
         self._store.record(self.key(problem), [option])
 
+    def record_later(self, problem: ConvProblem, option: Option) -> None:
+        """Keeps a launch, in no call's way: within about a second."""
+        self._store.record_later(self.key(problem), [option])
+
     def needs(self, problem: ConvProblem) -> Mapping[str, int | None]:
         """The workspaces of launches that were tried, by name; `None` of those that are not served."""
         return self._store.kept("needs", self.key(problem))

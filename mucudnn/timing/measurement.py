@@ -170,7 +170,7 @@ class Measurement:
     def adopt(self, dim: Dim, option: Option) -> None:
         """Keeps a launch that calls of the program have timed."""
         part = middle(self.problem, dim, option.extent).problem
-        self.logbook.record(part, replace(option, extent=part.extent))
+        self.logbook.record_later(part, replace(option, extent=part.extent))
 
     def turn(self) -> Operands:
         """The next set of operands; nothing of it may be written."""

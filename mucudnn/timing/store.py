@@ -20,6 +20,7 @@ from mucudnn.recent import Recent
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
 from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, told
+from mucudnn.timing.deferred import Deferred
 from mucudnn.warning import warn
 
 MOST_KEYS = 8192
@@ -42,7 +43,7 @@ class Store:
 
     A file that is damaged or belongs to something else is set aside under a new name. Where the file cannot be
     written, its rows still answer and new ones live in this process only. Each is told in one warning. What is recorded
-    is on the file before `record` returns.
+    is on the file before `record` returns, and within a second after `record_later`.
 
     Attributes:
         path: of the file, absolute, or `:memory:`.
@@ -57,6 +58,7 @@ class Store:
         self._readable = path != MEMORY
         self._writable = path != MEMORY
         self._memory: Recent[tuple[str, str], Kept] = Recent(MOST_KEYS)
+        self._deferred = Deferred(self._record)
         in_child(self._leave_to_parent)
 
     @property
@@ -66,13 +68,20 @@ class Store:
 
     def launches(self, key: Mapping[str, Any]) -> Launches:
         """Everything measured for the key, by (algorithm, extent)."""
-        text = canonical(key)
+        text, later = canonical(key), self._deferred.rows()
         with self._lock:
-            return self._read(LAUNCHES, text).get(text, {}) | self._memory.get((LAUNCHES, text), {})
+            known = self._read(LAUNCHES, text).get(text, {}) | self._memory.get((LAUNCHES, text), {})
+        return known | later.get(text, {})
 
     def record(self, key: Mapping[str, Any], options: Iterable[Option]) -> None:
         """Adds launches of the key, replacing those of the same algorithm and extent."""
-        text, found = canonical(key), {(option.algorithm, option.extent): option for option in options}
+        self._record(canonical(key), _by_name(options))
+
+    def record_later(self, key: Mapping[str, Any], options: Iterable[Option]) -> None:
+        """As `record`, without waiting for the file: it has them within about a second, and when the process ends."""
+        self._deferred.add(canonical(key), _by_name(options))
+
+    def _record(self, text: str, found: Launches) -> None:
         rows = [(o.algorithm, int(o.extent), float(o.seconds), int(o.workspace)) for o in found.values()]
         with self._lock:
             if not self._write(LAUNCHES, text, rows):
@@ -102,11 +111,14 @@ class Store:
 
     def everything(self, table: str) -> list[tuple[dict[str, Any], Kept]]:
         """Every key with what a table keeps of it, keys in the order in which they were first recorded."""
+        later = self._deferred.rows() if table == LAUNCHES else {}
         with self._lock:
             found = self._read(table)
             for (of, text), values in self._memory.items():
                 if of == table:
                     found[text] = found.get(text, {}) | values
+        for text, values in later.items():
+            found[text] = found.get(text, {}) | values
         return [(json.loads(text), values) for text, values in found.items()]
 
     def contents(self) -> list[tuple[dict[str, Any], list[Option]]]:
@@ -120,6 +132,7 @@ class Store:
 
     def close(self) -> None:
         """Closes the file; the next use opens it again."""
+        self._deferred.flush()
         with self._lock:
             self._disconnect()
 
@@ -207,6 +220,10 @@ class Store:
 
 
 _orphans: list[sqlite3.Connection | None] = []
+
+
+def _by_name(options: Iterable[Option]) -> Launches:
+    return {(option.algorithm, option.extent): option for option in options}
 
 
 def canonical(key: Mapping[str, Any]) -> str:

@@ -242,7 +242,7 @@ def test_a_fast_algorithm_that_was_right_computes_the_second_results(
         for _ in range(40):
             torch.testing.assert_close(functional.conv2d(x, w, padding=15), right, rtol=1e-3, atol=1e-2)
         (record,) = mucudnn.report()
-    assert peers[0] == STOCK and "fft" in (failures if later == "failing" else peers)
+    assert "fft" in (failures if later == "failing" else peers)
     assert later != "failing" or set(peers) == {STOCK}
     assert [algorithm for algorithm, _ in record.wrong] == (["fft"] if later == "wrong" else [])
 

@@ -21,7 +21,10 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction
 from mucudnn.convolution.tile import tiles
 from mucudnn.planning.counted import counted, scratch
 from mucudnn.providers import HOST_PROVIDERS, Provider
+from mucudnn.providers.columns import columns_bytes
+from mucudnn.providers.slices import SLICES
 from mucudnn.reporting.tables import summary
+from mucudnn.runtime import explored
 from mucudnn.settings import SettingError, Settings
 
 PROVIDERS = [counted(provider) for provider in HOST_PROVIDERS]
@@ -55,7 +58,9 @@ def test_what_torchs_kernels_hold_is_declared(data: st.DataObject) -> None:
     drawn = data.draw(problems(dtypes=("float64",), max_extent=4))
     name = data.draw(st.sampled_from(("contiguous", "channels_last"))) if drawn.dims > 1 else "contiguous"
     problem = replace(drawn, formats=(name,) * 3)
-    offered = [(one, name) for one in PROVIDERS for name in one.algorithms(problem) if "stock" in name]
+    offered = [
+        (one, name) for one in PROVIDERS for name in one.algorithms(problem) if "stock" in name or name == SLICES
+    ]
     assume(offered)
     size = data.draw(st.integers(1, problem.extent))
     extents = [size] * (problem.extent // size) + [problem.extent % size] * bool(problem.extent % size)
@@ -98,12 +103,51 @@ def test_a_limit_is_a_promise(share: float) -> None:
         assert record.parts != ((4, "stock"),)
 
 
-def test_nothing_counts_unless_it_is_asked_for() -> None:
+def test_only_columns_count_unless_it_is_asked_for() -> None:
     with mucudnn.patched(workspace_limit=1, planning="ahead", database=":memory:", progress="off"):
-        convolved()
+        torch.nn.functional.conv2d(torch.ones(X), torch.ones(W), padding=2)
         (record,) = mucudnn.report()
     assert (record.parts, record.workspace, record.stock_workspace) == (((4, "stock"),), 0, None)
     assert "for themselves" not in summary([record])
+
+
+@pytest.mark.parametrize("planning", ["ahead", "live"])
+def test_what_needs_less_wins_where_columns_exceed_the_limit(planning: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explored, "WORTH", 0)
+    limit, expected = COLUMNS // 3, convolved()
+    with mucudnn.patched(workspace_limit=limit, planning=planning, database=":memory:", progress="off"):
+        for _ in range(60):
+            torch.testing.assert_close(convolved(), expected)
+        (record,) = mucudnn.report()
+    assert record.workspace <= limit < record.stock_workspace
+    assert record.parts != ((4, "stock"),)
+
+
+PLAIN = {
+    "2-D": ((6, 4, 20, 22), (5, 4, 3, 3), {}),
+    "2-D, depthwise": ((6, 4, 20, 22), (4, 1, 5, 5), {"groups": 4, "padding": (2, 2)}),
+    "2-D, two groups": ((6, 4, 20, 22), (6, 2, 3, 3), {"groups": 2}),
+    "2-D, 1x1": ((6, 4, 20, 22), (5, 4, 1, 1), {}),
+    "2-D, dilated": ((6, 4, 20, 22), (5, 4, 3, 3), {"dilation": (2, 2)}),
+    "2-D, transposed": ((6, 4, 10, 11), (4, 5, 3, 3), {"transposed": True, "stride": (2, 2)}),
+    "1-D": ((6, 4, 200), (5, 4, 9), {}),
+    "3-D": ((6, 4, 8, 9, 10), (5, 4, 3, 3, 3), {}),
+    "3-D, depthwise": ((6, 4, 8, 9, 10), (4, 1, 3, 3, 3), {"groups": 4}),
+    "3-D, dilated": ((6, 4, 8, 9, 10), (5, 4, 3, 3, 3), {"dilation": (2, 2, 2)}),
+    "3-D, transposed": ((6, 4, 5, 6, 7), (4, 5, 3, 3, 3), {"transposed": True, "stride": (2, 2, 2)}),
+}
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("name", PLAIN)
+def test_columns_are_known_by_a_formula(name: str, direction: Direction) -> None:
+    input_shape, weight_shape, changes = PLAIN[name]
+    ones = (1,) * (len(input_shape) - 2)
+    plain: dict[str, Any] = {"stride": ones, "padding": (0,) * len(ones), "dilation": ones, "dtype": "float64"}
+    problem = ConvProblem.of_convolution(direction, input_shape, weight_shape, **plain | changes)
+    held, columns = scratch(problem), columns_bytes(problem)
+    copies = 8 * (math.prod(problem.x_shape) + math.prod(problem.y_shape)) if problem.groups > 1 else 0
+    assert held <= columns + SLACK and columns <= held + copies
 
 
 def test_what_nothing_fits_is_told_of_and_computed() -> None:

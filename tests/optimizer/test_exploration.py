@@ -221,12 +221,33 @@ def test_what_fails_is_left_out_and_the_next_best_wins() -> None:
 
 
 def test_a_debt_is_paid_before_anything_else_is_granted() -> None:
-    overhead = OverheadBudget(rate=0.5)
+    overhead = OverheadBudget()
     assert overhead.grants(0.0) and not overhead.grants(0.1)
-    overhead.count(1.0)
+    overhead.count(1.0, rate=0.5)
     assert overhead.grants(0.5) and not overhead.grants(0.6)
-    overhead.count(1.0, 3.0)
+    overhead.count(1.0, 3.0, rate=0.5)
     assert overhead.balance == -1.0 and not overhead.grants(-0.9) and overhead.grants(-1.0)
     assert overhead.grants(-0.1, is_known=True) and not overhead.grants(0.1, is_known=True)
-    overhead.count(1.0, 0.0)
+    overhead.count(1.0, 0.0, rate=0.5)
     assert overhead.grants(0.5)
+
+
+def test_no_first_launch_is_expected_to_take_more_than_three_calls() -> None:
+    slow = Variant("batch", "gemm", EXTENT, {8: 0}, 5.0, 10.0)
+    exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, [slow], OverheadBudget(balance=100.0), MARGINS)
+    assert exploration.trial() is None and exploration.settled is not None and exploration.tried == 0
+
+
+def test_what_operations_and_copies_rule_out_is_never_tried() -> None:
+    slow = Variant("batch", "gemm", EXTENT, {8: 0}, 1.0, 10.0, least={8: 0.99})
+    exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, [slow], OverheadBudget(balance=100.0), MARGINS)
+    assert exploration.trial() is None and exploration.tried == 0
+
+
+def test_what_was_timed_alone_and_is_twice_as_fast_computes_calls_in_debt() -> None:
+    overhead = OverheadBudget(balance=-5.0)
+    known = {("batch", "fft", 8): [0.1]}
+    fast = Variant("batch", "fft", EXTENT, {8: 0}, 0.1, 1.1)
+    exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, [fast], overhead, MARGINS, launches=known)
+    trial = exploration.trial()
+    assert trial is not None and trial.division is not None and overhead.balance < 0

@@ -68,3 +68,14 @@ def test_a_lucky_half_is_not_trusted() -> None:
 
 def test_a_drift_of_the_machine_cancels() -> None:
     assert played(lambda call: 0.8 * 1.5**call, baseline=lambda call: 1.5**call)[0] == 0
+
+
+def test_what_is_far_behind_is_not_called_and_what_disappoints_gives_way() -> None:
+    playoff = Playoff([MARGIN] * 3, 1.0, [0.1, 0.15, 0.4])
+    for place, seconds in ((0, 0.1), (1, 0.15)) * ROUNDS:
+        assert playoff.next() == place
+        playoff.learn(place, seconds)
+    assert playoff.winner == 0
+    playoff = Playoff([MARGIN] * 2, 1.0, [0.1, 0.4])
+    playoff.learn(0, 2.0)
+    assert playoff.next() == 1

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from store_cases import FFT, GEMM, KEY, keyed, set_aside
 
 from mucudnn.optimizer import Option
+from mucudnn.timing import deferred
 from mucudnn.timing.store import Counts, Store
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +126,33 @@ def test_a_fork_opens_the_file_for_itself(path: Path) -> None:
 
         assert in_fork(child)
     assert store.launches(KEY) == keyed(FFT, GEMM)
+
+
+def test_what_is_recorded_later_is_known_at_once_and_written_soon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "PERIOD", 0.05)
+    store, written = Store(str(path)), threading.Event()
+    record = store._record
+    monkeypatch.setattr(store._deferred, "_write", lambda *row: (record(*row), written.set()))
+    store.record_later(KEY, [FFT])
+    assert store.launches(KEY) == keyed(FFT) and store.contents()[0][1] == [FFT]
+    assert written.wait(30) and Store(str(path)).launches(KEY) == keyed(FFT)
+    store.record_later(KEY, [GEMM])
+    if not (child := os.fork()):  # what waits is the parent's to write
+        os._exit(len(store._deferred.rows()))
+    assert os.waitpid(child, 0)[1] == 0
+    store.close()
+    assert Store(str(path)).launches(KEY) == keyed(FFT, GEMM)
+
+
+def test_a_call_does_not_wait_for_another_process_that_writes(path: Path) -> None:
+    store = Store(str(path))
+    store.record(KEY, [FFT])
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    began = time.perf_counter()
+    store.record_later(KEY, [GEMM])
+    assert time.perf_counter() - began < 1
+    other.execute("ROLLBACK")
+    other.close()
+    store.close()
+    assert Store(str(path)).launches(KEY) == keyed(FFT, GEMM)
