@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Outcome
 from mucudnn.sizes import format_bytes
 
 NOTHING_MET = "no convolution was met: the program called none of torch's"
+KNOWN = 1.5
+"""A number of seconds is told if it is known to this factor."""
+
+UNLIKE = "torch's own kernels were timed too seldom, or took unlike times"
 NEXT = "next: python -m mucudnn report shows the times on record; run --verbose shows a row for each convolution"
 
 
@@ -46,12 +53,26 @@ def _met(outcome: Outcome, met: int) -> str:
 
 
 def _saved(outcome: Outcome) -> str:
-    saved, trials = (sum(values) for values in zip(*((r.saved, r.trials) for r in outcome.records), strict=True))
+    trials = sum(record.trials for record in outcome.records)
+    included = f", {trials} trial{'s' * (trials > 1)} included" if trials else ""
+    kept = "; what these found is kept for the next run" if trials else ""
+    saved = known(outcome.records)
+    if saved is None:
+        return f"what this run has saved or lost is not known{included}: {UNLIKE}{kept}"
     done = "saved" if saved >= 0 else "lost"
-    text = f"about {abs(saved):.3g} s {done} in this run against torch's own kernels, by the times on record"
-    if trials:
-        text += f", {trials} trials included"
-    return text if saved >= 0 else f"{text}; what these found is kept for the next run"
+    text = f"about {abs(saved):.3g} s {done} in this run against torch's own kernels, by times taken in turn{included}"
+    return text if saved >= 0 else text + kept
+
+
+def known(records: Iterable[Record]) -> float | None:
+    """Seconds that the records have saved together; `None` where that is not known to a factor of `KNOWN`."""
+    every = [(record.saved, *record.saved_within) for record in records]
+    saved, least, most = (sum(values) for values in zip(*every, strict=True))
+    if not math.isfinite(least + most):
+        return None
+    low, high = sorted((abs(least), abs(most)))
+    is_known = least == most or (least * most > 0 and high <= KNOWN * low)
+    return saved if is_known else None
 
 
 def _is_stock(record: Record) -> bool:

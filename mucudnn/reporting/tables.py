@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.optimizer import Option
 from mucudnn.reporting.chains import hints
+from mucudnn.reporting.gain import known
 from mucudnn.reporting.record import Record
 from mucudnn.sizes import format_bytes
 
@@ -165,11 +167,10 @@ def _explored(records: Sequence[Record]) -> list[str]:
     told = []
     trials = sum(record.trials for record in records)
     if trials:
-        cost = sum(record.cost for record in records)
-        took = "more" if cost >= 0 else "less"
-        told.append(
-            f"{trials} calls were trials: they took {abs(cost):.3f} s {took} than torch's own kernels would have."
-        )
+        saved = known(replace(record, calls=0) for record in records)
+        took = "more" if saved is None or saved < 0 else "less"
+        cost = f": they took {abs(saved):.3g} s {took} than torch's own kernels would have" if saved is not None else ""
+        told.append(f"{trials} calls were trials{cost}.")
     untried = sum(record.leader is not None and not record.trials for record in records)
     if untried:
         told.append(f"{untried} of them {'were' if untried > 1 else 'was'} called too seldom for anything to be tried.")

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 
@@ -60,6 +61,7 @@ class FixedLimit:
     Attributes:
         plan: how the convolutions are computed now.
         calls: how many it has computed.
+        seen: seconds that these took, where a call's work is done when it returns.
     """
 
     def __init__(self, plan: Plan, strides: Shape, device: Device) -> None:
@@ -71,7 +73,7 @@ class FixedLimit:
         self._empty, self._device, self._is_lasting = device.empty, device, device.is_asynchronous
         self._is_next_best = self._has_failed = False
         self._shape, self._strides = plan.problem.target_shape, strides
-        self.calls = 0
+        self.calls, self.seen = 0, 0.0
         self._launch: Callable[[Operands], None] | None = None
 
         self._adopt(plan)
@@ -105,8 +107,10 @@ class FixedLimit:
                 self._is_captured = True
                 captured.append(self.plan.schedule)
             try:
-                operands = call.operands(target)
+                operands, began = call.operands(target), perf_counter()
                 launch(operands)
+                if not self._is_lasting:
+                    self.seen += perf_counter() - began
                 if self._is_next_best:
                     if self.plan.checks:
                         check(self.plan.schedule, operands, None)  # memory may be short: a sample must do
@@ -124,4 +128,4 @@ class FixedLimit:
 
     def records(self) -> list[Record]:
         """The record of the plan."""
-        return [replace(self.plan.record, calls=self.calls)]
+        return [replace(self.plan.record, calls=self.calls, seen=self.seen)]

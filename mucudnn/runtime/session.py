@@ -115,7 +115,7 @@ class Session:
         # Layers that explore a problem together all tell of it.
         if self._live is None or not self._is_by_convolution:
             return records
-        return list({replace(record, calls=0): record for record in records}.values())
+        return list({replace(record, calls=0, seen=0.0): record for record in records}.values())
 
     def timeline(self) -> list[Moment]:
         """The memory of one step where budgets come from that; else empty."""
