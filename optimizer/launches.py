@@ -20,6 +20,9 @@ BETWEEN = 1.1
 VAGUE = 2.25
 """Of a forecast that is more uncertain than this factor the smallest launch that tells enough is tried first."""
 
+LAUNCHING = 1e-3
+"""What a launch of the baseline's algorithm is expected to take beside its work, in units of the baseline."""
+
 SHARE = 4
 """The first trial of an algorithm computes at least 1/SHARE of the whole, where its workspace allows that: the time of
 a much smaller part says little."""
@@ -193,9 +196,10 @@ class Launches:
         others = [self._option(variant, other) for other in sizes if other == size or other in known]
         for other in self.variants:
             if (other.dim, other.algorithm) == (variant.dim, self._baseline):
-                share = baseline / variant.extent
-                sizes = self._sizes(other)
-                others += [Option(size, self._baseline, size * share, other.workspaces[size]) for size in sizes]
+                # A launch takes something by itself, so that a few large parts are better than many small ones.
+                share, each = baseline / variant.extent, LAUNCHING * baseline
+                needs = other.workspaces
+                others += [Option(n, self._baseline, n * share + each, needs[n]) for n in self._sizes(other)]
                 if left in other.rests:
                     others.append(Option(left, self._baseline, left * share, other.rests[left]))
         rest = best_division(others, left, math.inf)

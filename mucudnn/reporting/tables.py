@@ -169,7 +169,7 @@ def _explored(records: Sequence[Record]) -> list[str]:
     if trials:
         saved = known(replace(record, calls=0) for record in records)
         took = "more" if saved is None or saved < 0 else "less"
-        cost = f": they took {abs(saved):.3g} s {took} than torch's own kernels would have" if saved is not None else ""
+        cost = f": they took {abs(saved):.3f} s {took} than torch's own kernels would have" if saved is not None else ""
         told.append(f"{trials} calls were trials{cost}.")
     untried = sum(record.leader is not None and not record.trials for record in records)
     if untried:
