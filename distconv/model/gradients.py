@@ -6,18 +6,17 @@ the segmented allreduce (Dryden et al., "Channel and filter parallelism for larg
 section 3.4).
 
 At the start of a forward pass each bucket of parameters goes through :class:`_Finish`. The first use of a parameter
-makes a tensor of this rank that all its uses share. Autograd runs nodes that were made later first. So in backward a
-hook on that tensor delivers this rank's share of a gradient as soon as it is complete, the bucket starts its allreduce
-when its last share has arrived, and `_Finish`, which was made first, waits last. Every hook of a parameter sees the
-whole gradient, or the whole gradient of the shard.
+makes a tensor of this rank that all its uses share (`distconv.model.uses`). Autograd runs nodes that were made later
+first. So in backward a hook on that tensor delivers this rank's share of a gradient as soon as it is complete, the
+bucket starts its allreduce when its last share has arrived, and `_Finish`, which was made first, waits last. Every hook
+of a parameter sees the whole gradient, or the whole gradient of the shard.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,12 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from distconv.agreement.ledger import compare_if_due
-from distconv.model.direct.activation import activation
 from distconv.model.direct.shares import counted_part
-from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import where
 from distconv.model.homes import Home, buckets, held, home
-from distconv.rules.operands.own_parts import Added, wrapped
+from distconv.rules.operands.own_parts import Added, apply, wrapped
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.account import ACCOUNT
 
@@ -57,13 +54,21 @@ class Bucket:
 
     def __init__(self, plan: BucketPlan) -> None:
         self.plan, self.homes = plan, plan.homes
+        self._more: dict[int, int] = {}
+        """By index: how many shares of a gradient come after the first."""
         self._reset()
 
     def _reset(self) -> None:
         self.shares: dict[int, Tensor] = {}
+        self._missing = dict(self._more)
+        self._started = False
         self.flat: Tensor | None = None
         self.arrived: set[int] = set()
         self.work: Any = None
+
+    def one_more(self, index: int) -> None:
+        """A parameter is used by way of a further tensor, whose gradient comes as a share of its own."""
+        self._more[index] = self._missing[index] = self._more.get(index, 0) + 1
 
     def alias(self, index: int, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, as all its uses share it."""
@@ -79,9 +84,12 @@ class Bucket:
         """Takes this rank's share of a gradient. Returns what autograd hands on in its place, until it is whole."""
         if torch.is_grad_enabled():  # a gradient that is differentiated in turn goes its way in the graph
             return share
+        if index in self.arrived:
+            self._missing[index] -= 1
+            share = self.shares[index] + share
         self.shares[index] = share
         self.arrived.add(index)
-        if len(self.arrived) == len(self.plan.shapes):
+        if len(self.arrived) == len(self.plan.shapes) and not any(self._missing.values()):
             self.start()
         return self.plan.stand_ins[index]
 
@@ -95,6 +103,7 @@ class Bucket:
 
     def start(self) -> None:
         """Begin the sum over the group, after a comparison of what the ranks must agree on, if one is due."""
+        self._started = True
         compare_if_due(self.homes[0].mesh)
         if self.plan.group is not None:
             parts = [self.shares.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
@@ -118,7 +127,7 @@ class Bucket:
         """Waits for the sum. Returns {index: whole gradient} of the gradients that arrived."""
         if not self.arrived:
             return {}
-        if len(self.arrived) < len(self.plan.shapes):
+        if not self._started:
             self.start()
         shares: Any = self.shares
         if self.flat is not None:
@@ -153,22 +162,8 @@ def distributed(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 def finish(bucket: Bucket, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The parameters of a bucket for one forward pass, whose gradients are what the bucket finishes with."""
-    result: tuple[Tensor, ...] = _Finish.apply(bucket, *parameters)
+    result: tuple[Tensor, ...] = apply(_Finish, bucket, *parameters)
     return result
-
-
-def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
-    """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
-    # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.
-    if torch.is_grad_enabled():
-        root = source[...]
-    else:
-        with torch.enable_grad():
-            root = source[...]
-    # What register_hook does, in a third of its time.
-    root._backward_hooks = {0: functools.partial(bucket.take, index)}
-    root.grad_fn._register_hook_dict(root)  # type: ignore[union-attr]
-    return root
 
 
 kinds: dict[DeviceMesh, type[Bucket]] = {}
@@ -207,39 +202,3 @@ def new_bucket_plans(parameters: Mapping[Tensor, DeviceMesh]) -> list[BucketPlan
         BucketPlan(members, [homes[member] for member in members], groups[homes[members[0]]])
         for members in buckets({parameter: groups[place] for parameter, place in homes.items()})
     ]
-
-
-def uses(model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool = False) -> Callable[[Tensor], Tensor]:
-    """For one forward pass: a function from each parameter to its DTensor on its mesh, made at first use; other tensors
-    pass as they are. ``direct``: to its activation, for direct paths.
-    """
-    # By id: a tensor's hash is one, found by way of Python. The model holds its parameters.
-    known = {id(parameter): mesh for parameter, mesh in parameters.items()}
-    made: dict[int, Tensor] = {}
-    sources: dict[int, tuple[Tensor, Bucket, int]] = {}
-    if torch.is_grad_enabled():
-        for plan in bucket_plans(model, parameters):
-            bucket = kinds.get(plan.homes[0].mesh, Bucket)(plan)
-            finished = bucket.sources(plan.parameters)
-            for index, (parameter, source) in enumerate(zip(plan.parameters, finished, strict=True)):
-                sources[id(parameter)] = source, bucket, index
-
-    def first_use(parameter: Tensor) -> Tensor:
-        source = sources.get(id(parameter))
-        if source is None:
-            lies = home(parameter, known[id(parameter)])
-            root, place = held(parameter), where(lies.mesh, lies.placements, parameter.shape)
-        else:
-            root, place = _arriving(*source), source[1].plan.places[source[2]]
-        share = functools.partial(use_parameter, place=place)
-        return activation(root, place, share) if direct else share(root)
-
-    def use(parameter: Tensor) -> Tensor:
-        found = made.get(id(parameter))
-        if found is None:
-            if id(parameter) not in known:
-                return parameter
-            found = made[id(parameter)] = first_use(parameter)
-        return found
-
-    return use

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from distconv.model.direct.parameters import is_in_place, is_own
+from distconv.model.direct.paths import running
 from distconv.tensors.mesh import is_ours
 from distconv.transfer.redistribution import relaid
 
@@ -17,9 +19,6 @@ from distconv.transfer.redistribution import relaid
 def brought(mesh: DeviceMesh, x: DTensor) -> DTensor:
     """A tensor on a mesh; one of the program's own, on another mesh than ours, stays."""
     return x if x.device_mesh == mesh or not is_ours(x.device_mesh) else relaid(x, mesh)
-
-
-IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
 
 
 class Meeting(TorchFunctionMode):
@@ -33,18 +32,16 @@ class Meeting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if running.uses is not None and not is_own(func, args, kwargs):
+            args, kwargs = running.uses.given(args, kwargs)
         meshes = {x.device_mesh for x in _distributed((*args, *kwargs.values()))}
         if len(meshes) < 2 or not all(map(is_ours, meshes)):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        changed = kwargs.get("out") if "out" in kwargs else args[0] if name in IN_PLACE or _is_in_place(name) else None
+        changed = kwargs.get("out") if "out" in kwargs else args[0] if is_in_place(name) else None
         mesh = next((x.device_mesh for x in _distributed((changed,))), self.mesh())
         args, kwargs = tree_map_only(DTensor, lambda x: brought(mesh, x), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _is_in_place(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _distributed(values: Any) -> Iterator[DTensor]:

@@ -27,10 +27,10 @@ from distconv.model.direct import discover
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.made_of_lists import read_distributed_numbers
-from distconv.model.parameters import shard_parameters
+from distconv.model.parameters import is_given, shard_parameters
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
-from distconv.model.running import within_this_run
+from distconv.model.running import adopt_parameters, within_this_run
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.model.transforms import transforms_of_whole_tensors
@@ -130,6 +130,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     open_comparisons()
     open_plain_gradients()
     open_replacement()
+    adopt_parameters()
     mix_plain_tensors()
     if mesh.device_type == "cuda":
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))
@@ -221,15 +222,18 @@ class _Script:
         self.mesh, self.strategy, self.batch_norm = mesh, strategy, batch_norm
         self._assignments: weakref.WeakKeyDictionary[nn.Module, Assignment] = weakref.WeakKeyDictionary()
         self._outermost: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._to_shard: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those that had other tensors for parameters, of which theirs are still whole."""
         self._used: set[str] = set()
 
     def assignments(self, module: nn.Module) -> Mapping[nn.Module, Assignment]:
-        if module not in self._assignments:
+        if module not in self._assignments or (module in self._to_shard and not is_given(module)):
             found = assignments(module, self.mesh, self.strategy)
             note_state(module, self.mesh)
             for mesh in {assignment.mesh for assignment in found.values()}:
                 enable(mesh, self.batch_norm)
             shard_parameters(found)
+            (self._to_shard.add if is_given(module) else self._to_shard.discard)(module)
             self._assignments.update(found)
             self._outermost.add(module)
             if self.strategy:

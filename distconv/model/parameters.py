@@ -8,7 +8,8 @@ may still hold the old parameter: whatever is done with that is done with the ne
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ _successors: Any = WeakIdKeyDictionary()
 """The parameter in whose place each replaced one was."""
 
 
+def is_given(module: nn.Module) -> bool:
+    """Whether a model computes with other tensors than parameters, which ``functional_call`` has put in their place."""
+    return not all(isinstance(x, nn.Parameter) for x in module.parameters())
+
+
 def current(parameter: Tensor) -> Tensor:
     """The parameter itself, or the one that is now in its place."""
     found: Tensor = _successors[parameter] if type(parameter) is Replaced else parameter
@@ -65,12 +71,12 @@ def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
     """Shard the modules' own parameters on their meshes. Whoever holds one from before has the sharded one.
 
     A parameter that modules on different meshes share stays whole; of one that modules on the same mesh share, the
-    first module's channel algorithm decides.
+    first module's channel algorithm decides. Tensors that ``functional_call`` has put in their place stay as they are.
     """
     homes: dict[Tensor, tuple[DeviceMesh, tuple[Placement, ...]]] = {}
     uses: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module, place in places.items():
-        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        own = {name: current(x) for name, x in module._parameters.items() if isinstance(x, nn.Parameter) and x.is_leaf}
         mesh, algorithm = place.mesh, place.algorithm or channel_algorithm(place.mesh)
         layouts = parameter_placements(module, algorithm, partition_of(mesh)) if own else {}
         for name, parameter in own.items():
@@ -112,6 +118,13 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     old.__dict__ = new.__dict__
     old.__class__ = Replaced
     _successors[old] = new
+    hooks: Any = getattr(new, "_post_accumulate_grad_hooks", None) or {}
+    for key, hook in hooks.items():  # whoever has registered one knows the parameter from before
+        hooks[key] = functools.partial(_told_of, hook, old)
+
+
+def _told_of(hook: Callable[[Tensor], None], old: Tensor, _: Tensor) -> None:
+    hook(old)
 
 
 def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> None:

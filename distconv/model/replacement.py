@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from distconv.model.direct.activation import Activation, as_dtensors
+from distconv.model.direct.parameters import DATA
 from distconv.model.shard_gather import whole
+from distconv.rules.whole import whole_value
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
-
-_data: Any = Tensor.data
 
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -51,7 +52,7 @@ def replace(x: DTensor, value: Tensor) -> None:
     if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
         new.requires_grad_(x.requires_grad)
         if not swapped(x, new):
-            _data.__set__(x, new)
+            DATA.__set__(x, new)
         else:
             for name in HOOKS:  # torch keeps them with what was swapped, too
                 if getattr(x, name) is not None:
@@ -94,16 +95,33 @@ def open_replacement() -> None:
     torch.utils.swap_tensors = _swapping(torch.utils.swap_tensors)
 
     def set_data(x: DTensor, value: Tensor) -> None:
-        if is_ours(x.device_mesh):
+        (value,) = as_dtensors([value])
+        if type(x) is Activation:
+            x.set_data(sharded(value.detach(), x.device_mesh, x.placements))
+        elif is_ours(x.device_mesh):
             replace(x, value)
         else:
-            _data.__set__(x, value)
+            DATA.__set__(x, value)
 
-    def set_data_of_plain(x: nn.Parameter, value: Tensor) -> None:
-        _data.__set__(x, whole(value) if isinstance(value, DTensor) and is_ours(value.device_mesh) else value)
+    def set_data_of_plain(x: Tensor, value: Tensor) -> None:
+        if isinstance(value, DTensor) and is_ours(value.device_mesh):
+            (value,) = as_dtensors([value])
+            value = whole(value) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", value)  # type: ignore[arg-type]
+        DATA.__set__(x, value)
 
-    nn.Parameter.data = property(_data.__get__, set_data_of_plain)  # type: ignore[assignment]
-    DTensor.data = property(_data.__get__, set_data)  # type: ignore[assignment]
+    make: Any = nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def new(cls: Any, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        if isinstance(data, DTensor) and is_ours(data.device_mesh):
+            (data,) = as_dtensors([data.detach()])
+            if all(placement.is_replicate() for placement in data.placements):  # type: ignore[union-attr]
+                data = data._local_tensor  # type: ignore[union-attr]
+        return make(cls, data, requires_grad)
+
+    nn.Parameter.__new__ = new  # type: ignore[method-assign]
+    Tensor.data = property(DATA.__get__, set_data_of_plain)  # type: ignore[assignment]
+    DTensor.data = property(DATA.__get__, set_data)  # type: ignore[assignment]
 
 
 def _swapping(stock: Any) -> Any:

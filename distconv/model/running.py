@@ -1,4 +1,4 @@
-"""A run of a model: where its modules run, and what reading one of their parameters gives.
+"""A run of a model: where its modules run, and what functions are given in place of their parameters.
 
 `torch.utils.checkpoint` recomputes in backward, long after the call has ended. It recomputes in the same run: with the
 same tensors for parameters, on the same meshes, by the same paths.
@@ -16,27 +16,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_map_only
 
 from distconv.model.assignment import Assignment
 from distconv.model.direct.activation import from_dtensor
-from distconv.model.gradients import uses
+from distconv.model.direct.parameters import in_use
+from distconv.model.direct.paths import running
 from distconv.model.meeting import Meeting
+from distconv.model.parameters import Replaced, current
+from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
 from distconv.tensors.gathering.calls import model_call
 from distconv.tensors.mesh import is_ours, is_the_programs
-
-
-class _Reading(dict[str, Any]):
-    """A module's parameters while the model runs: reading one gives its DTensor."""
-
-    def __init__(self, plain: dict[str, Any], use: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(plain)
-        self.use = use
-
-    def __getitem__(self, name: str) -> Any:
-        value = super().__getitem__(name)
-        return value if value is None else self.use(value)
 
 
 @dataclass
@@ -47,8 +39,8 @@ class Run:
     mesh: DeviceMesh
     modules: Sequence[nn.Module]
     """The one called, and all within it."""
-    use: Callable[[Tensor], Tensor]
-    """From a parameter to what reading it gives."""
+    uses: Uses
+    """What functions are given in place of parameters."""
     direct: bool
     """Whether functions may take direct paths."""
     meets: bool
@@ -74,7 +66,9 @@ def meshes_of(
         if module._parameters:
             assignment = assignments.get(module)
             own = assignment.mesh if assignment is not None and assignment.fixed else mesh
-            for parameter in module._parameters.values():
+            for name, parameter in module._parameters.items():
+                if type(parameter) is Replaced:  # which functional_call has put back
+                    parameter = module._parameters[name] = current(parameter)  # type: ignore[assignment]
                 if parameter is not None and not is_the_programs(parameter):
                     meshes.setdefault(parameter, own)
     return meshes
@@ -94,25 +88,33 @@ def begun(
 ) -> Run:
     """The run of an outermost call of a model."""
     modules = list(_within(model, {}))
-    use = uses(model, meshes_of(modules, assignments, mesh), direct)
-    return Run(assignments, mesh, modules, use, direct, meets)
+    uses = Uses(model, meshes_of(modules, assignments, mesh), direct)
+    return Run(assignments, mesh, modules, uses, direct, meets)
 
 
 @contextlib.contextmanager
 def entered(run: Run) -> Iterator[None]:
     """A context that makes the run the current one. Collective at its end: running statistics are written there."""
-    held = [(module, module._parameters) for module in run.modules if module._parameters]
-    outer = inside.run
-    for module, own in held:
-        module.__dict__["_parameters"] = _Reading(own, run.use)
-    inside.run = run
+    outer = inside.run, running.uses
+    inside.run, running.uses = run, run.uses
+    meeting = Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext()
     try:
-        with model_call(), waiting(run.modules), Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext():
+        with model_call(), in_use(run.uses.parameters), waiting(run.modules), meeting:
             yield
     finally:
-        inside.run = outer
-        for module, own in held:
-            module.__dict__["_parameters"] = own
+        inside.run, running.uses = outer
+
+
+@functools.cache
+def adopt_parameters() -> None:
+    """From now on parameters that a model registers while it runs are in use at once."""
+
+    def adopt(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        run = inside.run
+        if run is not None and parameter is not None:
+            run.uses.adopt(parameter, run.mesh)
+
+    register_module_parameter_registration_hook(adopt)
 
 
 def as_direct(values: Any) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv.model.direct.paths import LEAVES, paths
 from distconv.model.shard_gather import gather
 from distconv.tensors.mesh import is_ours
 from mucudnn.substitution import substituted
@@ -73,6 +74,9 @@ def _one_by_one(real: Callable[..., Any]) -> Callable[..., Any]:
         each = [real(outputs, inputs, slices, *args, **kwargs) for slices in zip(*given, strict=True)]
         return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
+    LEAVES.add(grad)  # by which name torch finds it, too
+    if real in paths:
+        paths[grad] = paths[real]
     return grad
 
 

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.border import FromRoot, ToRoot, apply
 from distconv.model.direct.chains.held import Held
-from distconv.model.direct.paths import paths, running
+from distconv.model.direct.paths import LEAVES, paths, running
 from distconv.model.direct.where import Where, where
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.refusal import UnsupportedOperation
 
 
 class Activation(DTensor):
@@ -55,6 +56,8 @@ class Activation(DTensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and running.uses is not None and func not in LEAVES:  # a parameter may be among them
+            args, kwargs = running.uses.given(args, kwargs)
         path = paths.get(func)
         if path is not None and not running.closed:
             result = path(*args, **kwargs)
@@ -152,6 +155,18 @@ class Activation(DTensor):
         if found is None or not found.is_inference():
             self.wide, self.held, self.wide_version = wide, held, 0 if found is None else found._version
 
+    def set_data(self, value: DTensor) -> None:
+        """Other elements in the same place of autograd's graph, for functions before and after, as ``data =`` gives."""
+        if value.shape != self.place.shape or value.dtype != self.dtype:
+            raise UnsupportedOperation(
+                f".data of an activation {tuple(self.place.shape)}, set to {tuple(value.shape)}, {value.dtype};"
+                f" accepted: the same shape and dtype"
+            )
+        for each in (self.root, None if self.dtensor is None else self.dtensor._local_tensor):
+            if each is not None:
+                each.data = value._local_tensor
+        self.forget_wide()
+
     def forget_root(self) -> None:
         """From now on the DTensor, which stands for it already, is what this rank's part is derived from."""
         self.root, self.born_as_root = None, False
@@ -182,6 +197,8 @@ def open_functions() -> None:
 
     @functools.wraps(torch.autograd.Function.apply)
     def given(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if running.uses is not None:
+            args, kwargs = running.uses.given(args, kwargs)
         found = any(holds_activation(arg) for arg in args) or any(map(holds_activation, kwargs.values()))
         running.closed += 1
         try:

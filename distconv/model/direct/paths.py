@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 H = TypeVar("H", bound=Callable[..., Any])
+
+LEAVES: set[Any] = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+"""Functions that are told of parameters as leaves of autograd's graph."""
 
 paths: dict[Any, Callable[..., Any]] = {}
 """By torch's function: what is called with its arguments, and returns NotImplemented where it cannot serve."""
@@ -24,7 +28,22 @@ def path(*functions: Any) -> Callable[[H], H]:
     return register
 
 
+class Parameters(Protocol):
+    """What stands for the parameters of a model that runs."""
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        """Of a parameter, the activation or DTensor that functions are given."""
+
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a function, with these in place of parameters, in lists too."""
+
+    def renew(self, parameter: Tensor) -> None:
+        """A parameter itself was changed."""
+
+
 class _Thread(threading.local):
+    uses: Parameters | None = None
+    """Of the outermost call that is running."""
     closed = 0
     """The number of the script's own autograd functions that are running: these see DTensors only."""
     chain: Any = None

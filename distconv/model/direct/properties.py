@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import fitting
+from distconv.model.direct.parameters import DATA
 from distconv.model.direct.paths import path, running
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.refusal import UnsupportedOperation
@@ -79,6 +80,16 @@ def contiguous(x: Activation, memory_format: Any = torch.contiguous_format) -> A
         return NotImplemented
     is_last = root.shape[1] > 1 and root.stride(1) == 1
     return x if is_last == (memory_format is not torch.contiguous_format) else NotImplemented
+
+
+@path(DATA.__get__)
+def data(x: Activation, *_: Any) -> Any:
+    """What shares its memory, and may be changed: where the DTensor has memory of its own, that counts from now on."""
+    found = x.as_dtensor()
+    if x.root is not None and x.root.data_ptr() != found._local_tensor.data_ptr():
+        x.forget_root()
+    x.forget_wide()
+    return NotImplemented
 
 
 @path(Tensor.register_hook)

@@ -18,13 +18,16 @@ from distconv.tensors.refusal import refuse
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import unsharded
 
+_PASS_ON = (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.sub_.Tensor)
+"""Operators whose gradient is that of the plain tensor, times a number."""
+
 
 def whole_beside(func: Any, x: Any) -> Any:
     """A DTensor as the plain tensor that changes another in place; anything else as it is.
 
     Its shards are gathered, so that every rank's plain tensor becomes what it would be in one process. Collective.
-    Where a gradient is wanted only copies are made, within the bounds of `permit`: every rank has the whole gradient of
-    the plain tensor, and cuts from it that of its shard. Of what is added or multiplied, there is no way back for one.
+    Where a gradient is wanted it may be copied or added, within the bounds of `permit`: every rank has the whole
+    gradient of the plain tensor, and cuts from it that of its shard. Of what is multiplied, there is no way back.
     """
     if not isinstance(x, DTensor):
         return x
@@ -36,8 +39,8 @@ def whole_beside(func: Any, x: Any) -> Any:
         and x.requires_grad
         and any(mesh.size(axis) > 1 for axis, _ in sharded_dims(mesh, x.placements))
     ):
-        if func is torch.ops.aten.copy_.default:
-            permit(func, [x], "which is copied into a plain tensor, and needs a gradient")
+        if func in _PASS_ON:
+            permit(func, [x], "which is written to a plain tensor, and needs a gradient")
             x.register_hook(functools.partial(_cut, x.device_mesh, x.placements))
             return unsharded(x)
         raise refuse(

@@ -1,0 +1,213 @@
+"""Parameters in use: while a model runs, each of its parameters stays the object that the program's optimizer has.
+
+What reads or changes a parameter itself (its `data`, its `grad`, in-place functions, hooks) is torch's own, on the
+parameter itself, and so is what is computed from parameters and plain tensors without a gradient: it counts as in one
+process. Every other function is given the parameter's activation, or its DTensor, in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
+from distconv.model.direct.paths import LEAVES, running
+
+DATA: Any = Tensor.data
+"""torch's own property."""
+
+IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
+
+_OWN = (
+    *(Tensor.detach, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad, Tensor.is_set_to, torch.is_same_size),
+    *(Tensor.register_post_accumulate_grad_hook, Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr),
+    *(Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.element_size, Tensor.__hash__),
+    *(Tensor.numpy, Tensor.tolist, Tensor.item, Tensor.__len__, Tensor.__format__, Tensor.__repr__),
+)
+"""Functions that concern a parameter itself, besides its properties and what changes it."""
+
+_OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")
+"""The properties that autograd records."""
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function of this name changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
+
+
+class InUse:
+    """Stands before the class of a parameter while a model runs with it. Made by `_class`."""
+
+    kind: ClassVar[type[Tensor]]
+    """The class without this one."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if running.uses is None or is_own(func, args, kwargs):
+            return _itself(func, args, kwargs)
+        given, named = running.uses.given(args, kwargs)
+        beside = any(_is_distributed(value) for value in (*args, *kwargs.values()))
+        if not beside and not (torch.is_grad_enabled() and any(map(_is_recorded, (*given, *named.values())))):
+            return _itself(func, args, kwargs)
+        result = func(*given, **named)
+        return result if beside else _without_layout(result)
+
+    @property
+    def data(self) -> Any:
+        with _as_ever([self]):
+            return DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with _as_ever([self]):
+            self.data = value
+        _renew(self)
+
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """As torch's, which asks no class. A sharded one can only be given another tensor."""
+        if isinstance(self, DTensor) and len(source) == 1 and isinstance(source[0], Tensor):
+            self.data = source[0]
+            return self
+        with _as_ever([self]):
+            self.set_(*source, **kwargs)
+        _renew(self)
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with _as_ever([self]):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _as_ever([self]):
+            return self.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        with _as_ever([self]):
+            return repr(self)
+
+
+@functools.cache
+def _class(kind: Any) -> Any:
+    return type(kind.__name__, (InUse, kind), {"kind": kind})
+
+
+def enter(parameter: Tensor) -> None:
+    """From now on functions meet a parameter as one of a model that runs."""
+    parameter.__class__ = _class(type(parameter))
+
+
+@contextlib.contextmanager
+def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which functions meet parameters as those of a model that runs. To a list more may be added in it."""
+    parameters = parameters if isinstance(parameters, list) else list(parameters)
+    outer = {id(x) for x in parameters if isinstance(x, InUse)}
+    for x in parameters:
+        if id(x) not in outer:
+            enter(x)
+    try:
+        yield
+    finally:
+        for x in parameters:
+            if isinstance(x, InUse) and id(x) not in outer:
+                _leave(x)
+
+
+@contextlib.contextmanager
+def _as_ever(values: Sequence[Any]) -> Iterator[None]:
+    """A context in which the parameters among some values, and lists of them, have their class without this one."""
+    changed = list(_among(values))
+    for x in changed:
+        _leave(x)
+    try:
+        yield
+    finally:
+        for x in changed:
+            if not isinstance(x, InUse):
+                enter(x)
+
+
+def _leave(parameter: Any) -> None:
+    parameter.__class__ = parameter.kind
+
+
+def _among(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, InUse):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _among(value)
+
+
+def used(args: Sequence[Any]) -> list[Any]:
+    """The arguments of a function, with what stands for each parameter in use, in lists too."""
+    return [_used(arg) for arg in args]
+
+
+def _used(arg: Any) -> Any:
+    if isinstance(arg, InUse):
+        return arg if running.uses is None else running.uses(arg)  # type: ignore[arg-type]
+    if isinstance(arg, list | tuple) and any(isinstance(item, InUse | list | tuple) for item in arg):
+        values = used(arg)
+        return type(arg)(*values) if hasattr(arg, "_fields") else type(arg)(values)
+    return arg
+
+
+def is_own(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function concerns a parameter itself."""
+    name = func.__name__
+    if name == "__get__":
+        return func.__self__.__name__ not in _OF_GRAPHS
+    if name in ("__set__", "__delete__") or func in _OWN or func in LEAVES:
+        return True
+    changed = kwargs.get("out")
+    if changed is None and is_in_place(name):
+        changed = args[0] if args else next(iter(kwargs.values()))
+    if isinstance(changed, list | tuple) and changed:
+        changed = changed[0]
+    return isinstance(changed, InUse)
+
+
+def _itself(func: Any, args: Any, kwargs: Any) -> Any:
+    """What torch makes of parameters themselves."""
+    args, kwargs = as_dtensors(args), dict(zip(kwargs, as_dtensors(list(kwargs.values())), strict=True))
+    with _as_ever((*args, *kwargs.values())):
+        result = func(*args, **kwargs)
+    if func.__name__ == "__set__" or is_in_place(func.__name__):
+        for x in _among((*args, *kwargs.values())):
+            _renew(x)
+    return result
+
+
+def _renew(x: Any) -> None:
+    if running.uses is not None:
+        running.uses.renew(x)
+
+
+def _is_distributed(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_distributed, value))
+    return isinstance(value, DTensor) and not isinstance(value, InUse)
+
+
+def _is_recorded(value: Any) -> bool:
+    if type(value) is Activation or isinstance(value, list | tuple):
+        return needs_gradient(value)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _without_layout(result: Any) -> Any:
+    """What was computed from parameters alone, plain where every rank has all of it and no gradient is wanted."""
+    if type(result) in (tuple, list):
+        return type(result)(map(_without_layout, result))
+    if not isinstance(result, DTensor) or _is_recorded(result):
+        return result
+    (found,) = as_dtensors([result])
+    return found._local_tensor if all(placement.is_replicate() for placement in found.placements) else found

@@ -1,0 +1,129 @@
+"""Uses of parameters in one forward pass: what functions are given in their place, and where gradients go from there.
+
+A change of a parameter itself counts for every use of it, before and after, as in one process: the tensors that were
+made of it have its memory, also once it has another.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.parameters import enter, used
+from distconv.model.direct.shares import use as use_parameter
+from distconv.model.direct.where import where
+from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
+from distconv.model.homes import held, home
+
+
+class Uses:
+    """From each parameter to its DTensor on its mesh, made at first use; other tensors pass as they are.
+
+    ``direct``: to its activation, for direct paths.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool) -> None:
+        self.parameters = list(parameters)
+        # By id: a tensor's hash is one, found by way of Python. The model holds its parameters.
+        self._meshes = {id(parameter): mesh for parameter, mesh in parameters.items()}
+        self._direct = direct
+        self._made: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """By parameter: what functions are given, the tensor of this rank that it was made of, and its version then."""
+        self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """By parameter: all that functions were given so far, and what it was made of."""
+        self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
+        self._late = not torch.is_grad_enabled()
+        """Whether a parameter that is trained may lack a source."""
+        if not self._late:
+            self._enter(bucket_plans(model, parameters))
+
+    def _enter(self, plans: Sequence[BucketPlan]) -> None:
+        for plan in plans:
+            bucket = kinds.get(plan.homes[0].mesh, Bucket)(plan)
+            finished = bucket.sources(plan.parameters)
+            for index, (parameter, source) in enumerate(zip(plan.parameters, finished, strict=True)):
+                self._sources[id(parameter)] = source, bucket, index
+
+    def adopt(self, parameter: Tensor, mesh: DeviceMesh) -> None:
+        """A parameter that the model has made while it runs is in use from now on."""
+        if type(parameter) in (nn.Parameter, DTensor) and id(parameter) not in self._meshes:
+            self._meshes[id(parameter)] = mesh
+            self._late = True
+            self.parameters.append(parameter)
+            enter(parameter)
+
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a function, with what stands for parameters in their place, in lists too."""
+        return tuple(used(args)), kwargs and dict(zip(kwargs, used(list(kwargs.values())), strict=True))
+
+    def __call__(self, parameter: Tensor) -> Tensor:
+        found = self._made.get(id(parameter))
+        if found is not None and (found[1].is_inference() or found[1]._version == found[2]):
+            if not self._late or found[1].requires_grad or not torch.is_grad_enabled():
+                return found[0]
+        elif id(parameter) not in self._meshes:
+            return parameter
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._make(parameter)
+
+    def _make(self, parameter: Tensor) -> Tensor:
+        """What stands for a parameter from now on: at its first use, and after changes."""
+        key = id(parameter)
+        mesh, source = self._meshes[key], self._sources.get(key)
+        if source is None and self._late and torch.is_grad_enabled() and parameter.requires_grad:
+            self._enter(new_bucket_plans({parameter: mesh}))
+            source = self._sources[key]
+        if source is None:
+            lies = home(parameter, mesh)
+            root, place = held(parameter), where(lies.mesh, lies.placements, parameter.shape)
+        else:
+            if key in self._before:
+                source[1].one_more(source[2])
+            root, place = _arriving(*source), source[1].plan.places[source[2]]
+        share = functools.partial(use_parameter, place=place)
+        found = activation(root, place, share) if self._direct else share(root)
+        self._made[key] = found, root, 0 if root.is_inference() else root._version
+        self._before.setdefault(key, []).append((found, root))
+        return found
+
+    def renew(self, parameter: Tensor) -> None:
+        """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
+        key = id(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            own, trained = held(parameter), parameter.requires_grad
+        source = self._sources.get(key)
+        aliases = [] if source is None else [source[0]]
+        for found, root in self._before.get(key, ()):
+            dtensor = found.dtensor if isinstance(found, Activation) else found
+            aliases += [root] if dtensor is None else [root, dtensor._local_tensor]  # type: ignore[attr-defined]
+        like = aliases[0] if aliases else own
+        if (own.shape, own.dtype, own.device) != (like.shape, like.dtype, like.device) or trained == (source is None):
+            self._sources.pop(key, None)
+            self._made.pop(key, None)
+            self._before.pop(key, None)
+            self._late = True
+        elif (own.data_ptr(), own.stride()) != (like.data_ptr(), like.stride()):
+            for alias in aliases:
+                alias.data = own
+            self._made.pop(key, None)
+
+
+def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
+    """A parameter at its first use. Autograd runs what is made later first, so its gradient arrives early."""
+    # An alias keeps the strides. A view of the same shape may not, where an extent is 1, which torch's kernels refuse.
+    if torch.is_grad_enabled():
+        root = source[...]
+    else:
+        with torch.enable_grad():
+            root = source[...]
+    # What register_hook does, in a third of its time.
+    root._backward_hooks = {0: functools.partial(bucket.take, index)}
+    root.grad_fn._register_hook_dict(root)  # type: ignore[union-attr]
+    return root
