@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distconv.model.containers import Containers
 from distconv.model.direct.border import fitting
+from distconv.model.direct.parameters import in_use
 from distconv.model.direct.where import where
 from distconv.model.images import refuse_images
 from distconv.model.shard_gather import to_shards
@@ -113,7 +114,8 @@ class _Call:
                 return work(part)
 
         numbers = RandomNumbers(self.parts.count, self.parts.device_type)
-        results = self.parts.run(within_limit, (self._module_state, numbers), surroundings)
+        with in_use(list(self.module.parameters())):
+            results = self.parts.run(within_limit, (self._module_state, numbers), surroundings)
         numbers.hand_over()
         if self.parts.mail is not None:
             wholes.share(self.parts.mail)
