@@ -31,10 +31,6 @@ def imul(layer: Any) -> None:
     layer.weight.data *= layer.mask
 
 
-def mul(layer: Any) -> None:
-    layer.weight.data.mul_(layer.mask)
-
-
 def assigned(layer: Any) -> None:
     layer.weight.data = layer.weight.data * layer.mask
 
@@ -61,13 +57,6 @@ def replaced(layer: Any) -> None:
 def replaced_by_result(layer: Any) -> None:
     if layer.calls == 1:
         layer.weight = nn.Parameter(layer.weight * layer.mask)
-
-
-def registered(layer: Any) -> None:
-    if layer.calls == 1:
-        value = layer.weight.detach() * layer.mask
-        del layer.weight
-        layer.register_parameter("weight", nn.Parameter(value))
 
 
 def by_dict(layer: Any) -> None:
@@ -209,13 +198,12 @@ class SpectralNorm(nn.Module):
 KINDS = {
     each.__name__: each
     for each in (
-        *(imul, mul, assigned, renorm, no_grad, copied, replaced, replaced_by_result, registered, by_dict, by_name),
+        *(imul, assigned, renorm, no_grad, copied, replaced, replaced_by_result, by_dict, by_name),
         *(by_reference, detached, other_memory, items, initialised, frozen, hooked, parametrized, pruned, penalized),
         *(standardized, statistic),
     )
 }
 LAYERS: dict[str, Any] = {"binary": Binary, "twice": Twice, "twice assigned": TwiceAssigned}
-HOOKS = ("pre-hook", "hook", "backward hook")
 
 
 def layer_of(kind: str) -> Any:
@@ -257,16 +245,16 @@ def network(kind: str) -> nn.Sequential:
 OTHERS = ("submodule twice", "tied", "pre-hook", "hook", "spectral", "stepped in backward", *LAYERS)
 
 
-def trained(kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def trained(kind: str) -> dict[str, Any]:
     """What three steps of training find."""
-    net = network(kind).to(dtype)
+    net = network(kind)
     optimizer = torch.optim.SGD(net.parameters(), 0.3, momentum=0.5)
     if kind == "stepped in backward":
         single = {p: torch.optim.SGD([p], 0.3) for p in net.parameters()}
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: (single[p].step(), single[p].zero_grad())[0])
     found: dict[str, Any] = {}
-    x = torch.randn(4, 3, 8, 6, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x = torch.randn(4, 3, 8, 6, generator=torch.Generator().manual_seed(2))
     for step in range(3):
         optimizer.zero_grad()
         loss = net(x).square().mean() + sum(getattr(each, "penalty", 0.0) for each in net)
@@ -287,6 +275,11 @@ def trained(kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
+def _same(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return torch.allclose(a, b, 1e-9, 1e-11) if tensors else a == b
+
+
 def unlike(kinds: list[str], partitions: list[str]) -> dict[str, str]:
     """What is not what one process finds."""
     torch.set_default_dtype(torch.float64)
@@ -296,22 +289,11 @@ def unlike(kinds: list[str], partitions: list[str]) -> dict[str, str]:
         for partition in partitions:
             try:
                 with distconv.distributed_script(distconv.init(partition, device_type="cpu")):
-                    here = {
-                        name: distconv.gather(value) if isinstance(value, Tensor) else value
-                        for name, value in trained(kind).items()
-                    }
+                    here = {k: distconv.gather(x) if isinstance(x, Tensor) else x for k, x in trained(kind).items()}
             except Exception as error:
                 found[f"{kind}, {partition}"] = repr(error)
                 continue
-            wrong = [
-                name
-                for name, value in expected.items()
-                if not (
-                    torch.allclose(here[name], value, 1e-9, 1e-11)
-                    if isinstance(value, Tensor) and isinstance(here.get(name), Tensor)
-                    else here.get(name) == value
-                )
-            ]
+            wrong = [name for name, value in expected.items() if not _same(value, here.get(name))]
             if wrong or list(here) != list(expected):
                 found[f"{kind}, {partition}"] = f"{wrong[:9]}"
     return found
