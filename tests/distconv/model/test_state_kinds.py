@@ -64,12 +64,6 @@ def by_dict(layer: Any) -> None:
     layer._parameters["bias"].data.mul_(0.5)
 
 
-def by_name(layer: Any) -> None:
-    with torch.no_grad():
-        for _, parameter in layer.named_parameters():
-            parameter.clamp_(-0.1, 0.1)
-
-
 def by_reference(layer: Any) -> None:
     layer.kept[0].data = layer.kept[0].data.clamp(-0.1, 0.1)
     assert torch.equal(layer.kept[0].data, layer.weight.data)
@@ -198,7 +192,7 @@ class SpectralNorm(nn.Module):
 KINDS = {
     each.__name__: each
     for each in (
-        *(imul, assigned, renorm, no_grad, copied, replaced, replaced_by_result, by_dict, by_name),
+        *(imul, assigned, renorm, no_grad, copied, replaced, replaced_by_result, by_dict),
         *(by_reference, detached, other_memory, items, initialised, frozen, hooked, parametrized, pruned, penalized),
         *(standardized, statistic),
     )
