@@ -34,7 +34,7 @@ class Uses:
         # By id: a tensor's hash is one, found by way of Python. The model holds its parameters.
         self._meshes = {id(parameter): mesh for parameter, mesh in parameters.items()}
         self._direct = direct
-        self._made: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._made: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         """By parameter: what functions are given, the tensor of this rank that it was made of, and its version then."""
         self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """By parameter: all that functions were given so far, and what it was made of."""
@@ -61,13 +61,15 @@ class Uses:
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """The arguments of a function, with what stands for parameters in their place, in lists too."""
-        return tuple(used(args)), kwargs and dict(zip(kwargs, used(list(kwargs.values())), strict=True))
+        return used(args, self), kwargs and dict(zip(kwargs, used(list(kwargs.values()), self), strict=True))
 
     def __call__(self, parameter: Tensor) -> Tensor:
         found = self._made.get(id(parameter))
-        if found is not None and (found[1].is_inference() or found[1]._version == found[2]):
-            if not self._late or found[1].requires_grad or not torch.is_grad_enabled():
-                return found[0]
+        if found is not None:
+            given, root, version = found
+            unchanged = version is None or root._version == version
+            if unchanged and (not self._late or root.requires_grad or not torch.is_grad_enabled()):
+                return given
         elif id(parameter) not in self._meshes:
             return parameter
         with torch._C.DisableTorchFunctionSubclass():
@@ -89,7 +91,7 @@ class Uses:
             root, place = _arriving(*source), source[1].plan.places[source[2]]
         share = functools.partial(use_parameter, place=place)
         found = activation(root, place, share) if self._direct else share(root)
-        self._made[key] = found, root, 0 if root.is_inference() else root._version
+        self._made[key] = found, root, None if root.is_inference() else root._version
         self._before.setdefault(key, []).append((found, root))
         return found
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
-from distconv.model.direct.paths import LEAVES, running
+from distconv.model.direct.paths import LEAVES, Parameters, running
 
 DATA: Any = Tensor.data
 """torch's own property."""
@@ -94,9 +94,15 @@ class InUse:
             return repr(self)
 
 
+_classes: set[Any] = set()
+"""Those of parameters in use."""
+
+
 @functools.cache
 def _class(kind: Any) -> Any:
-    return type(kind.__name__, (InUse, kind), {"kind": kind})
+    made = type(kind.__name__, (InUse, kind), {"kind": kind})
+    _classes.add(made)
+    return made
 
 
 def enter(parameter: Tensor) -> None:
@@ -108,16 +114,18 @@ def enter(parameter: Tensor) -> None:
 def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
     """A context in which functions meet parameters as those of a model that runs. To a list more may be added in it."""
     parameters = parameters if isinstance(parameters, list) else list(parameters)
-    outer = {id(x) for x in parameters if isinstance(x, InUse)}
-    for x in parameters:
-        if id(x) not in outer:
-            enter(x)
+    classes = {kind: _class(kind) for kind in set(map(type, parameters)) if kind not in _classes}
+    entered = [x for x in parameters if type(x) in classes]
+    known = len(parameters)
+    for x in entered:
+        x.__class__ = classes[type(x)]
     try:
         yield
     finally:
-        for x in parameters:
-            if isinstance(x, InUse) and id(x) not in outer:
-                _leave(x)
+        for x in (*entered, *parameters[known:]):
+            kind = type(x)
+            if kind in _classes:
+                x.__class__ = kind.kind
 
 
 @contextlib.contextmanager
@@ -146,18 +154,18 @@ def _among(values: Iterable[Any]) -> Iterator[Any]:
             yield from _among(value)
 
 
-def used(args: Sequence[Any]) -> list[Any]:
+def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
     """The arguments of a function, with what stands for each parameter in use, in lists too."""
-    return [_used(arg) for arg in args]
-
-
-def _used(arg: Any) -> Any:
-    if isinstance(arg, InUse):
-        return arg if running.uses is None else running.uses(arg)  # type: ignore[arg-type]
-    if isinstance(arg, list | tuple) and any(isinstance(item, InUse | list | tuple) for item in arg):
-        values = used(arg)
-        return type(arg)(*values) if hasattr(arg, "_fields") else type(arg)(values)
-    return arg
+    found = []
+    for arg in args:  # of every function with parameters: as few steps as can be
+        kind = type(arg)
+        if kind in _classes:
+            arg = uses(arg)
+        elif isinstance(arg, list | tuple) and arg and type(arg[0]) is not int:
+            values = used(arg, uses)
+            arg = kind(*values) if hasattr(arg, "_fields") else kind(values)
+        found.append(arg)
+    return found
 
 
 def is_own(func: Any, args: Any, kwargs: Any) -> bool:
