@@ -5,8 +5,8 @@ A view splits into groups of dims that merge into one another, or divide. A grou
 before and after, is local. Where several sharded dims merge, all their axes shard the result, one within the other:
 flattening an activation for a linear layer leaves each rank 1/p of the features, from which the layer computes its
 partial sum. Where a sharded dim divides, its shard goes to the dim that the mesh axis shards in activations (``height``
-to the last but one), else to those dims of the group with which nothing moves. If a sharded dim of extent 1 disappears,
-the result is replicated: every rank gets its element.
+to the last but one), else, as in tokens and windows, to those dims of the group with which nothing moves. If a sharded
+dim of extent 1 disappears, the result is replicated: every rank gets its element.
 
 The backward of a view divides what its forward merged, and must give the gradient the layout of the forward's input.
 The autograd node that computed the input keeps that layout, and the backward finds it there, as its next node.
@@ -73,12 +73,14 @@ def dim_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Group, 
 
 
 def _usual(mesh: DeviceMesh, axis: int, dims: Sequence[int], ndim: int) -> int | None:
-    """The dim that an axis shards in activations, if it is one of several."""
+    """The dim that an axis shards in activations (N, C, up to three of space), if it is one of several."""
     if len(dims) == 1:
         return dims[0]
     row = AXES[(mesh.mesh_dim_names or ())[axis]]
     usual = row.dim_of(ndim)
-    return usual if ndim >= 3 and usual in dims and row.kind is not Kind.CHANNELS else None
+    # Dims of space are the last ones: others follow in tokens (N, positions..., C), and in windows.
+    is_activation = 3 <= ndim <= 5 and (row.kind is not Kind.SPACE or dims[-1] == ndim - 1)
+    return usual if is_activation and usual in dims and row.kind is not Kind.CHANNELS else None
 
 
 def _spread(

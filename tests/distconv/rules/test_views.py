@@ -8,9 +8,10 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import Tensor
+from torch.distributed.tensor import Shard
 
 import distconv
-from distconv.rules.views import dim_groups
+from distconv.rules.views import dim_groups, view_layout
 
 pytestmark = pytest.mark.gloo
 
@@ -88,6 +89,23 @@ def compare(partition: str) -> dict[str, float]:
 def test_views_of_square_maps(ranks: Callable[[int], Ranks], size: int, partition: str) -> None:
     for rank, errors in enumerate(ranks(size).run(compare, partition)):
         assert {name: error for name, error in errors.items() if not error < 1e-11} == {}, f"rank {rank}"
+
+
+def layouts_of_divided_rows() -> list[int]:
+    """The dims that `height=2` shards of views of 8x6 positions in shards of rows."""
+    mesh = distconv.init("height=2", device_type="cpu")
+    views = (
+        ((2, 48, 3), 1, (2, 2, 4, 2, 3, 3)),  # tokens as windows
+        ((2, 48, 3), 1, (2, 8, 6, 3)),  # tokens as a picture, channels last
+        ((2, 3, 48), 2, (2, 3, 8, 6)),
+        ((2, 144), 1, (2, 3, 8, 6)),  # features of a linear layer, of which convolutions follow
+    )
+    found = [view_layout(mesh, ((Shard(dim),), before), after, None) for before, dim, after in views]
+    return [placement.dim for (placement,) in found]  # type: ignore[attr-defined]
+
+
+def test_rows_stay_where_they_are_in_tokens_and_windows(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(layouts_of_divided_rows) == [[1, 1, 2, 2]] * 2
 
 
 def leaf_gradient() -> tuple[bool, float]:
