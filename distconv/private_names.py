@@ -88,6 +88,7 @@ NAMES = (
     Name("torch._subclasses.functional_tensor.FunctionalTensor", _FAKE),
     Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor"),
     Name("torch.autograd.forward_ad._current_level", _TRANSFORMS),
+    Name("torch.autograd.Function._backward_cls", "which function a node of autograd's graph belongs to"),
     Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
     Name("torch.autograd.graph.Node._sequence_nr", _BACKWARD),
     Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.shares import as_sharded
 from distconv.model.gradients import Bucket, distributed, finish, new_bucket_plans
+from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
 from distconv.transfer.all_reduce import AllReduce
 
@@ -85,6 +86,7 @@ class _Use:
         return source if found is None else _HandOver.apply(source, *found)
 
 
+@PARAMETER_USES
 class _HandOver(torch.autograd.Function):
     """Passes a parameter's gradient to its bucket. Autograd runs it early, as it runs later nodes first."""
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.partition import Partition
+from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import added_up, box_at, replicated
 from distconv.tensors.memory_format import memory_format, shows_memory_format
@@ -210,6 +211,7 @@ def unsharded(x: DTensor, alike: bool = True) -> Tensor:
     return local.contiguous(memory_format=form)
 
 
+@LAYOUT_CHANGES
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> DTensor:

@@ -11,12 +11,14 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distconv.model.direct.border import apply
 from distconv.model.direct.where import Where
 from distconv.settings.partition import ownership
+from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import local_shape, replicated
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.redistribution import moved
 
 
+@PARAMETER_USES
 class _Use(torch.autograd.Function):
     """Of a parameter: its DTensor. What comes back is this rank's share of the gradient."""
 

@@ -11,23 +11,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from distconv.tensors.autograd_nodes import PARAMETER_USES, PARAMETER_VIEWS
 from distconv.tensors.layouts import Layout, layout
 from distconv.tensors.refusal import refuse
 from distconv.transfer.all_reduce import SUM, all_reduced
 from distconv.transfer.group import joint_group
 from distconv.transfer.partial_sums import added
 
-PARAMETER_USES = {"_UseBackward", "_HandOverBackward"}
-"""The autograd nodes of `shares` (in distconv.model.direct) and `graph_entrance` (in distconv.model) that take a
-parameter's gradient.
-"""
-
-
 VIEWS = {
-    "WholeBackward",  # of a linear layer's parameter that is gathered
-    *(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")),
+    f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze")
 }
-"""The autograd nodes that may lie between a parameter and its use."""
+"""torch's autograd nodes that may lie between a parameter and its use; no function of Python has a node named so."""
 
 
 def all_reduce(local: Tensor, mesh: DeviceMesh, axes: Sequence[int], op: Any = SUM) -> Tensor:
@@ -51,9 +45,9 @@ def towards_parameter() -> bool:
     """Whether autograd is computing the gradient of a model's parameter, or of its transpose or view."""
     node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
     followers = [following for following, _ in node.next_functions if following] if node is not None else []
-    views = [following for following in followers if following.name() in VIEWS]
+    views = [following for following in followers if following.name() in VIEWS or following in PARAMETER_VIEWS]
     deeper = [following for view in views for following, _ in view.next_functions if following]
-    return any(following.name() in PARAMETER_USES for following in (*followers, *deeper))
+    return any(following in PARAMETER_USES for following in (*followers, *deeper))
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:

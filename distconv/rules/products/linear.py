@@ -25,6 +25,7 @@ from distconv.rules.products.batches import Product
 from distconv.rules.registry import above_autograd
 from distconv.settings.channels import ChannelMap
 from distconv.settings.partition import shards_channels
+from distconv.tensors.autograd_nodes import PARAMETER_VIEWS
 from distconv.tensors.layouts import coordinate, dim_axes, find_layout, input_layout, owners, replicated
 from distconv.tensors.mesh import splits_channels
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
@@ -125,6 +126,7 @@ def _rows(local: Tensor) -> Tensor:
     return local.reshape(math.prod(local.shape[:-1]), local.shape[-1])
 
 
+@PARAMETER_VIEWS
 class Whole(torch.autograd.Function):
     """A sharded parameter, gathered along some axes; its gradient goes back to the shards."""
 

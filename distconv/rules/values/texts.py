@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.rules.registry import method
 from distconv.rules.whole import whole_value
+from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
 from distconv.tensors.refusal import UnsupportedOperation, in_words
 
 
@@ -38,7 +39,7 @@ def described(x: DTensor) -> str:
 def _recorded(x: DTensor) -> Any:
     """The node of what computed a tensor, and not of what made a DTensor of the result."""
     node = x.grad_fn
-    while node is not None and node.name() in ("FromRootBackward", "_RedistributeBackward"):
+    while node in LAYOUT_CHANGES:
         following = node.next_functions[0][0]
         if following is None:
             break
