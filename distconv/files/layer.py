@@ -19,14 +19,15 @@ import time
 
 from mucudnn.at_fork import renewed
 
-_COUNT_BYTES = 8
+_NUMBER_BYTES = 8
 
 
 class Layer:
     """Two trees that mirror absolute paths: `there` holds what is there, `gone` an empty file for what is not.
 
     A path beneath one that is gone is gone with it. A folder in either tree says nothing but that something lies
-    beneath it; one in `there` is also a folder of the layer. `changes` counts what any process changes in the layer.
+    beneath it; one in `there` is also a folder of the layer. `changes` is another number after every change
+    that any process makes in the layer.
     """
 
     def __init__(self, folder: str) -> None:
@@ -37,20 +38,27 @@ class Layer:
         for path in (folder, self.there, self.gone):
             with contextlib.suppress(FileExistsError):  # ranks make those that they share at the same time
                 posix.mkdir(path, 0o700)
-        descriptor = posix.open(folder + "/changes", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = posix.open(folder + "/latest", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            posix.ftruncate(descriptor, _COUNT_BYTES)
-            self._count = memoryview(mmap.mmap(descriptor, _COUNT_BYTES)).cast("Q")
+            posix.ftruncate(descriptor, _NUMBER_BYTES)
+            self._latest = memoryview(mmap.mmap(descriptor, _NUMBER_BYTES)).cast("Q")
         finally:
             posix.close(descriptor)
 
     @property
     def changes(self) -> int:
-        return self._count[0]
+        return self._latest[0]
 
     def changed(self) -> None:
         """To be called when the trees have changed, before anything else does."""
-        self._count[0] += 1
+        # A file to which each change appends a byte gives it a number of its own, without a lock that whoever is
+        # interrupted here would keep; to count in mapped memory would give two changes the same.
+        log = posix.open(f"{self._folder}/changes", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            posix.write(log, b".")
+            self._latest[0] = posix.lseek(log, 0, os.SEEK_CUR)
+        finally:
+            posix.close(log)
 
     def copy_in(self, source: str, path: str, *, content: bool = True) -> None:
         """Puts a copy of a real file or link into the layer; without `content` an empty one."""

@@ -1,4 +1,4 @@
-"""Kinds of autograd functions of distconv, told by their classes: a program may give its own functions the same names."""
+"""Kinds of distconv's autograd functions, told by their classes: a program may give its own the same names."""
 
 from __future__ import annotations
 

@@ -158,3 +158,40 @@ def test_a_rank_sees_what_was_there_at_the_start(
                 if interrupted.calls <= at:
                     break
                 assert (*seen, other.tree()) == expected, f"{name}, interrupted before call {at}"
+
+
+class Shared:
+    """Mapped memory; while one process uses it, another one changes the layer."""
+
+    def __init__(self, memory: memoryview, other: Callable[[], Any]) -> None:
+        self._memory, self._other, self._is_alone = memory, other, False
+
+    def __getitem__(self, at: int) -> int:
+        value = self._memory[at]
+        self._meanwhile()
+        return value
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._meanwhile()
+        self._memory[at] = value
+
+    def _meanwhile(self) -> None:
+        if not self._is_alone:
+            self._is_alone = True
+            self._other()
+
+
+def test_changes_of_two_processes_at_once_are_two(tmp_path):
+    one, other = layer.Layer(str(tmp_path / "layer")), layer.Layer(str(tmp_path / "layer"))
+    (name,) = [name for name, value in vars(one).items() if isinstance(value, memoryview)]
+    seen: list[int] = [other.changes]
+
+    def change() -> None:
+        other.changed()
+        seen.append(other.changes)
+
+    memory = getattr(one, name)
+    setattr(one, name, Shared(memory, change))
+    one.changed()
+    setattr(one, name, memory)
+    assert len({*seen, one.changes}) == 3
