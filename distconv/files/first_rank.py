@@ -159,7 +159,7 @@ class FirstRank:
         """Gives a path a file of its own that may be changed in place; the one it shares stays as it is."""
         kept = self._read_by_others.pop((status.st_dev, status.st_ino))
         folder, name = os.path.split(path)
-        fresh = f"{folder}/.{name}.distconv{posix.getpid()}"
+        fresh = f"{folder}/.{name}.distconv{posix.urandom(4).hex()}"
         try:
             self._before.hide(fresh)
             copy(path, path, fresh, content=content)

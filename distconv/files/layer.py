@@ -64,8 +64,12 @@ class Layer:
         """Puts a copy of a real file or link into the layer; without `content` an empty one."""
         target = self.at(path)
         make_folders(os.path.dirname(target))
-        copy(source, target, f"{self._folder}/part{posix.getpid()}-{threading.get_ident()}", content=content)
+        copy(source, target, self._new_name(), content=content)
         self.changed()
+
+    def _new_name(self) -> str:
+        """A path in the layer's folder that nothing else takes; ranks in several containers may share a number."""
+        return f"{self._folder}/part-{posix.urandom(8).hex()}"
 
     def at(self, path: str) -> str:
         """Where the layer keeps what it has at an absolute path."""
@@ -97,7 +101,7 @@ class Layer:
 
     def _replace(self, folder: str) -> None:
         """Puts a marker in the place of a folder of markers."""
-        aside = f"{self._folder}/part{posix.getpid()}-{threading.get_ident()}"
+        aside = self._new_name()
         with self._one_at_a_time:
             posix.close(posix.open(self._replacing, os.O_WRONLY | os.O_CREAT, 0o600))
             try:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import posix
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from distconv.files.first_rank import FirstRank
 from distconv.files.functions import Files, Functions
+from distconv.files.job_folder import make_folder, remove_folder
 from distconv.files.layer import Layer
 from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
@@ -24,44 +24,6 @@ from distconv.files.view import View
 from mucudnn.substitution import environment, substituted
 
 APART = ("/dev/", "/proc/", "/sys/")
-FOLDER_VARIABLE = "DISTCONV_FILES"
-"""Where `distconv run` tells the ranks that it starts of the job's folder, which it removes when they have ended."""
-
-
-def make_folder() -> str:
-    """A new folder for a job, among the temporary files; folders that jobs of this machine have left are removed."""
-    begin = f"distconv-{socket.gethostname()}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):
-        process = left.name[len(begin) :].partition("-")[0]
-        if process.isdigit() and not _runs(int(process)):
-            shutil.rmtree(left, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{begin}{os.getpid()}-")
-
-
-def remove_folders_of(process: int) -> None:
-    """Removes what a process on this machine has made with `make_folder`; it has ended."""
-    for left in Path(tempfile.gettempdir()).glob(f"distconv-{socket.gethostname()}-{process}-*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
-
-
-@contextlib.contextmanager
-def job_folder() -> Iterator[str]:
-    """A job's folder, removed at the end, whatever has become of the ranks."""
-    folder = make_folder()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -84,7 +46,7 @@ def files_of_rank(folder: str, rank: int) -> Iterator[None]:
         shutil.rmtree(here, ignore_errors=True)
         with contextlib.suppress(OSError):
             here.parent.rmdir()  # fails while another rank is there
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
 
 
 @contextlib.contextmanager

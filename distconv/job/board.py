@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from mucudnn.timing.board import Board
 
 _PREFIX = "mucudnn/"
+_POLL_SECONDS = 0.005
 
 
 class StoreBoard(Board):
@@ -23,10 +26,14 @@ class StoreBoard(Board):
         self._store.set(f"{_PREFIX}{name}", text)
 
     def look(self, name: str) -> str | None:
-        return self.read(name) if self._store.check([f"{_PREFIX}{name}"]) else None
+        key = f"{_PREFIX}{name}"
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
-    def read(self, name: str) -> str | None:
-        try:
-            return bytes(self._store.get(f"{_PREFIX}{name}")).decode()
-        except RuntimeError:  # torch's store errors: nobody posted within the store's timeout
-            return None
+    def read(self, name: str) -> str:
+        """Waits as long as it takes: whoever has claimed the name posts, or its end is that of the job.
+
+        To go on without would give this rank other plans than the others have. A store that has gone raises its error.
+        """
+        while (text := self.look(name)) is None:
+            time.sleep(_POLL_SECONDS)
+        return text

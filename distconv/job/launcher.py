@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distconv import private_names, settings
-from distconv.files.private import FOLDER_VARIABLE, job_folder
+from distconv.files.job_folder import FOLDER_VARIABLE, job_folder
 from distconv.job.hash_seed import drawn_seed
 from distconv.job.supervisor import Watcher, accompany, part_into_ranks, supervise_launcher
 from distconv.model.strategy import Strategy

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING
 
 from distconv import settings
-from distconv.files.private import remove_folders_of
+from distconv.files.job_folder import remove_folders_of
 from distconv.job.link import Link
 from distconv.job.notices import Notices, shell_code
 from distconv.job.processes import ForkedChild, Process, adopt_orphans, end_descendants, end_with

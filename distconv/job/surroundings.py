@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
-import secrets
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from distconv.files.private import FOLDER_VARIABLE, files_of_rank, make_folder
+from distconv import settings
+from distconv.files.job_folder import FOLDER_VARIABLE, key_of, make_folder
+from distconv.files.private import files_of_rank
+from distconv.job.attempt import prefix, without_prefix
 from distconv.job.one_process import one_process
 from distconv.job.random_state import (
-    KEY_BYTES,
     State,
     as_text,
     common_entropy,
@@ -22,6 +24,7 @@ from distconv.job.random_state import (
     state_of_generators,
 )
 from distconv.job.unwritten_memory import zeros_for_unwritten
+from distconv.place.addresses import is_on_one_machine
 
 
 @contextlib.contextmanager
@@ -43,18 +46,54 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
         yield
 
 
-def _first_ranks(store: Store, folder: str | None) -> tuple[State, bytes, str]:
+def _first_ranks(store: Store, given: str | None) -> tuple[State, bytes, str]:
     """What the first rank gives to all before the script starts: random state, entropy, and the job's folder.
 
-    It goes as text: whoever can reach the store could write to it, and reading a pickle runs what it says.
+    It goes as text: whoever can reach the store could write to it, and reading a pickle runs what it says. `given`: the
+    folder, where the launcher made it. Else its name comes from the store, and each rank that sees it looks whether it
+    is this job's. Ranks of one machine read the entropy's key from it; others have what the store says, and what only
+    those know who have the job's secret.
     """
-    names = [f"distconv/start/{what}" for what in ("generators", "entropy", "folder")]
+    names = [f"distconv/start/{what}" for what in ("generators", "folder", "entropy", "check")]
+    job = "" if given is not None else _name(store)
+    together = given is not None or is_on_one_machine()
+    secret = settings.value("secret") or b""
     if dist.get_rank() == 0:
-        given = as_text(state_of_generators()), secrets.token_bytes(KEY_BYTES), (folder or make_folder()).encode()
-        for name, value in zip(names, given, strict=True):
+        folder = given or make_folder(job)
+        own = key_of(folder, job)
+        values = (
+            as_text(state_of_generators()),
+            folder.encode(),
+            b"in the folder" if together else own,
+            _check(_key(secret, own)),
+        )
+        for name, value in zip(names, values, strict=True):
             store.set(name, value)  # type: ignore[arg-type]  # bytes serve too
-    generators, entropy, shared = (bytes(store.get(name)) for name in names)
-    return from_text(generators), entropy, shared.decode()
+    generators, named, sent, check = (bytes(store.get(name)) for name in names)
+    folder = given or named.decode()
+    key = _key(secret, key_of(folder, job) if together or os.path.lexists(folder) else sent)
+    if not hmac.compare_digest(_check(key), check):
+        raise RuntimeError(
+            "this rank has another key for its random numbers than the first rank; accepted: on all machines of a job"
+            " the same file of DISTCONV_SECRET, or none, and a store to which nobody else writes"
+        )
+    return from_text(generators), key, folder
+
+
+def _name(store: Store) -> str:
+    """What tells this job from others of the machine: where its store listens."""
+    found = without_prefix(store)
+    where = f"{found.host} {found.port}" if isinstance(found, TCPStore) else ""
+    return f"{where} {prefix('files')}"
+
+
+def _key(secret: bytes, found: bytes) -> bytes:
+    return hmac.digest(secret, found, "sha256")
+
+
+def _check(key: bytes) -> bytes:
+    """What shows that ranks have the same key, and not the key."""
+    return hmac.digest(key, b"check", "sha256").hex().encode()
 
 
 def _wait_for_all(store: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def convert(
 
     if os.path.exists(target):
         raise ValueError(f"{target}: exists already")
-    partial = f"{target.rstrip('/')}.{os.getpid()}.part"
+    partial = f"{target.rstrip('/')}.{secrets.token_hex(4)}.part"
     written = []
     try:
         group = zarr.open_group(partial, mode="w")

@@ -22,6 +22,8 @@ from mucudnn.settings import VARIABLES, Setting, SettingError, one_of
 __all__ = ["BACKENDS", "SETTINGS", "SettingError", "StoreOption", "flag", "options", "value"]
 
 BACKENDS = ("gloo", "nccl", "mpi")
+LEAST_SECRET = 16
+"""Bytes."""
 
 
 NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
@@ -74,6 +76,17 @@ def _parse_seconds(given: object) -> float:
     if given != "never" and not 1 <= seconds < math.inf:
         raise ValueError
     return seconds
+
+
+def _parse_secret(given: object) -> bytes:
+    try:
+        with open(str(given), "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read()
+    except OSError:
+        raise ValueError from None
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077 or len(content) < LEAST_SECRET:
+        raise ValueError
+    return content
 
 
 SETTINGS = {
@@ -140,6 +153,15 @@ SETTINGS = {
         "end (default: 8)",
         _parse_seconds,
         "SECONDS|never",
+    ),
+    "secret": Setting(
+        "DISTCONV_SECRET",
+        lambda: None,
+        "a file with at least 16 bytes that its owner alone can read",
+        "in a job on several machines: the file, with the same content on each, without which nobody can tell the "
+        "numbers that the job's secrets and os.urandom give",
+        _parse_secret,
+        "FILE",
     ),
     "slow_after": Setting(
         "DISTCONV_SLOW_AFTER",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -32,30 +33,32 @@ class Board(ABC):
         """Posts a text under the name, for all to read."""
 
     @abstractmethod
-    def read(self, name: str) -> str | None:
-        """Waits for the text under a claimed name; None if it does not come."""
+    def read(self, name: str) -> str:
+        """Waits for the text under a claimed name."""
 
     @abstractmethod
     def look(self, name: str) -> str | None:
         """The text under a name, if it is there; never waits."""
 
     def once(self, key: Mapping[str, Any], measure: Callable[[], Value]) -> Value:
-        """The measurement of one of the processes, plain values; this process's own if that one fails."""
-        name = name_of(key)
-        if self.claim(name):
-            text = ""
-            try:
-                value = measure()
-                text = json.dumps(value)
-            finally:
-                self.post(name, text)  # that it failed is posted, too
-            return value
-        posted = self.read(name)
-        if not posted:
-            _log.warning("another process did not post its measurement of %s; it is measured here", key.get("work"))
-            return measure()
-        found: Value = json.loads(posted)
-        return found
+        """The measurement of one of the processes, plain values: the same for all. If it fails there, with an exception
+        of that process, another one measures.
+        """
+        for attempt in itertools.count():
+            name = name_of({**key, "attempt": attempt} if attempt else key)
+            if self.claim(name):
+                text = ""
+                try:
+                    value = measure()
+                    text = json.dumps(value)
+                finally:
+                    self.post(name, text)  # that it failed is posted, too
+                return value
+            if posted := self.read(name):
+                found: Value = json.loads(posted)
+                return found
+            _log.warning("another process failed to measure %s; it is measured once more", key.get("work"))
+        raise AssertionError("attempts do not end")
 
 
 def name_of(key: Mapping[str, Any]) -> str:

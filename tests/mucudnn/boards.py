@@ -14,8 +14,7 @@ class Shared(Board):
         posts: how often each name was posted.
     """
 
-    def __init__(self, patience: float = 30.0) -> None:
-        self.patience = patience
+    def __init__(self) -> None:
         self.posts: dict[str, int] = {}
         self._texts: dict[str, str] = {}
         self._claimed: set[str] = set()
@@ -36,10 +35,10 @@ class Shared(Board):
     def look(self, name: str) -> str | None:
         return self._texts.get(name)
 
-    def read(self, name: str) -> str | None:
+    def read(self, name: str) -> str:
         with self._changed:
-            self._changed.wait_for(lambda: name in self._texts, self.patience)
-            return self._texts.get(name)
+            assert self._changed.wait_for(lambda: name in self._texts, 30.0)
+            return self._texts[name]
 
 
 class Alone(Board):
@@ -51,8 +50,8 @@ class Alone(Board):
     def post(self, name: str, text: str) -> None:
         pass
 
-    def read(self, name: str) -> str | None:
-        return None
+    def read(self, name: str) -> str:
+        raise AssertionError("nobody else has claimed anything")
 
     def look(self, name: str) -> str | None:
         return None

@@ -11,7 +11,7 @@ import pytest
 import torch
 from jobs import ENVIRONMENT, SCRIPTS, WAYS, command
 
-from distconv.files.private import make_folder
+from distconv.files.job_folder import make_folder
 
 SIDE_EFFECTS = str(SCRIPTS / "side_effects.py")
 CHECKPOINTS = str(SCRIPTS / "checkpoints.py")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -55,3 +57,29 @@ def test_ranks_measure_every_launch_once_and_plan_alike(ranks: Callable[[int], R
     posted = [name for _, names in answers for name in names]
     assert posted and len(set(posted)) == len(posted)
     assert not answers[-1][1]  # who comes late finds all there
+
+
+class Failing(dist.Store):
+    """A store that answers nothing: its connection is lost, or nobody posts within its timeout."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("connection lost")
+
+    def get(self, key: str) -> bytes:
+        raise dist.DistNetworkError("connection lost")
+
+
+def test_a_lost_store_is_an_error_and_no_plan_of_its_own() -> None:
+    with pytest.raises(dist.DistNetworkError):
+        StoreBoard(Failing()).read("x")
+
+
+def test_a_measurement_that_takes_longer_than_the_stores_patience_is_awaited() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    board = StoreBoard(store)
+    assert board.claim("x")
+    posting = threading.Timer(2.5, board.post, ("x", "text"))
+    posting.start()
+    assert board.read("x") == "text"
+    posting.join()

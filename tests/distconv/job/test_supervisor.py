@@ -13,7 +13,7 @@ import pytest
 PARTING = """
 import os, signal, sys, time
 from distconv.job import supervisor
-from distconv.files.private import make_folder
+from distconv.files.job_folder import make_folder
 from distconv.place import Place
 
 
