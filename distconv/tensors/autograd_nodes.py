@@ -16,7 +16,7 @@ class Kind:
         self._nodes: set[type] = set()
 
     def __call__(self, function: F) -> F:
-        self._nodes.add(function._backward_cls)  # type: ignore[attr-defined]
+        self._nodes.add(function._backward_cls)
         return function
 
     def __contains__(self, node: Any) -> bool:

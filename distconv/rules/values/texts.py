@@ -38,7 +38,7 @@ def described(x: DTensor) -> str:
 
 def _recorded(x: DTensor) -> Any:
     """The node of what computed a tensor, and not of what made a DTensor of the result."""
-    node = x.grad_fn
+    node: Any = x.grad_fn
     while node in LAYOUT_CHANGES:
         following = node.next_functions[0][0]
         if following is None:

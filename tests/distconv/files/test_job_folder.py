@@ -83,8 +83,7 @@ def test_ranks_of_several_machines_draw_the_same_or_end(secrets, agree, alone, m
     monkeypatch.setattr(module, "is_on_one_machine", lambda: False)
     for rank, secret in enumerate(secrets):
         be_rank(rank, monkeypatch)
-        file = alone / "secret"
-        file.unlink(missing_ok=True)
+        file = alone / f"secret of rank {rank}"
         if secret:
             file.touch(mode=0o600)
             file.write_text(secret)
