@@ -78,6 +78,8 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
         raise BadInput(BATCH_NORM)
     private_names.check()
     from distconv.job.one_process import one_process
+    from distconv.tensors import user_lines
+    from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.turning import read_way, script_in_turn
     from mucudnn import program
 
@@ -94,5 +96,9 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             around.enter_context(mucudnn.patched())
         around.enter_context(one_process())  # a model does not see the parts as ranks
         around.enter_context(script_in_turn(way))
-        found.run(options.arguments)
+        try:
+            found.run(options.arguments)
+        except Exception as error:
+            user_lines.shorten(error, UnsupportedOperation)
+            raise
     return 0

@@ -110,13 +110,15 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if assignment is None:
             return _call_uncompiled(module, *args, **kwargs)
         return _nested(module, assignment, run, args, kwargs)
-    first = next(module.parameters(), None)
-    if first is None or isinstance(module, _WRAPPERS):
+    if isinstance(module, _WRAPPERS):
         return _call_alone(wrapper, made, args, kwargs)
     for take in elsewhere:
         taken = take(module, args, kwargs)
         if taken is not NotImplemented:
             return taken
+    first = next(module.parameters(), None)
+    if first is None:
+        return _call_alone(wrapper, made, args, kwargs)
     leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if (scripts or (module in assigned and is_transformed())) and is_for_whole(module, leaves):
         return run_whole(_call, module, args, kwargs)

@@ -49,6 +49,8 @@ class Run:
 
 class _Thread(threading.local):
     run: Run | None = None
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """What sees the functions that a model calls, also where something is computed again in backward."""
     whole: bool = False
     """Whether a model runs that is computed whole on every rank."""
 
@@ -99,7 +101,7 @@ def entered(run: Run) -> Iterator[None]:
     inside.run, running.uses = run, run.uses
     meeting = Meeting(lambda: run.mesh) if run.meets else contextlib.nullcontext()
     try:
-        with model_call(), in_use(run.uses.parameters), waiting(run.modules), meeting:
+        with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting:
             yield
     finally:
         inside.run, running.uses = outer

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 import types
 import weakref
@@ -38,6 +39,8 @@ NEAR = 8
 _PACKAGES = tuple(
     os.path.join(path, "") for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")} if path
 )
+
+_PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 
 _kept: dict[int, str] = {}
 """Lines of forward by autograd's number, ascending within a call."""
@@ -151,9 +154,15 @@ def _shown(file: str) -> str:
     return file
 
 
+@functools.lru_cache(maxsize=4096)
+def is_programs(file: str) -> bool:
+    """Whether a file of Python belongs to the program: to no package, and not to Python."""
+    return not file.startswith((*_NOT_THE_PROGRAMS, *_PACKAGES, _PYTHON))
+
+
 def shorten(error: BaseException, refused: type[BaseException]) -> None:
     """Takes from an exception's traceback the frames that only pass calls on; of a refusal, all of torch and ours."""
-    hidden = (_TORCH, _DISTCONV) if isinstance(error, refused) else _CALLS
+    hidden = (_TORCH, _DISTCONV, threading.__file__) if isinstance(error, refused) else _CALLS
     entries, entry = [], error.__traceback__
     while entry is not None:
         if not entry.tb_frame.f_code.co_filename.startswith(hidden):

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from distconv.model.containers import Containers
 from distconv.model.direct.border import fitting
 from distconv.model.direct.parameters import in_use
-from distconv.model.direct.where import where
+from distconv.model.direct.where import Where, where
 from distconv.model.images import refuse_images
+from distconv.model.running import inside
 from distconv.model.shard_gather import to_shards
 from distconv.tensors.dtensors import wrap
+from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import placements
 from distconv.tensors.plain_tensors import plain
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
-from distconv.turns.gradients import SECOND, Source, Totals, anchor, of_part
+from distconv.turns.gradients import SECOND, Source, Totals, anchor, found_in_graphs, of_part
 from distconv.turns.module_state import ModuleState
 from distconv.turns.pager import Paging, pager_of
+from distconv.turns.parameter_values import ParameterValues
 from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
+from distconv.turns.reach import Reach
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.wholes import Wholes
 
@@ -48,9 +54,9 @@ def call_in_turn(parts: Parts, memory: int | None, module: nn.Module, args: Any,
         refuse_images(value, f"input {number} of {type(module).__name__}.forward", parts.meshes[0])
     call = _Call(parts, memory, module, given)
     outside = Containers((args, kwargs), call.given[0])
-    if not call.tensors:
+    with torch.no_grad():
         call.compute()
-    else:
+    if call.tensors:
         made = _InTurn.apply(call, *call.tensors)
         for key, whole in zip(call.wholes.made, made, strict=True):
             assert whole is call.wholes.made[key]
@@ -67,42 +73,51 @@ class _Call:
         self.surroundings = Surroundings.now(parts.device_type)
         # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
-        self._module_state = ModuleState(list(module.modules()), parts.count)
+        self._reach = Reach(module)
+        self._values = ParameterValues(self._reach.parameters, parts.count)
         self.wholes = Wholes(parts.count)
         self.results: list[Any] = []
         self._totals = Totals()
         self._inputs: list[Tensor] = []
         self._parameters: list[Tensor] = []
+        leaves: list[Tensor] = []
         if torch.is_grad_enabled():
             leaves = [x for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
-            self._inputs = list({id(x): x for x in leaves}.values())
+            self._inputs = list({id(x): x for x in (*leaves, *self._reach.differentiable)}.values())
             self._parameters = [p for p in module.parameters() if p.requires_grad]
-        self._gradients: list[dict[int, Tensor]] = [{} for _ in range(parts.count)]
-        """By part: the gradients of the inputs."""
+        self._used: Sequence[int] = ()
+        """The numbers of the inputs that results were computed from, as far as gradients are concerned."""
+        self._sources: dict[Any, int] = {}
+        """By what the first part begins with in autograd's graph: the number of a tensor that the program has kept."""
+        self._given = len({id(x) for x in leaves})
+        self._numbers = {id(x): number for number, x in enumerate(self._inputs)}
+        self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
+        """By part: the gradients of the inputs; two of one that is both given and kept."""
+        self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, self._kept)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All that gradients are asked of."""
-        return [*self._inputs, *self._parameters]
+        return [*(self._inputs[number] for number in self._used), *self._parameters]
 
     def compute(self) -> None:
         """Forward, part by part."""
-        versions = [(p, p._version) for p in self.module.parameters() if not p.is_inference()]
         if self._pager is not None:
             self._pager.new_call()
         self.results = self._run(self._forward, self.surroundings, self.wholes)
+        if self.surroundings.grad:
+            now = [p for p in self.module.parameters() if p.requires_grad]
+            self._parameters = list({id(p): p for p in (*self._parameters, *now)}.values())
+            self._totals.same = self._module_state.new_parameters()
+            kept = found_in_graphs(self.wholes.parts[0].values(), self._sources) if self._sources else set()
+            self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
+            self._sources.clear()
         if self._pager is not None and not self.tensors:
             self._pager.release_all()
         elif self._pager is not None:
-            held = [module.__dict__ for module in self.module.modules()]
-            for x in tree_leaves((self.results[0], self.given[0], [list(of.values()) for of in held])):
+            for x in (*tree_leaves((self.results[0], self.given[0])), *self._module_state.left):
                 if isinstance(x, Tensor):
                     self._release(x)
-        if any(p._version != version for p, version in versions):
-            raise UnsupportedOperation(
-                f"parts in turn: {type(self.module).__name__} changes a parameter in forward, which every part would do"
-                " again; accepted: models that change buffers"
-            )
 
     def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
         """What every part gives; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
@@ -110,16 +125,47 @@ class _Call:
         """
 
         def within_limit(part: int) -> Any:
-            with contextlib.nullcontext() if self._pager is None else Paging(self._pager):
-                return work(part)
+            inside.watch = values.watch
+            with contextlib.nullcontext() if self._pager is None else Paging(self._pager), values.watch():
+                result = work(part)
+                self._module_state.settle(part, lambda x: wholes.of(part, x))
+                return result
 
-        numbers = RandomNumbers(self.parts.count, self.parts.device_type)
-        with in_use(list(self.module.parameters())):
-            results = self.parts.run(within_limit, (self._module_state, numbers), surroundings)
+        values = self._values
+        values.begin()
+        numbers = RandomNumbers(self.parts.count, self.parts.device_type, self._reach.generators)
+        try:
+            with in_use(list(self.module.parameters())):
+                results = self.parts.run(within_limit, (self._module_state, values, numbers), surroundings)
+        except BaseException:
+            values.put_back()
+            raise
         numbers.hand_over()
+        failure = self._dispute()
         if self.parts.mail is not None:
-            wholes.share(self.parts.mail)
+            wholes.share(self.parts.mail, failure)
+        elif failure is not None:
+            raise failure
         return results
+
+    def _dispute(self) -> UnsupportedOperation | None:
+        """What the parts have written to parameters becomes the caller's; the error where they do not agree."""
+        name = type(self.module).__name__
+        unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
+        if unseen is None and disputed is None:
+            self._values.arrive(0)
+            self._module_state.take_parameters()
+            return None
+        self._values.put_back()
+        if unseen is not None:
+            return UnsupportedOperation(
+                f"parts in turn: the parameter {unseen} was changed in a call of {name}, and not by a function of torch"
+                " that parts can do once; accepted: in-place functions, .data =, and new parameters, in forward"
+            )
+        return UnsupportedOperation(
+            f"parts in turn: {name} changes {disputed} in its call, and not all parts write the same; accepted: what is"
+            " written does not depend on how many parts there are"
+        )
 
     def _release(self, x: Tensor) -> None:
         """A tensor that a part has made goes to the caller."""
@@ -128,12 +174,11 @@ class _Call:
 
     def _forward(self, part: int) -> Any:
         of_part.totals = self._totals
-        numbers = {id(x): number for number, x in enumerate(self._inputs)}
         entered: dict[int, Tensor] = {}
 
         def enter(x: Tensor) -> Tensor:
             if id(x) not in entered:
-                entered[id(x)] = self._entered(part, x, numbers.get(id(x)))
+                entered[id(x)] = self._entered(part, x)
             return entered[id(x)]
 
         given = self.given[part]
@@ -146,30 +191,42 @@ class _Call:
         def whole(x: Any) -> Any:
             return self.wholes.of(part, x)
 
-        result = tree_map(lambda x: _leaving(x, whole), result)
-        containers.give_back(lambda item: tree_map(lambda x: _leaving(x, whole), item))
-        self._module_state.settle(part, whole)
+        leaving = self._module_state.leaving(part, whole)
+        result = tree_map(leaving.value, result)
+        containers.give_back(lambda item: tree_map(leaving.value, item))
         return result if part == 0 else None
 
-    def _entered(self, part: int, x: Tensor, number: int | None) -> Tensor:
-        """A part's of an input; its gradient is kept, where it has a number."""
+    def _entered(self, part: int, x: Tensor) -> Tensor:
+        """A part's of an input; its gradient is kept, where it is asked for."""
         mesh = self.parts.meshes[part]
-        if number is None:
+        if id(x) not in self._numbers:
             return to_shards(x.detach(), mesh)
-        layout = placements(mesh, x.dim())
-        place = where(mesh, layout, x.shape)
+        return self._source(part, x, placements(mesh, x.dim()), lambda: to_shards(x.detach(), mesh))
+
+    def _kept(self, part: int, x: Tensor) -> Tensor:
+        """A part's of a tensor that the program has kept, and of which gradients are asked: it is whole there."""
+        mesh = self.parts.meshes[part]
+        layout = replicated(mesh)
+        made = self._source(part, x, layout, lambda: wrap(x.detach(), mesh, layout, x.shape))
+        if part == 0:
+            self._sources[made.grad_fn] = self._numbers[id(x)]
+        return made
+
+    def _source(self, part: int, x: Tensor, layout: Sequence[Placement], make: Callable[[], Tensor]) -> Tensor:
+        place, number = where(self.parts.meshes[part], tuple(layout), x.shape), self._numbers[id(x)]
 
         def take(grads: Sequence[Tensor | None]) -> None:
             if grads[0] is not None:
-                self._gradients[part][number] = fitting(grads[0], place)
+                self._gradients[part].setdefault(number, []).append((grads[0], place))
 
-        (made,) = Source.apply(anchor(), lambda: (to_shards(x.detach(), mesh),), take)
+        (made,) = Source.apply(anchor(), lambda: (make(),), take)
         return made
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of `tensors`, part by part, from those of all wholes."""
         keys = dict(zip(self.wholes.made, grads, strict=True))
-        wholes = Wholes(self.parts.count, zero=True)
+        wholes = Wholes(self.parts.count, zero=True, first=len(self._inputs))
+        self._module_state.begin()
 
         def back(part: int) -> None:
             outputs, given = [], []
@@ -177,31 +234,27 @@ class _Call:
                 grad = keys[key]
                 if grad is not None:
                     outputs.append(y)
-                    given.append(
-                        wrap(local_as(grad, y.device_mesh, y.placements), y.device_mesh, y.placements, y.shape)
-                    )
+                    given.append(_laid_out(grad, y))
             self.wholes.parts[part].clear()
             if outputs:
                 torch.autograd.backward(outputs, given)
-            for number in sorted(self._gradients[part]):
-                wholes.of(part, self._gradients[part].pop(number), number)
+            # In this order in all parts: autograd's depends on when a part began with an input.
+            for number, found in sorted(self._gradients[part].items()):
+                wholes.of(part, functools.reduce(operator.add, (fitting(*each) for each in found)), number)
+            self._gradients[part].clear()
 
         self._run(back, dataclasses.replace(self.surroundings, grad=False), wholes)
-        found = [wholes.made.get(number) for number in range(len(self._inputs))]
+        for x in self._module_state.left:
+            self._release(x)
+        found = [wholes.made.get(number) for number in self._used]
         return found + self._totals.take(self._parameters, self._release, self.parts.ranks)
 
 
-def _leaving(x: Any, whole: Any) -> Any:
-    """What leaves a part: whole tensors, also in objects of data classes."""
-    if isinstance(x, DTensor):
-        return whole(x)
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = {each.name: getattr(x, each.name, None) for each in dataclasses.fields(x)}
-        for name, value in fields.items():
-            changed = tree_map(lambda item: _leaving(item, whole), value)
-            if any(isinstance(leaf, DTensor) for leaf in tree_leaves(value)):
-                object.__setattr__(x, name, changed)
-    return x
+def _laid_out(grad: Tensor, y: Tensor) -> Tensor:
+    """A whole gradient as a part has it of its y."""
+    if not isinstance(y, DTensor):
+        return grad
+    return wrap(local_as(grad, y.device_mesh, y.placements), y.device_mesh, y.placements, y.shape)
 
 
 class _InTurn(torch.autograd.Function):
@@ -209,7 +262,6 @@ class _InTurn(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        call.compute()
         made, parts = call.wholes.made, call.wholes.parts
         ctx.mark_non_differentiable(*(x for key, x in made.items() if not any(key in part for part in parts)))
         return tuple(made.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,14 +41,40 @@ def anchor() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
+def found_in_graphs(tensors: Iterable[Tensor], sources: Mapping[Any, int]) -> set[int]:
+    """The numbers of those sources from which tensors were computed; all where something is computed again in backward,
+    which may read any.
+    """
+    waiting = [x.grad_fn for x in tensors]
+    seen, found = set(waiting), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if "CheckpointFunction" in node.name():
+            return set(sources.values())
+        if node in sources:
+            found.add(sources[node])
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return found
+
+
 class Totals:
-    """The gradients of parameters of one call, of all parts together; half types are added in float32."""
+    """The gradients of parameters of one call, of all parts together; half types are added in float32.
+
+    ``same``: by the id of a parameter that a part has made, with the parameter, the one that the caller has of it.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
+        self.same: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, parameter: Tensor, share: Tensor) -> None:
         """Adds what a part has found of a parameter's gradient."""
+        _, parameter = self.same.get(id(parameter), (parameter, parameter))
         total = self._sums.get(id(parameter))
         if total is not None:
             total.add_(share)

@@ -1,17 +1,21 @@
-"""What the modules of a model hold besides parameters: every part has its own."""
+"""What a model keeps besides parameters, in its modules and elsewhere: every part has its own."""
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+
+from distconv.turns.copies import Copies
+from distconv.turns.leaving import Leaving
+from distconv.turns.places_of_state import Attributes, Place, Values, attributes
+from distconv.turns.reach import Kind, Reach, kind_of
+from distconv.turns.values_of_parts import are_equal
 
 _SHARED = ("_modules", "_parameters")
-_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque, set, tuple)
 
 Hooks = OrderedDict[int, Any]
 
@@ -36,138 +40,133 @@ def _spared(taken: list[Hooks]) -> None:
 
 
 class ModuleState:
-    """The attributes of modules: every part begins with the caller's, and changes its own.
+    """The values of all places that a call reaches: every part begins with the caller's, and changes its own.
 
     Parameters are the same tensors in all parts. The first part has the caller's buffers and other tensors, the others
-    have copies. What the first part has put into its modules, the caller's get. It also has the caller's own dicts of
-    hooks, in which the handles of hooks look for them.
+    have copies. What the first part has put in its places, the caller finds there. It also has the caller's own dicts
+    of hooks, in which the handles of hooks look for them.
+
+    ``is_shared``: whether a tensor is the same in all parts. ``enter``: gives what a part has of a tensor of which
+    gradients are asked.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], parts: int) -> None:
-        self._modules = modules
-        self._callers = [module.__dict__ for module in modules]
-        self._originals: dict[int, Any] = {}
-        """By the id of a container of the first part: the caller's, of which it is a copy."""
+    def __init__(
+        self, reach: Reach, parts: int, is_shared: Callable[[Tensor], bool], enter: Callable[[int, Tensor], Tensor]
+    ) -> None:
+        named = [*reach.objects, *reach.parameters]
+        self._places: list[Place] = [*(attributes(name, each) for name, each in named), *reach.places]
+        self._copies: list[Copies] = [Copies(part, is_shared, enter) for part in range(parts)]
+        self._known = {id(each) for _, each in named}
+        self._parameters: list[dict[int, dict[str, Any]]] = [{} for _ in range(parts)]
+        """By part and module: all its parameters, where the part has put others in their places."""
         self._taken: list[Hooks] = []
         weakref.finalize(self, _spared, self._taken).atexit = False
-        self._own = [self._copies(part) for part in range(parts)]
+        self.begin()
 
-    def _copies(self, part: int) -> list[dict[str, Any]]:
-        known: dict[int, Any] = {id(p): p for of in self._callers for p in of["_parameters"].values()}
-        originals = self._originals if part == 0 else {}
-        result = []
-        for of in self._callers:
+    def begin(self) -> None:
+        """Every part begins with what the caller has now. A list that a part has copied before remains its copy."""
+        self._callers = [place.read() for place in self._places]
+        self._begun = [dict(of) for of in self._callers]
+        self._begun_parameters = [dict(of.get("_parameters") or ()) for of in self._callers]
+        self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
+        self._own = [self._copied(copies) for copies in self._copies]
+        self.left: list[Tensor] = []
+        """The plain tensors that the caller finds in its places."""
+
+    def _copied(self, copies: Copies) -> list[Values]:
+        copies.begin()
+        result: list[Values] = []
+        for place, of in zip(self._places, self._callers, strict=True):
             own = dict(of)
             for name, value in of.items():
-                if name in _SHARED or (part == 0 and "_hooks" in name):
-                    continue
-                if "_hooks" in name and type(value) is OrderedDict and not value:
-                    own[name] = _without_hooks(self._taken)
-                elif type(value) in _CONTAINERS or isinstance(value, Tensor):
-                    own[name] = _copy(value, known, originals, tensors=part > 0)
-            own["_parameters"] = dict(of["_parameters"])
+                if type(value) is OrderedDict and isinstance(place, Attributes) and "_hooks" in name:
+                    if copies.part > 0:
+                        own[name] = copies.of(value) if value else _without_hooks(self._taken)
+                elif name not in _SHARED:
+                    own[name] = copies.of(value)
+            if isinstance(of.get("_parameters"), dict):
+                number = len(result)
+                own["_parameters"] = {**of["_parameters"], **self._parameters[copies.part].get(number, {})}
             result.append(own)
         return result
 
     def arrive(self, part: int) -> None:
-        for module, own in zip(self._modules, self._own[part], strict=True):
-            object.__setattr__(module, "__dict__", own)
+        for place, own in zip(self._places, self._own[part], strict=True):
+            place.write(own)
 
     def leave(self, part: int) -> None:
-        for module, of in zip(self._modules, self._callers, strict=True):
-            object.__setattr__(module, "__dict__", of)
+        own = self._own[part] = [place.read() for place in self._places]
+        assert len(own) == len(self._callers)
+        for place, of in zip(self._places, self._callers, strict=True):
+            place.write(of)
 
-    def settle(self, part: int, whole: Callable[[DTensor], Tensor]) -> None:
-        """A part has computed. What it holds of its own of DTensors becomes whole; the caller's modules get what the
-        first part's hold. All parts must call it.
+    def leaving(self, part: int, whole: Callable[[Tensor], Tensor]) -> Leaving:
+        """What makes of a part's values those of the caller."""
+        copies = self._copies[part]
+        return Leaving(whole, copies.originals if part == 0 else None, copies.entered, self._known, copies.known)
+
+    def settle(self, part: int, whole: Callable[[Tensor], Tensor]) -> None:
+        """A part has computed, and its values are in place. What it has of its own of DTensors becomes whole; the
+        caller's places get what the first part's hold. All parts must call it.
         """
-        leaving = _Leaving(whole, self._originals if part == 0 else None)
-        for own, of in zip(self._own[part], self._callers, strict=True):
-            changed = {
-                name: leaving.value(x)
-                for name, x in own.items()
-                if x is not of.get(name) and name not in _SHARED and (part == 0 or type(x) not in _CONTAINERS or x)
-            }
+        leaving = self.leaving(part, whole)
+        for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
+            own, begun = place.read(), self._begun[number]
+            changed = {}
+            for name, x in own.items():
+                if x is begun.get(name) or name in _SHARED:
+                    continue
+                kind = kind_of(x)
+                if kind is not Kind.CONTAINER or x or part == 0:
+                    changed[name] = leaving.value(x)
+                if "_hooks" not in name:
+                    self._changed[part][number, name] = _fact(kind, x)
+            parameters, before = own.get("_parameters") or {}, self._begun_parameters[number]
+            if list(parameters) != list(before) or any(x is not before[name] for name, x in parameters.items()):
+                self._parameters[part][number] = dict(parameters)
+            gone = [name for name in begun if name not in own]
+            self._changed[part].update(((number, name), "nothing") for name in gone)
             if part == 0:
                 of.update(changed)
-                for name in [name for name in of if name not in own]:
-                    del of[name]
+                for name in gone:
+                    of.pop(name, None)
+        if part == 0:
+            self.left = leaving.tensors
 
-
-def _copy(value: Any, known: dict[int, Any], originals: dict[int, Any], tensors: bool) -> Any:
-    """Containers anew, and tensors where asked for; everything else itself."""
-    kind = type(value)
-    if kind not in _CONTAINERS and not (tensors and isinstance(value, Tensor)):
-        return value
-    made = known.get(id(value))
-    if made is not None:
-        return made
-    if isinstance(value, Tensor):
-        made = value.detach().clone()
-    elif kind is set:
-        made = set(value)
-    elif isinstance(value, dict):
-        made = value.copy()  # of its own kind
-        made.update((key, _copy(item, known, originals, tensors)) for key, item in value.items())
-    else:
-        made = _like(value, (_copy(item, known, originals, tensors) for item in value))
-    known[id(value)] = made
-    originals[id(made)] = value
-    return made
-
-
-def _like(value: Any, items: Iterator[Any]) -> Any:
-    return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
-
-
-class _Leaving:
-    """What a part holds, as the caller is to find it: whole tensors, in the caller's own containers where they are
-    copies of these; ``originals`` is None in a part whose values nobody gets.
-    """
-
-    def __init__(self, whole: Callable[[DTensor], Tensor], originals: dict[int, Any] | None) -> None:
-        self._whole, self._originals = whole, originals
-        self._made: dict[int, Any] = {}
-        self._held: list[Any] = []
-
-    def value(self, x: Any) -> Any:
-        """That of a value."""
-        if isinstance(x, DTensor):
-            return self._once(x, lambda: self._whole(x))
-        if type(x) not in _CONTAINERS:
-            return x
-        return self._once(x, lambda: self._container(x))
-
-    def _once(self, x: Any, make: Callable[[], Any]) -> Any:
-        if id(x) not in self._made:
-            self._held.append(x)
-            self._made[id(x)] = make()
-        return self._made[id(x)]
-
-    def _container(self, x: Any) -> Any:
-        if isinstance(x, dict):
-            items: Any = {key: self.value(item) for key, item in x.items()}
-        else:
-            items = x if isinstance(x, set) else [self.value(item) for item in x]
-        if self._originals is None:
-            return x
-        found = self._originals.get(id(x), x)
-        if _holds(found, items):
-            return found
-        if isinstance(x, tuple):
-            return _like(x, iter(items))
-        found.clear()
-        if isinstance(x, dict | set):
-            found.update(items)
-        else:
-            found.extend(items)
+    def new_parameters(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By the id of each parameter that a part has made: it, and that of the first part, which the caller has."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for of_part in self._parameters[1:]:
+            for number, own in of_part.items():
+                first = self._parameters[0].get(number, {})
+                found.update((id(x), (x, first[name])) for name, x in own.items() if x is not None and name in first)
         return found
 
+    def take_parameters(self) -> None:
+        """The caller's modules get the parameters that the first part's have now."""
+        for number, own in self._parameters[0].items():
+            of = self._callers[number]["_parameters"]
+            of.clear()
+            of.update(own)
 
-def _holds(container: Any, items: Any) -> bool:
-    """Whether a container holds the very items, in their order."""
-    if isinstance(container, set):
-        return bool(container == items)
-    if isinstance(container, dict):
-        return list(container) == list(items) and all(container[key] is item for key, item in items.items())
-    return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))
+    def disputed(self) -> str | None:
+        """The name of a value that the parts have changed in different ways."""
+        for of_part in self._parameters[1:]:
+            for number in {**self._parameters[0], **of_part}:
+                first, other = self._parameters[0].get(number, {}), of_part.get(number, {})
+                for name in {**first, **other}:
+                    if not are_equal(first.get(name), other.get(name)):
+                        return f"{self._places[number].name}.{name}"
+        facts = self._changed[0]
+        for changed in self._changed[1:]:
+            for key in (*facts, *changed):
+                if facts.get(key) != changed.get(key):
+                    return ".".join(each for each in (self._places[key[0]].name, key[1]) if each)
+        return None
+
+
+def _fact(kind: Kind, x: Any) -> Any:
+    """What must be the same in all parts of a value that they have changed."""
+    if kind is Kind.CONTAINER:
+        return len(x)
+    return (type(x), repr(x)) if x is None or isinstance(x, bool | int | float | str) else None

@@ -27,7 +27,7 @@ from distconv.turns.group import Meetings
 from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.world import Part, enter, groups_of_parts
+from distconv.turns.world import Part, enter, groups_of_parts, meshes
 from mucudnn.at_fork import renewed
 
 T = TypeVar("T")
@@ -133,6 +133,7 @@ class Parts:
         mesh = DeviceMesh(self.device_type, members, mesh_dim_names=partition.names)
         # Plans are kept by their meshes, which otherwise are equal on all ranks.
         mesh._thread_id = next(_numbers)
+        meshes.add(mesh._thread_id)
         vars(mesh).pop("_hash", None)  # which it keeps
         enable(adopt(mesh))
         kinds[mesh] = SharedBucket

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import get_worker_info
 
 from distconv.agreement.ledger import finish
 from distconv.model.calls import elsewhere, note_call
@@ -129,7 +131,7 @@ def _take(partition: Partition | None, ranks: DeviceMesh | None = None) -> None:
 
 def _way(module: nn.Module) -> Way | None:
     """How calls of a module run in turn; None, where they do not."""
-    if is_part():
+    if is_part() or get_worker_info() is not None:  # what a loader's process computes is data
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
     way = _turning.get(module) or of_script
@@ -140,13 +142,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     way = _way(module)
     if way is None:
         return NotImplemented
-    first = next(module.parameters(), None)
-    if first is None:
-        return NotImplemented
     leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    if not is_open() or any(isinstance(x, DTensor) or x.is_meta for x in (first, *leaves)):
-        return NotImplemented
-    if is_for_whole(module, leaves):
+    first = next(itertools.chain(module.parameters(), module.buffers(), leaves), None)
+    if first is None:
+        return NotImplemented  # it computes nothing
+    why = _why_whole(module, leaves)
+    if why:
+        _tell(module, "runs whole", why)
         return NotImplemented
     partition, memory = way
     chained = False
@@ -163,6 +165,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     parts = parts_of(partition, first.device.type, ranks)
     try:
         if not is_cut(parts, leaves):
+            _tell(module, "runs whole", f"none of its inputs has a dim of {partition}")
             return NotImplemented
     except ValueError as error:
         why = str(error).partition("; or a strategy")[0]  # which parts in turn do not have
@@ -183,6 +186,22 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if fault:  # and the call itself has none, which it would have raised
         _tell(module, "could not be followed, and its chains are chosen after a call", fault)
     return result
+
+
+def _why_whole(module: nn.Module, leaves: Sequence[Tensor]) -> str:
+    """Why a call cannot run in turn, whatever its parts; empty if it can."""
+    if not is_open():
+        return "it is called within torch.func or torch.compile"
+    tensors = [*module.parameters(), *leaves]
+    if any(isinstance(x, DTensor) for x in tensors):
+        return "it has distributed tensors"
+    if any(x.is_meta for x in tensors):
+        return "its tensors have no numbers"
+    if is_for_whole(module, leaves):
+        return "it is traced, exported or counted, or made by torch.jit"
+    if all(hasattr(type(module), name) for name in ("update", "compute")):
+        return "it is a metric, which adds up over calls"
+    return ""
 
 
 def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> str:

@@ -21,31 +21,37 @@ from distconv.turns.mail import Mail, State
 
 
 class Wholes:
-    """The whole tensors of one run, filled when all parts have ended. Every part makes the same ones in one order."""
+    """The whole tensors of one run, filled when all parts have ended. Every part makes the same ones in one order.
 
-    def __init__(self, parts: int, zero: bool = False) -> None:
+    ``first``: the key of the first one whose key is not given.
+    """
+
+    def __init__(self, parts: int, zero: bool = False, first: int = 0) -> None:
         self.made: dict[int, Tensor] = {}
-        self.parts: list[dict[int, DTensor]] = [{} for _ in range(parts)]
+        self.parts: list[dict[int, Tensor]] = [{} for _ in range(parts)]
         """By part: what it has of each through which gradients flow."""
-        self._next = [0] * parts
+        self._next = [first] * parts
         self._zero = zero
         self._written: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """The keys and boxes that parts here have written."""
 
     def of(self, part: int, x: Any, key: int | None = None) -> Tensor:
-        """The whole of what is a DTensor to the parts. Collective where it is a sum.
+        """The whole of what is a DTensor to the parts, or a plain tensor that each has. Collective where it is a sum.
 
         ``key``: which one it is, where not all parts make the same.
         """
         if type(x) is Activation:
             x = x.as_dtensor()
-        if has_partial(x.placements):
+        is_plain = not isinstance(x, DTensor)
+        if not is_plain and has_partial(x.placements):
             x = relaid(x, x.device_mesh, tuple(added_up(x.placements)))
         if key is None:
             key = self._next[part]
             self._next[part] += 1
         if x.requires_grad:
             self.parts[part][key] = x
+        if is_plain:
+            return self.made.setdefault(key, x.detach())
         with torch.no_grad():
             local, mesh, placements = x.detach()._local_tensor, x.device_mesh, x.placements
             if key not in self.made:
@@ -63,8 +69,10 @@ class Wholes:
                 self._written.append((key, tuple(box)))
         return whole
 
-    def share(self, mail: Mail) -> None:
-        """All ranks get what parts of other ranks have written. Collective over the ranks."""
+    def share(self, mail: Mail, failure: BaseException | None = None) -> None:
+        """All ranks get what parts of other ranks have written, or raise what one has failed with. Collective over the
+        ranks.
+        """
         with torch.no_grad():
             for key, box in self._written:
                 whole = self.made[key]
@@ -72,7 +80,10 @@ class Wholes:
                     if rank != mail.rank:
                         mail.send(rank, [key, box, whole.shape], [whole[_slices(box)]])
             self._written.clear()
-            for (key, box, shape), (part,) in mail.exchange(State.ENDED).letters:
+            delivery = mail.exchange(State.ENDED if failure is None else State.FAILED, failure)
+            if delivery.failure is not None:
+                raise delivery.failure
+            for (key, box, shape), (part,) in delivery.letters:
                 if key not in self.made:  # only parts of other ranks have something of it
                     self.made[key] = part.new_zeros(shape)
                 self.made[key][_slices(box)].copy_(part)

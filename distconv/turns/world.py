@@ -6,13 +6,15 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from distconv.rules.registry import checks
+from distconv.tensors.refusal import operands_of, refuse
 from distconv.turns.group import BACKEND, Meetings, TurnGroup
 
 _registry: Any = torch._C._distributed_c10d
@@ -76,6 +78,7 @@ _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 def _open() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     distributed_c10d._world = _Worlds(distributed_c10d._world)  # type: ignore[assignment]
+    checks.append(refuse_outside)
 
 
 @contextlib.contextmanager
@@ -98,6 +101,21 @@ def enter(part: Part) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=part.number, world_size=part.parts)
     sys.excepthook = hook  # torch's would write a rank before what ends the program
+
+
+def refuse_outside(func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """UnsupportedOperation where a thread that is no part is given a tensor of which a part has a piece."""
+    if thread.part is None and any(getattr(mesh, "_thread_id", None) in meshes for *_, mesh in operands_of(args)):
+        raise refuse(
+            func,
+            "a tensor that a part of a call in turn has kept is used outside of the call; accepted: tensors that"
+            " modules, their hooks, and the objects, lists and variables of these have kept",
+            whole_helps=False,
+        )
+
+
+meshes: set[Any] = set()
+"""The numbers of the meshes of parts."""
 
 
 def is_part() -> bool:

@@ -226,55 +226,6 @@ def test_parts_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
         distconv.in_turn(Unequal(), "height=2")(torch.randn(1, 2, 6, 6))
 
 
-class Changing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 2, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.conv.weight.mul_(0.5)
-        return self.conv(x)
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "an axis of channels": (lambda: distconv.in_turn(body(), "channel=2"), ValueError, "accepted: axis=parts.*depth"),
-    "a size that is none": (
-        lambda: distconv.in_turn(body(), "height=2", memory="many"),
-        ValueError,
-        "'many'",
-    ),
-    "an unknown axis": (lambda: distconv.in_turn(body(), "hight=2"), ValueError, "did you mean height"),
-    "a dim that is not there": (
-        lambda: distconv.in_turn(nn.Conv1d(2, 2, 3), "height=2")(torch.randn(1, 2, 8)),
-        ValueError,
-        "has no height",
-    ),
-    "a parameter that forward changes": (
-        lambda: distconv.in_turn(Changing(), "height=2")(torch.randn(1, 2, 6, 6)),
-        distconv.UnsupportedOperation,
-        "changes a parameter",
-    ),
-    "second derivatives": (
-        lambda: torch.autograd.grad(
-            distconv.in_turn(body(), "height=2")(x := torch.randn(2, 4, 6, 6, requires_grad=True)).sum(),
-            x,
-            create_graph=True,
-        ),
-        distconv.UnsupportedOperation,
-        "create_graph",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_is_said_in_one_line(name: str) -> None:
-    call, error, said = REFUSED[name]
-    with pytest.raises(error, match=said) as raised:
-        call()
-    assert "\n" not in str(raised.value)
-
-
 class Padded(nn.Module):
     """Changes what it has padded, of which the first of two parts is what it was before."""
 

@@ -1,0 +1,103 @@
+"""Copies of the caller's lists, dicts and tensors: each part changes its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from distconv.turns.reach import Kind, kind_of
+
+
+class Copies:
+    """The copies of a part: of containers, and in all but the first part of tensors.
+
+    Attributes:
+        originals: by the id of a copy, what it is a copy of.
+        entered: by the id of what the part has of a tensor of which gradients are asked: that tensor.
+        known: by its id, each of the caller's containers and tensors: what the part has of it.
+    """
+
+    def __init__(self, part: int, is_shared: Callable[[Tensor], bool], enter: Callable[[int, Tensor], Tensor]) -> None:
+        self.part, self._is_shared, self._enter = part, is_shared, enter
+        self.originals: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+        """By the id of an original, its copy; both are kept, so that no id occurs again."""
+        self._kept: list[Any] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Copies are made anew, those of containers in the same ones."""
+        self.entered: dict[int, Tensor] = {}
+        self.known: dict[int, Any] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, value: Any) -> Any:
+        """That of a value; the value itself where it is none that parts have copies of."""
+        kind = kind_of(value)
+        if kind is Kind.CONTAINER:
+            found = self.known.get(id(value))
+            return self._container(value) if found is None else found
+        if kind is Kind.TENSOR and not isinstance(value, nn.Parameter):
+            found = self.known.get(id(value))
+            return self._tensor(value) if found is None else found
+        return value
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        self._kept.append(value)
+        if value.requires_grad and torch.is_grad_enabled():
+            made = self.known[id(value)] = self._enter(self.part, value)
+            self.entered[id(made)] = value
+            return made
+        if self.part == 0 or self._is_shared(value):
+            self.known[id(value)] = value
+            return value
+        made = value.detach()
+        if isinstance(value, FakeTensor) or value.layout is not torch.strided:
+            made = made.clone()
+        else:
+            storage = value.untyped_storage()
+            found = self._storages.get(storage._cdata)
+            if found is None and storage.nbytes() == value.nbytes:
+                made = made.clone(memory_format=torch.preserve_format)
+                self._storages[storage._cdata] = made.untyped_storage()
+            else:  # a view, which sees what is written to the others of its memory
+                found = self._storages[storage._cdata] = storage.clone() if found is None else found
+                made = made.new_empty(0).set_(found, value.storage_offset(), value.size(), value.stride())
+        self.known[id(value)] = made
+        return made
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            items = [self.of(item) for item in value]
+            if all(a is b for a, b in zip(items, value, strict=True)):
+                return value
+            made: Any = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        else:
+            made = self._made.get(id(value))
+            if made is None:
+                made = self._made[id(value)] = copy.copy(value)
+            self.known[id(value)] = made
+            _fill(made, value, self.of)
+        self.known[id(value)] = made
+        self.originals[id(made)] = value
+        self._kept += [value, made]
+        return made
+
+
+def _fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
+    """Puts the copies of what a container holds into another one."""
+    names = list(value) if isinstance(value, dict) else []
+    items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]
+    made.clear()
+    if isinstance(value, dict):
+        for name, item in zip(names, items, strict=True):
+            made[name] = item
+    elif isinstance(value, set):
+        made.update(items)
+    else:
+        made.extend(items)

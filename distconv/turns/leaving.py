@@ -1,0 +1,100 @@
+"""What leaves a part: plain whole tensors, in the caller's own lists and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distconv.turns.places_of_state import attributes
+from distconv.turns.reach import Kind, kind_of
+
+
+class Leaving:
+    """What a part holds, as the caller is to find it: whole tensors, in the caller's own containers where they are
+    copies of these.
+
+    ``originals``: by the id of a container, the caller's; None in a part whose values nobody gets. ``entered``: by the
+    id of what the part has of one of the caller's tensors, that tensor. ``known``: the ids of the caller's tensors, and
+    of objects whose attributes are looked at by themselves. ``tensors``: the plain ones that have left.
+    """
+
+    def __init__(
+        self,
+        whole: Callable[[Tensor], Tensor],
+        originals: dict[int, Any] | None,
+        entered: Mapping[int, Tensor],
+        *known: Container[int],
+    ) -> None:
+        self._whole, self._originals, self._entered, self._known = whole, originals, entered, known
+        self.tensors: list[Tensor] = []
+        self._made: dict[int, Any] = {}
+        self._held: list[Any] = []
+
+    def value(self, x: Any) -> Any:
+        """That of a value."""
+        kind = kind_of(x)
+        if kind is Kind.TENSOR:
+            if id(x) in self._entered:
+                return self._entered[id(x)]
+            is_made = isinstance(x, DTensor) or (x.requires_grad and not x.is_leaf)
+            if is_made and not self._is_known(x):
+                return self._once(x, lambda: self._whole(x))
+            self.tensors.append(x)
+            return x
+        if kind is Kind.CONTAINER:
+            return self._once(x, lambda: self._container(x))
+        if kind is Kind.OBJECT and not self._is_known(x):
+            self._once(x, lambda: self._of_object(x))
+        return x
+
+    def _is_known(self, x: Any) -> bool:
+        return any(id(x) in known for known in self._known)
+
+    def _of_object(self, x: Any) -> Any:
+        for name, item in list(attributes("", x).read().items()):
+            value = self.value(item)
+            if value is not item:
+                object.__setattr__(x, name, value)
+        return x
+
+    def _once(self, x: Any, make: Callable[[], Any]) -> Any:
+        if id(x) not in self._made:
+            self._held.append(x)
+            self._made[id(x)] = x  # where it holds itself
+            self._made[id(x)] = make()
+        return self._made[id(x)]
+
+    def _container(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            items: Any = {key: self.value(item) for key, item in x.items()}
+        else:
+            items = x if isinstance(x, set) else [self.value(item) for item in x]
+        if self._originals is None:
+            return x
+        found = self._originals.get(id(x), x)
+        if _holds(found, items):
+            return found
+        if isinstance(x, tuple):
+            return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+        if not isinstance(found, dict) or list(found) != list(items):
+            found.clear()
+        if isinstance(x, dict):
+            for key, item in items.items():
+                found[key] = item
+        elif isinstance(x, set):
+            found.update(items)
+        else:
+            found.extend(items)
+        return found
+
+
+def _holds(container: Any, items: Any) -> bool:
+    """Whether a container holds the very items, in their order."""
+    if isinstance(container, set):
+        return bool(container == items)
+    if isinstance(container, dict):
+        return list(container) == list(items) and all(container[key] is item for key, item in items.items())
+    return len(container) == len(items) and all(a is b for a, b in zip(container, items, strict=True))

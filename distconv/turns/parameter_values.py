@@ -1,0 +1,194 @@
+"""The values of parameters: every part reads what it has written itself, and in the end all must have written the same.
+
+A part begins with the caller's values. What it writes is in place while it runs, and is put aside when another part
+goes on. Values that parts have written alike are kept once. So a model that masks, clamps or averages its parameters
+does that once, as in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
+
+from distconv.model.direct.parameters import DATA
+from distconv.turns.values_of_parts import Contents, Count, Property, Value
+from distconv.turns.writes import Writes
+
+SAMPLE = 16
+"""So many elements of a parameter are looked at, to find what was changed unseen."""
+
+
+class ParameterValues:
+    """Of some parameters, by their names, while parts run."""
+
+    def __init__(self, parameters: Iterable[tuple[str, Tensor]], parts: int) -> None:
+        self._parts = parts
+        self._names: dict[int, str] = {}
+        self._parameters: dict[int, Tensor] = {}
+        for name, x in parameters:
+            if id(x) not in self._names and not (isinstance(x, DTensor | FakeTensor) or is_lazy(x) or x.is_meta):
+                self._names[id(x)], self._parameters[id(x)] = name, x
+        self.begin()
+
+    def begin(self) -> None:
+        """Every part begins with the caller's values."""
+        self._of_storage: dict[int, list[Tensor]] = {}
+        for x in self._parameters.values():
+            for each in (x, x.grad):
+                if each is not None:
+                    self._of_storage.setdefault(_key(each), []).append(x)
+        with _stock():
+            self._data = {key: DATA.__get__(x) for key, x in self._parameters.items()}
+        self._pointers = {key: x.data_ptr() for key, x in self._data.items()}
+        self._begun = self._state()
+        self._values: dict[Any, Value] = {}
+        """What some part has changed, by what it is and of which storage or parameter."""
+        self._changing: dict[Any, Value] = {}
+        """What the part that runs has changed since it went on."""
+        self._handed_out: dict[Any, Value] = {}
+
+    def is_of_one(self, x: Tensor) -> bool:
+        """Whether a tensor shares the memory of one of them."""
+        return not isinstance(x, FakeTensor) and _key(x) in self._of_storage
+
+    def watch(self) -> Any:
+        """A context in which a part runs: it sees what the part is about to change. Autograd leaves it in backward."""
+        if any(isinstance(mode, Writes) for mode in _get_current_function_mode_stack()):
+            return contextlib.nullcontext()
+        return Writes(self._changes, self._assigns, self._hands_out)
+
+    def _noted(self, key: Any, make: Callable[[], Value]) -> None:
+        found = self._values.get(key)
+        if found is None:
+            with _stock():
+                found = self._values[key] = make()
+        self._changing[key] = found
+
+    def _changes(self, x: Tensor) -> None:
+        of_storage = self._of_storage.get(_key(x), ())
+        if of_storage:
+            storage = x.untyped_storage()
+            self._noted((Contents, _key(x)), lambda: Contents(of_storage[0], storage, self._parts))
+        for each in {id(x): x, **{id(each): each for each in of_storage}}.values():
+            if id(each) in self._parameters and not each.is_inference():
+                self._found(Count, each, functools.partial(Count, each, self._parts), self._begun[id(each)][0])
+
+    def _assigns(self, x: Tensor, name: str) -> None:
+        if id(x) in self._parameters:
+            self._noted((name, id(x)), functools.partial(Property, x, self._parts, name))
+        if name == "data":
+            self._changes(x)  # resize_ changes both
+
+    def _hands_out(self, x: Tensor) -> None:
+        self._changes(x)
+        key = Contents, _key(x)
+        if key in self._values:
+            self._handed_out[key] = self._values[key]
+
+    def arrive(self, part: int) -> None:
+        """Puts what a part has written in place."""
+        if self._values:
+            with _stock():
+                for each in self._values.values():
+                    each.put(each.own[part])
+
+    def leave(self, part: int) -> None:
+        """Keeps what the part that is in place has written."""
+        self._note_moved()
+        changing = {**self._changing, **self._handed_out}
+        if changing:
+            with _stock():
+                for each in changing.values():
+                    each.take(part)
+            self._changing.clear()
+
+    def _note_moved(self) -> None:
+        """Notes the parameters that have been given other memory by `Tensor.set_`, which nobody sees beforehand."""
+        with _stock():
+            for key, x in self._parameters.items():
+                found = self._values.get(("data", key))
+                if x.data_ptr() == (self._pointers[key] if found is None else found.now.data_ptr()):
+                    continue
+                self._found("data", x, functools.partial(Property, x, self._parts, "data"), self._data[key])
+                self._changes(x)
+
+    def _found(self, kind: Any, x: Tensor, make: Callable[[], Value], callers: Any) -> None:
+        """Notes what a part may have changed already; what it is to the caller is given here."""
+        key = kind, id(x)
+        if key not in self._values:
+            made = self._values[key] = make()
+            made.callers, made.own = callers, [callers] * self._parts
+        self._changing[key] = self._values[key]
+
+    def _state(self) -> dict[int, tuple[int, bytes]]:
+        """Of each parameter how often it was changed, and some of its elements."""
+        with _stock():
+            samples = [_sampled(x) for x in self._data.values()]
+            together = torch.cat([each.cpu() for each in samples]).numpy().tobytes() if samples else b""
+            ends = itertools.accumulate(each.numel() for each in samples)
+            counts = [0 if x.is_inference() else x._version for x in self._parameters.values()]
+        return {
+            key: (count, together[end - each.numel() : end])
+            for key, count, each, end in zip(self._parameters, counts, samples, ends, strict=True)
+        }
+
+    def unseen(self) -> str | None:
+        """The name of a parameter that was changed without being seen; None where there is none."""
+        for key, state in self._state().items():
+            seen = (Count, key), ("data", key), (Contents, _key(self._data[key]))
+            if state != self._begun[key] and not any(each in self._values for each in seen):
+                return self._names[key]
+        return None
+
+    def disputed(self) -> str | None:
+        """The name of a parameter to which the parts have written different values."""
+        with _stock():
+            found = next((each for each in self._values.values() if not each.is_agreed()), None)
+        return None if found is None else self._names[id(found.parameter)]
+
+    def put_back(self) -> None:
+        """All parameters have the values that they had."""
+        with _stock():
+            for each in self._values.values():
+                each.put(each.callers)
+
+
+def _key(x: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        try:
+            return x.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # a kind without memory of its own
+            return -1
+
+
+def _sampled(x: Tensor) -> Tensor:
+    """The bytes of some elements, from all over a tensor."""
+    step = max(x.numel() // SAMPLE, 1)
+    if x.numel() * x.element_size() <= x.untyped_storage().nbytes() - x.storage_offset() * x.element_size():
+        found = x.as_strided((min(x.numel(), SAMPLE),), (step,))
+    else:  # elements that share memory
+        found = x.reshape(-1)[::step][:SAMPLE]
+    return found.contiguous().view(torch.uint8)
+
+
+class _stock:
+    """A context of stock torch, without what the part has entered."""
+
+    def __enter__(self) -> None:
+        self._inner = torch._C.DisableTorchFunction(), torch.no_grad(), torch.inference_mode(False)
+        for each in self._inner:
+            each.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for each in reversed(self._inner):
+            each.__exit__(*exc)

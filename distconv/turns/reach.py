@@ -1,0 +1,220 @@
+"""What a call of a model may read and change: all that is reached from its modules.
+
+That are attributes of modules and of other objects, the variables of hooks and of the functions that these call, global
+ones among them, and what lists and dicts hold of such. What belongs to Python, to torch or to a library's classes of
+data is not looked into.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distconv.tensors.user_lines import is_programs
+from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, Place, attributes
+
+MOST = 200_000
+"""The most values that are looked at in one call."""
+
+
+class Kind(Enum):
+    """What is done with a value of a class."""
+
+    SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS = range(9)
+
+
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "mucudnn"})
+"""Packages whose objects are not looked into."""
+
+
+def kind_of(value: Any) -> Kind:
+    """That of a value."""
+    cls: Any = type(value)
+    return _kind(cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(cls: Any) -> Kind:
+    if issubclass(cls, Tensor):
+        return Kind.TENSOR
+    if issubclass(cls, nn.Module | torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
+        return Kind.OBJECT
+    if issubclass(cls, list | dict | set | deque | tuple) and not hasattr(cls, "n_sequence_fields"):
+        return Kind.CONTAINER
+    if issubclass(cls, torch.Generator | random.Random) or (
+        cls.__module__.startswith("numpy.random") and hasattr(cls, "bit_generator")
+    ):
+        return Kind.GENERATOR
+    for kind, classes in _OF_PYTHON.items():
+        if issubclass(cls, classes):
+            return kind
+    if not (cls.__dictoffset__ or hasattr(cls, "__slots__")) or cls.__module__.partition(".")[0] in _FOREIGN:
+        return Kind.SHARED
+    return Kind.OBJECT
+
+
+_OF_PYTHON: dict[Kind, Any] = {
+    Kind.FUNCTION: types.FunctionType,
+    Kind.METHOD: types.MethodType,
+    Kind.PARTIAL: functools.partial,
+    Kind.CLASS: type,
+    Kind.SHARED: (types.ModuleType, types.BuiltinFunctionType, Enum, BaseException),
+}
+
+
+class Reach:
+    """Attributes:
+    objects: that have attributes, with their names; modules come first.
+    parameters: all of them, with their names.
+    places: what else has values.
+    generators: of random numbers.
+    differentiable: tensors besides parameters that gradients are asked of.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.objects: list[tuple[str, Any]] = []
+        self.parameters: list[tuple[str, Tensor]] = []
+        self.places: list[Place] = []
+        self.generators: list[Any] = []
+        self.differentiable: list[Tensor] = []
+        self._seen: dict[Any, Any] = {}
+        self._left = MOST
+        self._waiting: deque[tuple[str, Any, bool]] = deque()
+        self._add(type(module).__name__, module)
+        while self._waiting and self._left > 0:
+            self._waiting.extend(self._found(*self._waiting.popleft()))
+
+    def _add(self, name: str, model: nn.Module) -> None:
+        """Notes all modules of a model, and what they hold."""
+        found = [(inner or name, each) for inner, each in model.named_modules() if each is model or not self._has(each)]
+        self._seen.update((id(each), each) for _, each in found)
+        for inner, each in found:
+            self.objects.append((inner, each))
+            for own, x in each._parameters.items():
+                if x is not None and not self._has(x):
+                    self._seen[id(x)] = x
+                    self.parameters.append((own if each is model else f"{inner}.{own}", x))
+            self._waiting.extend(self._within(inner, each))
+
+    def _has(self, value: Any) -> bool:
+        return id(value) in self._seen
+
+    def _found(self, name: str, value: Any, is_fixed: bool) -> Iterator[tuple[str, Any, bool]]:
+        """Notes a value, and gives those that are reached from it. ``is_fixed``: no other can be put in its place."""
+        kind = kind_of(value)
+        if kind is Kind.SHARED or id(value) in self._seen:
+            return
+        self._left -= 1
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._add(name, value)
+            return
+        if kind is Kind.TENSOR:
+            if isinstance(value, nn.Parameter):
+                self.parameters.append((name, value))
+            elif value.requires_grad:
+                self.differentiable.append(value)
+        elif kind is Kind.OBJECT:
+            self.objects.append((name, value))
+            yield from self._within(name, value)
+        elif kind is Kind.CONTAINER:
+            if is_fixed and not isinstance(value, tuple):
+                self.places.append(Items(name, value))
+            for item in list(value.values()) if isinstance(value, dict) else list(value):
+                if kind_of(item) is not Kind.SHARED:
+                    yield name, item, is_fixed and isinstance(value, tuple)
+        elif kind is Kind.GENERATOR:
+            self.generators.append(value)
+        elif kind is Kind.METHOD:
+            yield name, value.__self__, True
+            yield name, value.__func__, True
+        elif kind is Kind.PARTIAL:
+            for item in (value.func, *value.args, *value.keywords.values()):
+                yield name, item, True
+        elif kind is Kind.CLASS:
+            del self._seen[id(value)]
+            yield from self._of_class(value)
+        elif kind is Kind.FUNCTION:
+            yield from self._of_function(value)
+
+    def _within(self, name: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
+        """What an object holds, and its class."""
+        for own, item in attributes(name, value).read().items():
+            kind = kind_of(item)
+            if kind is Kind.SHARED or (kind is Kind.CONTAINER and not item) or own in ("_modules", "_parameters"):
+                continue
+            yield f"{name}.{own}", item, False
+        yield from self._of_class(type(value))
+
+    def _of_class(self, kind: type) -> Iterator[tuple[str, Any, bool]]:
+        for cls in kind.__mro__:
+            if id(cls) not in self._seen and _is_programs(cls):
+                self._seen[id(cls)] = cls
+                names = [own for own, item in vars(cls).items() if _is_state(own, item)]
+                if names:
+                    self.places.append(OfClass(cls, names))
+                for own, item in list(vars(cls).items()):
+                    yield f"{cls.__name__}.{own}", getattr(item, "__func__", getattr(item, "fget", item)), False
+
+    def _of_function(self, function: Any) -> Iterator[tuple[str, Any, bool]]:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                place = Cell(name, cell)
+                if place.read():
+                    self.places.append(place)
+                    yield name, cell.cell_contents, False
+        for item in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            yield function.__name__, item, True
+        if not is_programs(function.__code__.co_filename):
+            return
+        of_all, key = function.__globals__, id(function.__globals__)
+        read, written = _names(function.__code__)
+        for name in (*read, *written):
+            if name not in of_all or (key, name) in self._seen:
+                continue
+            self._seen[key, name] = of_all
+            value = of_all[name]
+            if name in written or kind_of(value) in (Kind.CONTAINER, Kind.TENSOR):
+                self.places.append(Globals(of_all, name))
+            yield name, value, False
+
+
+def _is_programs(cls: type) -> bool:
+    """Whether a class is the program's own."""
+    module = sys.modules.get(cls.__module__)
+    return cls.__module__ != "builtins" and is_programs(getattr(module, "__file__", None) or "")
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Whether an attribute of a class is no part of its code."""
+    return not name.startswith("__") and (
+        value is None or isinstance(value, bool | int | float | str) or kind_of(value) in (Kind.CONTAINER, Kind.TENSOR)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The global names that some code reads, and those that it writes; also within the functions that it makes."""
+    read: dict[str, None] = {}
+    written: dict[str, None] = {}
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read[each.argval] = None
+        elif each.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            written[each.argval] = None
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            for names, into in zip(_names(inner), (read, written), strict=True):
+                into.update(dict.fromkeys(names))
+    return tuple(read), tuple(written)

@@ -1,0 +1,112 @@
+"""Writes: the functions of torch by which a program changes a tensor in place, seen before they run.
+
+A part shares the parameters with the other parts. So what a part changes is noted before it is changed, whoever holds
+the tensor, and by whatever view or alias of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from distconv.model.direct.activation import Activation
+from distconv.model.direct.parameters import DATA, is_in_place
+
+_GRAD: Any = Tensor.grad
+_REQUIRES_GRAD: Any = Tensor.requires_grad
+
+
+@functools.cache
+def _assigned() -> dict[Any, str]:
+    """What gives a tensor another property, and which. That of torch is another one once parts run."""
+    data: Any = Tensor.data
+    return {
+        **dict.fromkeys((DATA.__set__, data.__set__, Tensor.set_, Tensor.resize_, Tensor.resize_as_), "data"),
+        **dict.fromkeys((_GRAD.__set__, _GRAD.__delete__), "grad"),
+        **dict.fromkeys((_REQUIRES_GRAD.__set__, Tensor.requires_grad_), "requires_grad"),
+    }
+
+
+_HANDING_OUT = frozenset(
+    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
+)
+"""What gives the memory of a tensor to somebody whose writes cannot be seen."""
+
+_BY_OPTION = frozenset({F.embedding, F.embedding_bag, torch.embedding_renorm_})
+"""What changes its second tensor in place, where max_norm is given."""
+
+
+class Writes(TorchFunctionMode):
+    """While it is entered, each tensor that is about to be changed is told to ``changes``, plain as this rank has it.
+
+    ``assigns``: is told of a tensor whose property of a name is about to be another one. ``hands_out``: of one whose
+    memory somebody may change from now on without being seen.
+    """
+
+    def __init__(
+        self,
+        changes: Callable[[Tensor], None],
+        assigns: Callable[[Tensor, str], None],
+        hands_out: Callable[[Tensor], None],
+    ) -> None:
+        super().__init__()
+        self._changes, self._assigns, self._hands_out = changes, assigns, hands_out
+        self._assigned = _assigned()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tell = self._teller(func, kwargs)
+        if tell is not None:
+            for x in _written(func, args, kwargs):
+                tell(x)
+        return func(*args, **kwargs)
+
+    def _teller(self, func: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
+        name = self._assigned.get(func)
+        if name is not None:
+            return lambda x: self._assigns(x, name)
+        if func in _HANDING_OUT:
+            return self._hands_out
+        return self._changes if _writes(func) or "out" in kwargs or func in _BY_OPTION else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes(func: Any) -> bool:
+    """Whether a function changes one of its arguments, as its name tells."""
+    schema = getattr(func, "_schema", None)
+    if schema is not None:
+        return bool(schema.is_mutable)
+    return is_in_place(getattr(func, "__name__", ""))
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The plain tensors of this rank that a function changes."""
+    if "out" in kwargs:
+        yield from _plain(kwargs["out"])
+    elif func in _BY_OPTION or getattr(func, "__name__", "").startswith("_fused"):
+        for value in (*args, *kwargs.values()):
+            yield from _plain(value)
+    else:
+        for value in args[:1] or kwargs.values():
+            yield from _plain(value)
+
+
+def _plain(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _plain(item)
+    elif isinstance(value, Activation):
+        found = value.dtensor._local_tensor if value.dtensor is not None else value.root
+        if found is not None:
+            yield found
+    elif isinstance(value, DTensor):
+        yield value._local_tensor
+    elif isinstance(value, Tensor):
+        yield value

@@ -1,0 +1,122 @@
+"""What parts in turn refuse: in one line, which says what is accepted."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import distconv
+
+
+def body() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+
+
+class Changing(nn.Module):
+    """Its parts write different values, or where nothing sees it."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.conv, self.change, self.at = nn.Conv2d(2, 2, 3, padding=1), change, 0
+        self.memory = self.conv.weight.detach().numpy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self)
+        return self.conv(x)
+
+
+def part() -> int:
+    return int(threading.current_thread().name.removeprefix("part "))
+
+
+def differently(self: Any) -> None:
+    self.conv.weight.data *= 1 + part()
+
+
+def count_differently(self: Any) -> None:
+    self.at += part()
+
+
+def unseen(self: Any) -> None:
+    self.memory[0, 0, 0, 0] += 1
+
+
+def refused(change: Callable[[Any], None]) -> None:
+    model = Changing(change)
+    before = model.conv.weight.detach().clone()
+    try:
+        distconv.in_turn(model, "height=2")(torch.randn(1, 2, 6, 6))
+    finally:
+        assert change is unseen or torch.equal(model.conv.weight, before)
+
+
+def kept_elsewhere() -> Tensor:
+    found: list[Tensor] = []
+    model = Changing(lambda self: None)
+    model.conv.register_forward_hook(functools.partial(keep, iter([found])))
+    distconv.in_turn(model, "height=2")(torch.randn(1, 2, 6, 6))
+    return found[0]
+
+
+def keep(where: Any, module: Any, args: Any, output: Tensor) -> None:
+    for found in where:
+        found.append(output)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "an axis of channels": (lambda: distconv.in_turn(body(), "channel=2"), ValueError, "accepted: axis=parts.*depth"),
+    "a size that is none": (
+        lambda: distconv.in_turn(body(), "height=2", memory="many"),
+        ValueError,
+        "'many'",
+    ),
+    "an unknown axis": (lambda: distconv.in_turn(body(), "hight=2"), ValueError, "did you mean height"),
+    "a dim that is not there": (
+        lambda: distconv.in_turn(nn.Conv1d(2, 2, 3), "height=2")(torch.randn(1, 2, 8)),
+        ValueError,
+        "has no height",
+    ),
+    "a parameter that parts change differently": (
+        lambda: refused(differently),
+        distconv.UnsupportedOperation,
+        "changes conv.weight in its call",
+    ),
+    "an attribute that parts change differently": (
+        lambda: refused(count_differently),
+        distconv.UnsupportedOperation,
+        "changes Changing.at in its call",
+    ),
+    "a parameter that is changed by nothing of torch": (
+        lambda: refused(unseen),
+        distconv.UnsupportedOperation,
+        "the parameter conv.weight was changed",
+    ),
+    "a tensor that is kept where nobody looks": (
+        lambda: kept_elsewhere().mean(),
+        distconv.UnsupportedOperation,
+        "has kept is used outside of the call",
+    ),
+    "second derivatives": (
+        lambda: torch.autograd.grad(
+            distconv.in_turn(body(), "height=2")(x := torch.randn(2, 4, 6, 6, requires_grad=True)).sum(),
+            x,
+            create_graph=True,
+        ),
+        distconv.UnsupportedOperation,
+        "create_graph",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_said_in_one_line(name: str) -> None:
+    call, error, said = REFUSED[name]
+    with pytest.raises(error, match=said) as raised:
+        call()
+    assert "\n" not in str(raised.value)

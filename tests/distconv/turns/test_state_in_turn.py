@@ -1,0 +1,126 @@
+"""What models do to their state while they compute happens once in turn: kinds of it against stock torch in float64."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kinds_of_state
+import pytest
+import torch
+from kinds_of_state import KINDS, Noted, kept, seen
+from torch import Tensor, nn
+
+import distconv
+
+TOLERANCE = 1e-10
+
+PARTS = ("height=2", "sample=2", "width=2")
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from (("kept " + name, value) for name, value in kept.items())
+    yield from (("seen", list(seen)), ("calls", kinds_of_state.calls), ("total", Noted.total))
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach().clone()
+        yield f"{name}.grad", None if parameter.grad is None else parameter.grad.clone()
+        yield from ((f"{name}.{own}", value) for own, value in vars(parameter).items())
+    for name, module in model.named_modules():
+        for own, value in vars(module).items():
+            if not own.startswith("_") and own not in ("before", "optimizer", "pairs"):
+                yield f"{name}.{own}", value
+        yield from ((f"{name}.{own}", value.clone()) for own, value in module._buffers.items() if value is not None)
+
+
+def _values(value: Any) -> Any:
+    """What is compared: tensors as lists of numbers."""
+    if isinstance(value, Tensor):
+        assert type(value) in (Tensor, nn.Parameter)
+        return value.detach().clone()
+    if isinstance(value, Noted):
+        return _values(vars(value))
+    if isinstance(value, dict):
+        return {name: _values(item) for name, item in value.items()}
+    if isinstance(value, list | tuple | collections.deque):
+        return [_values(item) for item in value]
+    return value if isinstance(value, bool | int | float | str | None) else None
+
+
+def is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(is_same(a[name], b[name]) for name in a)
+    return type(a) is type(b) and bool(a == b)
+
+
+def trained(build: Callable[[], nn.Module], parts: str | None) -> list[tuple[str, Any]]:
+    """What three steps leave."""
+    kept.clear()
+    seen.clear()
+    kinds_of_state.calls = Noted.total = 0
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    if parts is not None:
+        distconv.in_turn(model, parts)
+    found: list[tuple[str, Any]] = []
+    for step in range(3):
+        x = torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append((f"loss {step}", loss.detach()))
+    return found + [(name, _values(value)) for name, value in _state(model)]
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_model_does_to_its_state_happens_once(name: str) -> None:
+    right = trained(KINDS[name], None)
+    for parts in PARTS:
+        found = trained(KINDS[name], parts)
+        assert [name for name, _ in found] == [name for name, _ in right], parts
+        for (what, value), (_, expected) in zip(found, right, strict=True):
+            assert is_same(value, expected), f"{what} with {parts}: {value} instead of {expected}"
+
+
+class Conditioned(nn.Module):
+    """Is given tensors by its attributes, of which gradients are asked, and keeps its last result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.condition, self.factor = nn.Conv2d(2, 2, 3, padding=1), torch.zeros(()), torch.ones(())
+        self.last: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.conv(x * self.factor) + self.condition + self.last
+        return self.last
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_gradients_of_tensors_that_a_model_has_as_attributes(parts: str) -> None:
+    outcomes = []
+    for is_turned in (False, True):
+        torch.manual_seed(0)
+        model = Conditioned()
+        if is_turned:
+            distconv.in_turn(model, parts)
+        source = torch.randn(4, 2, 8, 8, requires_grad=True)
+        model.factor = torch.randn((), requires_grad=True)
+        model.condition = source * 2
+        model(torch.randn(4, 2, 8, 8))
+        model(torch.randn(4, 2, 8, 8)).square().sum().backward()
+        outcomes.append([source.grad, model.factor.grad, model.conv.weight.grad, model.last])
+        assert model.condition.grad_fn is not None
+    assert is_same(*([_values(x) for x in outcome] for outcome in outcomes))
