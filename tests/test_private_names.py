@@ -22,8 +22,8 @@ from mucudnn.private_names import MissingName, Name, demand, is_there
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = {"mucudnn": mucudnn.private_names.NAMES, "distconv": distconv.private_names.NAMES}
 OTHERS = {
-    *("_current_frames", "_exit", "_getframe", "_inst", "_mmap", "_run_exitfuncs", "_shutdown", "_urandom"),
-    *("_use_fd_functions", "_distconv_copy", "_distconv_history"),
+    *("_at_fork_reinit", "_current_frames", "_exit", "_getframe", "_inst", "_mmap", "_run_exitfuncs", "_shutdown"),
+    *("_urandom", "_use_fd_functions", "_distconv_copy", "_distconv_history"),
 }
 """Private attributes of objects of Python and NumPy, and those that we give to objects of torch."""
 SOME = "torch._C._select_conv_backend"

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.rules.outside import answered, may_run_whole
+from distconv.rules.registrations import by_torch, registrations
 from distconv.rules.schemas import is_tensor, is_view, operator
-from distconv.rules.stock import leave, leave_to_torch
+from distconv.rules.stock import leave
 from distconv.tensors.gathering.calls import in_model_call
 from distconv.tensors.gathering.record import admit
 from distconv.tensors.layouts import undoes_shard
@@ -45,25 +46,21 @@ it: called with (operator, args, kwargs, error).
 """
 
 
-registered: set[str] = set()
-"""The operators that have a rule."""
-
-
 def rule(*operators: str) -> Callable[[H], H]:
     """Register ``handler(func, *args, **kwargs)`` for the named operators on DTensors of our meshes."""
 
     def register(handler: H) -> H:
         def dispatch(cls: type, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
             kwargs = kwargs or {}
-            if torch.is_inference_mode_enabled() and _views_normal(func, args):
-                # As of a plain tensor, a view is no inference tensor.
-                with torch.inference_mode(False), torch.no_grad():
-                    return dispatch(cls, func, types, args, kwargs)
             mesh = _mesh(args)
             if mesh is None and kwargs:
                 mesh = _mesh(list(kwargs.values()))
             if mesh is None or not is_ours(mesh):
-                return leave_to_torch(func, args, kwargs)
+                return by_torch(func, args, kwargs)
+            if torch.is_inference_mode_enabled() and _views_normal(func, args):
+                # As of a plain tensor, a view is no inference tensor.
+                with torch.inference_mode(False), torch.no_grad():
+                    return dispatch(cls, func, types, args, kwargs)
             try:
                 args = entering(func, args, mesh)
                 then = [check(func, args, kwargs) for check in checks]
@@ -77,8 +74,7 @@ def rule(*operators: str) -> Callable[[H], H]:
                 raise
 
         for name in operators:
-            torch.library.register_torch_dispatch(name, DTensor, dispatch)
-            registered.add(name)
+            registrations.add_rule(name, dispatch)
         return handler
 
     return register
@@ -95,7 +91,7 @@ def above_autograd(name: str) -> Callable[[H], H]:
 
     def register(function: H) -> H:
         stock_operator = operator(name.removeprefix("aten::"))
-        if name not in registered:
+        if name not in registrations:
             rule(name)(functools.partial(_function_or_parts, function))
 
         @functools.wraps(function)
@@ -121,11 +117,7 @@ def above_autograd(name: str) -> Callable[[H], H]:
                     raise
                 return stand_ins[-1](stock_operator, args, kwargs, error)
 
-        for key in ("AutogradCPU", "AutogradCUDA", "AutogradMeta"):
-            run = functools.partial(kernel, torch.library.get_kernel(name, key))
-            _library.impl(name.removeprefix("aten::"), run, key, with_keyset=True)
-            # What torch.compile has traced before has made torch remember the kernel that ran then.
-            stock_operator._uncache_dispatch(getattr(torch._C.DispatchKey, key))
+        registrations.add_kernel(name, kernel)
         return function
 
     return register
@@ -139,8 +131,6 @@ def _function_or_parts(function: Callable[..., Any], func: Any, *args: Any, **kw
 def _plain(value: Any) -> Any:
     return plain(value) if isinstance(value, Tensor) else value
 
-
-_library = torch.library.Library("aten", "IMPL")
 
 _SUBCLASS = torch._C.DispatchKey.Python
 """Among the keys of a call where a tensor is of a subclass, or a mode of torch's is on."""
@@ -187,7 +177,7 @@ def discover() -> None:
         *(
             name
             for name in made_of_others
-            if name.startswith("aten::") and not name.endswith("out") and name not in registered
+            if name.startswith("aten::") and not name.endswith("out") and name not in registrations
         )
     )(_taken_apart)
     importlib.import_module(f"{package}.fallback").register()
@@ -225,7 +215,7 @@ def unruled(wanted: Callable[[Any], bool]) -> list[str]:
 
 def schemas_without_rule() -> list[tuple[str, Any]]:
     """torch's operators without a rule, and the schema of each."""
-    known = set(torch._C._dispatch_get_all_op_names()) - registered
+    known = set(torch._C._dispatch_get_all_op_names()) - registrations.names
     schemas = (
         (f"{s.name}.{s.overload_name}" if s.overload_name else s.name, s) for s in torch._C._jit_get_all_schemas()
     )

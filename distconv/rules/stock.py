@@ -1,4 +1,4 @@
-"""What torch's DTensor does with an operator by itself, for operators without a rule and for a program's own DTensors.
+"""What torch's DTensor does with an operator by itself, for operators of our DTensors without a rule.
 
 A rule that is registered for an operator hides DTensor's own dispatch of it, so its steps are repeated here.
 """
@@ -15,7 +15,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from distconv.rules.decompositions import has_strategy, without_strategy
-from distconv.tensors.implicit_replication import as_the_program_set
 from distconv.tensors.refusal import refuse
 from distconv.transfer.graph_collectives import kept
 
@@ -44,28 +43,6 @@ def leave(func: Any, *args: Any, **kwargs: Any) -> Any:
         return special(func, args, kwargs)
     parts = func.decompose(*args, **kwargs)
     return _finished(func, args, kwargs, stock(func, args, kwargs)) if parts is NotImplemented else parts
-
-
-def leave_to_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator on a program's own DTensors, as without distconv."""
-    dispatcher = DTensor._op_dispatcher
-    special = dispatcher._custom_op_handlers.get(func)
-    if special is not None:
-        return special(func, tuple(args), kwargs)
-    with as_the_program_set():
-        info = dispatcher.unwrap_to_op_info(func, tuple(args), kwargs)
-    try:
-        dispatcher.sharding_propagator.propagate(info)
-    except NotImplementedError:
-        parts = func.decompose(*args, **kwargs)
-        if parts is NotImplemented:
-            raise
-        return parts
-    except Exception as error:
-        raise RuntimeError(f"{error}\n\nSharding propagation failed for {info.schema}") from error
-    assert info.output_sharding is not None
-    results = dispatcher._dispatch_get_local_results_slow_path(func, tuple(args), info)
-    return _finished(func, args, kwargs, dispatcher.wrap(results, info.output_sharding.output_spec))
 
 
 def _finished(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Any:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._debug_mode import DebugMode
 
 warnings.simplefilter("ignore")
 how = sys.argv[1]
@@ -63,6 +64,21 @@ def gradient() -> Any:
     x = make(4, 4, p=Shard(1)).requires_grad_()
     x.flatten().square().sum().backward()
     return x.grad
+
+
+def steps_in_python() -> Any:
+    """How often torch's dispatch of DTensors leaves C++ for operators that it has seen before, and what is logged."""
+    dispatcher: Any = DTensor._op_dispatcher
+    unwrap, calls = dispatcher.unwrap_to_op_info, []
+    x = make(4, 4)
+    (x + x).relu().sum(0)
+    dispatcher.unwrap_to_op_info = lambda *args, **kwargs: (calls.append(args[0]), unwrap(*args, **kwargs))[1]
+    try:
+        with DebugMode() as mode:
+            (x + x).relu().sum(0)
+    finally:
+        del dispatcher.unwrap_to_op_info
+    return [*map(str, calls), mode.debug_string()]
 
 
 CASES: dict[str, Callable[[], Any]] = {
@@ -117,6 +133,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "interp": lambda: F.interpolate(make(1, 2, 4, 4, p=Shard(0)), scale_factor=2),
     "own module": own_module,
     "grad": gradient,
+    "steps in Python": steps_in_python,
     "size": lambda: make(4, 4).new_zeros(3),
 }
 
@@ -132,7 +149,7 @@ def shown(result: Any) -> str:
 with distconv.distributed_script(mesh) if how == "script" else contextlib.nullcontext():
     for name, case in CASES.items():
         try:
-            print(f"{name}: {shown(case())}")
+            print(f"{name}: {shown(case())}".replace("\n", " "))
         except Exception as error:
             # torch words one error in two ways, with and without a colon, by the path that the operator takes.
             print(f"{name}: {type(error).__name__} {str(error).replace(': got', ' got').splitlines()[0][:100]}")
