@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         layout,
         open,
         parallelize,
+        patched,
         redistribute,
         shard,
+        shutdown,
         whole_state,
     )
     from distconv.turns.turning import in_turn
@@ -48,8 +50,10 @@ __all__ = [
     "layout",
     "open",
     "parallelize",
+    "patched",
     "redistribute",
     "shard",
+    "shutdown",
     "whole_state",
 ]
 

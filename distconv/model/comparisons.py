@@ -15,16 +15,17 @@ from torch import Tensor
 from distconv.model.direct.paths import is_open
 from distconv.model.running import inside
 from distconv.tensors.deferred import begins, deferred
+from distconv.tensors.replacements import replace, until_put_back
 
 COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
 
 
-@functools.cache
+@until_put_back
 def open_comparisons() -> None:
     """Makes tensors compare so from now on, with operators of Python."""
     for name in COMPARISONS:
         method = f"__{name}__"
-        setattr(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
+        replace(Tensor, method, _comparing(getattr(Tensor, method), getattr(torch.ops.aten, name).Tensor))
 
 
 def _comparing(stock: Callable[[Any, Any], Any], operator: Any) -> Callable[[Any, Any], Any]:

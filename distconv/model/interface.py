@@ -5,9 +5,10 @@ Importing this module registers distconv's rules with torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -23,6 +24,7 @@ from distconv.model.parallelize import parallelize as parallelize
 from distconv.model.parallelize import shard as shard
 from distconv.model.parameters import partition_of
 from distconv.model.shard_gather import gather as gather
+from distconv.model.shutdown import shutdown as shutdown
 from distconv.place import find_place
 from distconv.reading.opening import open as open
 from distconv.rules.installation import install_rules
@@ -88,6 +90,29 @@ def init(
     mesh = make_mesh(parsed, ranks=ranks, device_type=device)
     _set_algorithm(mesh, parsed, channel_algorithm)
     return mesh
+
+
+@contextlib.contextmanager
+def patched(
+    partition: str | DeviceMesh | MeshToChoose | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    device_type: str | None = None,
+    channel_algorithm: str | None = None,
+) -> Iterator[DeviceMesh]:
+    """A context with the mesh that `init` makes of the same arguments, at whose end `shutdown` is called.
+
+    Raises:
+        ValueError: as `init`.
+        RuntimeError: as `shutdown`, also at the beginning.
+    """
+    shutdown()
+    install_rules()
+    mesh = init(partition, ranks=ranks, device_type=device_type, channel_algorithm=channel_algorithm)
+    try:
+        yield mesh
+    finally:
+        shutdown()
 
 
 def is_first() -> bool:

@@ -13,17 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from distconv.rules.whole import whole_value
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.replacements import replace, until_put_back
 
 MAKERS = ("tensor", "as_tensor", "asarray")
 
 
-@functools.cache
+@until_put_back
 def read_distributed_numbers() -> None:
     """Makes these functions receive plain tensors in place of distributed ones in lists, from now on."""
     for name in MAKERS:
         make = getattr(torch, name)
         reads = _reading(make)
-        setattr(torch, name, reads)
+        replace(torch, name, reads)
         operator = torch.jit._builtins._find_builtin(make)
         if operator is not None:  # scripted functions know torch's functions as objects
             torch.jit._builtins._register_builtin(reads, operator)

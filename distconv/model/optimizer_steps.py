@@ -19,17 +19,18 @@ from torch.distributed.tensor import DTensor
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import has_partial
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.replacements import replace, until_put_back
 
 ELEMENTWISE = ("adadelta", "adagrad", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 """The functions, each in the module of its name; adamw is adam with another decay."""
 
 
-@functools.cache
+@until_put_back
 def step_on_local_tensors() -> None:
     """Makes torch's optimizers compute with this rank's tensors if all tensors of a step have one layout."""
     for name in ELEMENTWISE:
         module = importlib.import_module(f"torch.optim.{name}")
-        setattr(module, name, _on_local_tensors(getattr(module, name)))
+        replace(module, name, _on_local_tensors(getattr(module, name)))
 
 
 def _on_local_tensors(update: Callable[..., None]) -> Callable[..., None]:

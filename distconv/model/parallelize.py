@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,10 +41,11 @@ from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
 from distconv.rules.whole import reads
 from distconv.tensors.gathering.record import record
-from distconv.tensors.implicit_replication import mix_plain_tensors
+from distconv.tensors.implicit_replication import as_before, mix_plain_tensors
 from distconv.tensors.mesh import MeshToChoose, adopt, is_ours, settled, whole_group
 from distconv.tensors.mesh_options import batch_norm_statistics
 from distconv.tensors.plain_tensors import plain
+from distconv.tensors.replacements import replace, until_put_back, when_put_back
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,15 +80,16 @@ def shard(x: Tensor | LazyArray, mesh: DeviceMesh | MeshToChoose) -> DTensor:
     return to_shards(x, mesh)
 
 
-class _EnableInBackward(torch.autograd.Function):
+class _SwitchInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, switch: Callable[[], None]) -> Tensor:
+        ctx.switch = switch
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        mix_plain_tensors()
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.switch()
+        return grad, None
 
 
 _mixing: set[torch.device] = set()
@@ -101,13 +103,19 @@ def mix_in_backward(device: torch.device) -> None:
     """
     if device in _mixing:
         return
+    _switch_in_backward(device, mix_plain_tensors)
+    _mixing.add(device)
+    when_put_back(lambda: _switch_in_backward(device, as_before))
+    when_put_back(_mixing.clear)
+
+
+def _switch_in_backward(device: torch.device, switch: Callable[[], None]) -> None:
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autograd.set_multithreading_enabled(True),
     ):
-        _EnableInBackward.apply(torch.zeros((), device=device, requires_grad=True)).backward()
-    _mixing.add(device)
+        _SwitchInBackward.apply(torch.zeros((), device=device, requires_grad=True), switch).backward()
 
 
 def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
@@ -119,8 +127,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     if not is_ours(mesh):
         adopt(mesh)
     batch_norm_statistics[mesh] = batch_norm or batch_norm_statistics.get(mesh, "global")
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    _check_steps()
+    _look_at_calls()
     install_rules()
     watch_plain_tensors()
     discover()
@@ -136,12 +143,16 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
         mix_in_backward(torch.device("cuda", torch.cuda.current_device()))
 
 
-@functools.cache
-def _check_steps() -> None:
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_pre_hook(record.count_step)
+@until_put_back
+def _look_at_calls() -> None:
+    """Modules run distributed, and what the ranks must agree on is compared."""
+    replace(nn.Module, "__call__", call)
+    replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
+    for hook in (before_step, record.count_step):
+        when_put_back(register_optimizer_step_pre_hook(hook).remove)
     reads.append(settle)
-    nn.Module.load_state_dict = _loading(nn.Module.load_state_dict)  # type: ignore[method-assign]
+    when_put_back(lambda: reads.remove(settle))
+    when_put_back(assigned.clear)
 
 
 def _loading(load: Any) -> Any:

@@ -29,6 +29,7 @@ from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.replacements import until_put_back, when_put_back
 from distconv.transfer.redistribution import moved
 
 
@@ -143,13 +144,10 @@ def partition_of(mesh: DeviceMesh) -> Partition:
     return Partition(tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)))
 
 
-_watching: list[Any] = []
-
-
+@until_put_back
 def _watch_steps() -> None:
     step_on_local_tensors()
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_shard_state))
+    when_put_back(register_optimizer_step_pre_hook(_shard_state).remove)
 
 
 def _shard_state(optimizer: Optimizer, *_: Any) -> None:

@@ -19,9 +19,11 @@ from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.parameters import DATA
 from distconv.model.shard_gather import whole
 from distconv.rules.whole import whole_value
+from distconv.tensors import replacements
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
@@ -89,10 +91,10 @@ def hand_on(late: Tensor, now: DTensor) -> None:
     late.register_post_accumulate_grad_hook(add)
 
 
-@functools.cache
+@until_put_back
 def open_replacement() -> None:
     """From now on sharded tensors take other values whole, where torch swaps tensors or sets their data."""
-    torch.utils.swap_tensors = _swapping(torch.utils.swap_tensors)
+    replacements.replace(torch.utils, "swap_tensors", _swapping(torch.utils.swap_tensors))
 
     def set_data(x: DTensor, value: Tensor) -> None:
         (value,) = as_dtensors([value])
@@ -119,9 +121,9 @@ def open_replacement() -> None:
                 data = data._local_tensor  # type: ignore[union-attr]
         return make(cls, data, requires_grad)
 
-    nn.Parameter.__new__ = new  # type: ignore[method-assign]
-    Tensor.data = property(DATA.__get__, set_data_of_plain)  # type: ignore[assignment]
-    DTensor.data = property(DATA.__get__, set_data)  # type: ignore[assignment]
+    replacements.replace(nn.Parameter, "__new__", new)
+    replacements.replace(Tensor, "data", property(DATA.__get__, set_data_of_plain))
+    replacements.replace(DTensor, "data", property(DATA.__get__, set_data))
 
 
 def _swapping(stock: Any) -> Any:

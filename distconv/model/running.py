@@ -29,6 +29,7 @@ from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
 from distconv.tensors.gathering.calls import model_call
 from distconv.tensors.mesh import is_ours, is_the_programs
+from distconv.tensors.replacements import until_put_back, when_put_back
 
 
 @dataclass
@@ -107,7 +108,7 @@ def entered(run: Run) -> Iterator[None]:
         inside.run, running.uses = outer
 
 
-@functools.cache
+@until_put_back
 def adopt_parameters() -> None:
     """From now on parameters that a model registers while it runs are in use at once."""
 
@@ -116,7 +117,7 @@ def adopt_parameters() -> None:
         if run is not None and parameter is not None:
             run.uses.adopt(parameter, run.mesh)
 
-    register_module_parameter_registration_hook(adopt)
+    when_put_back(register_module_parameter_registration_hook(adopt).remove)
 
 
 def as_direct(values: Any) -> Any:

@@ -23,6 +23,7 @@ from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of, refuse
+from distconv.tensors.replacements import replace
 from distconv.tensors.user_lines import asked_for
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
@@ -72,8 +73,6 @@ def install() -> None:
     """Makes operators without rule and strategy on distconv's meshes come here where DTensor would search."""
     dispatcher = DTensor._op_dispatcher
     search = dispatcher._propagate_op_sharding_dispatch_slow_path
-    if getattr(search, "never_searches", False):
-        return
 
     def at_once(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op_info: Any, try_cache: bool) -> Any:
         if not is_ours(op_info.compute_mesh) or has_strategy(func):
@@ -84,5 +83,4 @@ def install() -> None:
             complete(error, func, list(operands_of((*args, *kwargs.values()))), asked_for)
             raise
 
-    at_once.never_searches = True  # type: ignore[attr-defined]
-    dispatcher._propagate_op_sharding_dispatch_slow_path = at_once  # type: ignore[assignment,method-assign]
+    replace(dispatcher, "_propagate_op_sharding_dispatch_slow_path", at_once)

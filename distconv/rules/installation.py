@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-
 from distconv.rules import decompositions
 from distconv.rules.registrations import registrations
-from distconv.rules.registry import discover, install_guard
+from distconv.rules.registry import discover, install_guard, install_methods
+from distconv.tensors.replacements import until_put_back, when_put_back
 from distconv.transfer import compilers
 
 
-@functools.cache
+@until_put_back
 def install_rules() -> None:
     """Makes torch run operators on distconv's meshes by their rules, and refuse what has none; once in a process."""
     discover()
     registrations.put_in_place()
+    when_put_back(registrations.take_back)
+    install_methods()
     install_guard()
     decompositions.install()
     compilers.watch()

@@ -29,6 +29,7 @@ from distconv.tensors.layouts import undoes_shard
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.plain_tensors import entering, plain
 from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of
+from distconv.tensors.replacements import once, replace
 from distconv.tensors.user_lines import asked_for
 
 H = TypeVar("H", bound=Callable[..., Any])
@@ -136,8 +137,8 @@ _SUBCLASS = torch._C.DispatchKey.Python
 """Among the keys of a call where a tensor is of a subclass, or a mode of torch's is on."""
 
 
-methods: set[str] = set()
-"""The methods of DTensor that have a handler."""
+methods: dict[str, Callable[..., Any]] = {}
+"""The methods of DTensor that have a handler, and what is put in the place of each."""
 
 
 def method(name: str) -> Callable[[H], H]:
@@ -145,7 +146,6 @@ def method(name: str) -> Callable[[H], H]:
 
     def register(handler: H) -> H:
         stock_method = getattr(DTensor, name)
-        methods.add(name)
 
         @functools.wraps(stock_method)
         def chosen(self: DTensor, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def method(name: str) -> Callable[[H], H]:
                 complete(error, f"DTensor.{name}", list(operands_of((self, *args, *kwargs.values()))), asked_for)
                 raise
 
-        setattr(DTensor, name, chosen)
+        methods[name] = chosen
         return handler
 
     return register
@@ -227,7 +227,7 @@ def _views_normal(func: Any, args: Sequence[Any]) -> bool:
     return is_view(func) and isinstance(args[0], DTensor) and not args[0].is_inference()
 
 
-@functools.cache
+@once
 def watch_plain_tensors() -> None:
     """Look at every operator that may be given a plain tensor beside a DTensor, whether it has a rule or not.
 
@@ -242,14 +242,18 @@ def watch_plain_tensors() -> None:
     rule(*unruled(takes_several))(leave)
 
 
+def install_methods() -> None:
+    """Makes DTensor's methods with a handler ask it."""
+    for name, chosen in methods.items():
+        replace(DTensor, name, chosen)
+
+
 def install_guard() -> None:
     """Make every silent gather of a shard on one of our meshes an ``UnsupportedOperation``, before it communicates, or
     count it where it stands outside every model's call.
     """
     dispatcher = DTensor._op_dispatcher
     redistribute = dispatcher.redistribute_local_args
-    if getattr(redistribute, "refuses_gathers", False):
-        return
 
     def guarded(op_info: Any, suggested: Any, *rest: Any) -> None:
         leaves = torch.utils._pytree.tree_leaves(suggested.args_schema)
@@ -275,5 +279,4 @@ def install_guard() -> None:
                 raise complete(error, suggested.op, operands, asked_for)
         redistribute(op_info, suggested, *rest)
 
-    guarded.refuses_gathers = True  # type: ignore[attr-defined]
-    dispatcher.redistribute_local_args = guarded  # type: ignore[assignment,method-assign]
+    replace(dispatcher, "redistribute_local_args", guarded)

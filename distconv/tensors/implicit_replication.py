@@ -8,12 +8,13 @@ operator runs on the program's own DTensors.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.tensor import DTensor
+
+from distconv.tensors.replacements import replace, until_put_back, when_put_back
 
 
 class _Thread(threading.local):
@@ -33,20 +34,28 @@ def mix_plain_tensors() -> None:
         _keep_what_the_program_sets()
         _thread.program, _thread.ours = dispatcher._allow_implicit_replication, True
         _switch.fset(dispatcher, True)
+        when_put_back(as_before)
+
+
+def as_before() -> None:
+    """The switch of this thread is what the program has set."""
+    if _thread.ours:
+        _thread.ours = False
+        _switch.fset(DTensor._op_dispatcher, _thread.program)
 
 
 _switch: Any = type(DTensor._op_dispatcher).__dict__["_allow_implicit_replication"]
 """torch's own property."""
 
 
-@functools.cache
+@until_put_back
 def _keep_what_the_program_sets() -> None:
     def keep(dispatcher: Any, value: bool) -> None:
         _thread.program = value
         if not _thread.ours:
             _switch.fset(dispatcher, value)
 
-    type(DTensor._op_dispatcher)._allow_implicit_replication = property(_switch.fget, keep)  # type: ignore[assignment]
+    replace(type(DTensor._op_dispatcher), "_allow_implicit_replication", property(_switch.fget, keep))
 
 
 @contextlib.contextmanager

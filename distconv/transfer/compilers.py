@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.replacements import replace, until_put_back
 from distconv.transfer.graph_merges import merge_all
 from distconv.transfer.unread import read_all, side
 
@@ -46,10 +47,10 @@ def watch() -> None:
             tensors.__tensor_flatten__ = flatten
         return flatten(self)
 
-    tensors.__tensor_flatten__ = flattened
-    tensors.__tensor_unflatten__ = staticmethod(_together(tensors.__tensor_unflatten__))
+    replace(tensors, "__tensor_flatten__", flattened)
+    replace(tensors, "__tensor_unflatten__", staticmethod(_together(tensors.__tensor_unflatten__)))
     if hasattr(tensors, "_stable_hash_for_caching"):  # without it, no two processes have a key in common
-        tensors._stable_hash_for_caching = _hashed(tensors._stable_hash_for_caching)
+        replace(tensors, "_stable_hash_for_caching", _hashed(tensors._stable_hash_for_caching))
 
 
 def _together(stock: Callable[..., DTensor]) -> Callable[..., DTensor]:
@@ -88,7 +89,7 @@ def _hashed(hash_of: Callable[[DTensor], str]) -> Callable[[DTensor], str]:
     return of_others
 
 
-@functools.cache
+@until_put_back
 def _guarded_quickly() -> None:
     """Lets a graph remember the layouts of its inputs with their mesh itself, which is compared at once.
 
@@ -96,10 +97,10 @@ def _guarded_quickly() -> None:
     """
     from torch._dynamo import guards
 
-    guards.extract_dtensor_spec = lambda guard, value: copy.copy(value)
+    replace(guards, "extract_dtensor_spec", lambda guard, value: copy.copy(value))
 
 
-@functools.cache
+@until_put_back
 def _as_often_everywhere() -> None:
     """Collectives of a graph stay as many as they are, also where two of a rank have equal inputs.
 
@@ -111,17 +112,17 @@ def _as_often_everywhere() -> None:
     from torch._functorch import compile_utils, partitioners
 
     operators = [getattr(torch.ops._c10d_functional, name) for name in (*COLLECTIVES, "wait_tensor")]
-    compile_utils.rand_ops.extend((*operators[:-1], torch.ops.distconv.drawn_whole))
+    replace(compile_utils, "rand_ops", [*compile_utils.rand_ops, *operators[:-1], torch.ops.distconv.drawn_whole])
     must_be_in_forward = partitioners._must_be_in_forward
 
     def kept_in_forward(node: torch.fx.Node) -> bool:
         of_forward = node.meta.get("partitioner_tag") == "is_forward"
         return must_be_in_forward(node) or (of_forward and getattr(node.target, "overloadpacket", None) in operators)
 
-    partitioners._must_be_in_forward = kept_in_forward
+    replace(partitioners, "_must_be_in_forward", kept_in_forward)
 
 
-@functools.cache
+@until_put_back
 def _unread_too() -> None:
     """Collectives stay in a graph, too, where the rank itself reads nothing of what they make.
 
@@ -136,12 +137,13 @@ def _unread_too() -> None:
         read_all(joint_module.graph)
         before(joint_module)
 
-    partitioners.force_save_collectives = read_before
+    replace(partitioners, "force_save_collectives", read_before)
     if is_not_collective is not None:  # else nothing that is waited for is taken out
-        partitioners.is_not_collective = lambda node: side(node) is not None or is_not_collective(node)
+        taken = lambda node: side(node) is not None or is_not_collective(node)  # noqa: E731
+        replace(partitioners, "is_not_collective", taken)
 
 
-@functools.cache
+@until_put_back
 def _beneath_autograd() -> None:
     """Graphs of a model are called beneath autograd."""
     from distconv.transfer import graph_calls  # which imports torch's compilers
@@ -149,7 +151,7 @@ def _beneath_autograd() -> None:
     graph_calls.watch()
 
 
-@functools.cache
+@until_put_back
 def _saved_behind_changed() -> None:
     """Makes torch find what forward saves after the inputs that it changes and therefore returns.
 
@@ -171,10 +173,10 @@ def _saved_behind_changed() -> None:
         parts.num_forward += more
         return indices
 
-    stages.compute_inner_mutated_inp_indices_from_subclass_meta = counted
+    replace(stages, "compute_inner_mutated_inp_indices_from_subclass_meta", counted)
 
 
-@functools.cache
+@until_put_back
 def _read_after_waits() -> None:
     """Inductor reads on processors what a collective makes after the wait for it, never before.
 
@@ -197,4 +199,4 @@ def _read_after_waits() -> None:
             node.add_fake_dep(dependency)
         node.set_read_writes(node.read_writes.rename(node.mutation_renames))
 
-    node_type.recompute_size_and_body = with_names
+    replace(node_type, "recompute_size_and_body", with_names)

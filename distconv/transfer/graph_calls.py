@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._functorch import aot_autograd
 
+from distconv.tensors.replacements import replace
 from distconv.transfer.graph_merges import is_merging
 
 KNOWN = ("_c10d_functional", "aten", "distconv", "prims")
@@ -32,7 +33,7 @@ def watch() -> None:
             compilers = tuple(compiler and beneath_autograd(of_any_strides(compiler)) for compiler in compilers)
         return stock(state, capture, partition, *compilers)
 
-    module.aot_stage2_compile = compiled
+    replace(module, "aot_stage2_compile", compiled)
 
 
 def of_any_strides(compiler: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.tensors.replacements import replace
 from distconv.turns.random_numbers import RandomNumbers
 from mucudnn.warning import tell
 
@@ -50,7 +51,7 @@ def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
         for name in NAMES:
             function = vars(base).get(name)
             if inspect.isfunction(function) and not hasattr(function, _MARK):
-                setattr(base, name, _turned(function, name, turning))
+                replace(base, name, _turned(function, name, turning))
 
 
 @contextlib.contextmanager

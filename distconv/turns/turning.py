@@ -25,6 +25,7 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
+from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
 from distconv.turns.following import choose_chains
@@ -127,6 +128,13 @@ def _take(partition: Partition | None, ranks: DeviceMesh | None = None) -> None:
         parts_of(partition, "cpu")
     if _called not in elsewhere:
         elsewhere.append(_called)
+        when_put_back(_take_none)
+
+
+def _take_none() -> None:
+    """No module runs in turn any more."""
+    elsewhere.remove(_called)
+    _turning.clear()
 
 
 def _way(module: nn.Module) -> Way | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from torch.distributed import distributed_c10d
 
 from distconv.rules.registry import checks
 from distconv.tensors.refusal import operands_of, refuse
+from distconv.tensors.replacements import once, replace, until_put_back
 from distconv.turns.group import BACKEND, Meetings, TurnGroup
 
 _registry: Any = torch._C._distributed_c10d
@@ -74,11 +74,16 @@ _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag
 """What torch's worlds keep of their groups in one place for all of them, and forget when a program destroys its own."""
 
 
-@functools.cache
-def _open() -> None:
+@once
+def _register() -> None:
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    distributed_c10d._world = _Worlds(distributed_c10d._world)  # type: ignore[assignment]
     checks.append(refuse_outside)
+
+
+@until_put_back
+def _open() -> None:
+    _register()
+    replace(distributed_c10d, "_world", _Worlds(distributed_c10d._world))
 
 
 @contextlib.contextmanager

@@ -23,9 +23,8 @@ _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
-@functools.cache
 def _assigned() -> dict[Any, str]:
-    """What gives a tensor another property, and which. That of torch is another one once parts run."""
+    """What gives a tensor another property, and which. That of torch is another one while parts run."""
     data: Any = Tensor.data
     return {
         **dict.fromkeys((DATA.__set__, data.__set__, Tensor.set_, Tensor.resize_, Tensor.resize_as_), "data"),

@@ -7,12 +7,13 @@ So an operator that needs no other rank is torch's own, with torch's own backwar
 functions of distconv. Every other function is given DTensors, and runs as it does outside a model.
 """
 
-import functools
 import importlib
 import pkgutil
 
+from distconv.tensors.replacements import once
 
-@functools.cache
+
+@once
 def discover() -> None:
     """Imports every module of this folder, which registers its paths."""
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):

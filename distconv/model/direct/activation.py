@@ -27,6 +27,7 @@ from distconv.model.direct.where import Where, where
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation
+from distconv.tensors.replacements import replace, until_put_back
 
 
 class Activation(DTensor):
@@ -187,7 +188,7 @@ class Activation(DTensor):
         return self.dtensor is None and self.share is None
 
 
-@functools.cache
+@until_put_back
 def open_functions() -> None:
     """Makes a script's own autograd functions receive DTensors in place of activations, from now on."""
     method = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or from torch 2.14 on of C++
@@ -209,7 +210,7 @@ def open_functions() -> None:
             running.closed -= 1
         return result if running.closed else activations(result)
 
-    torch.autograd.Function.apply = classmethod(given)  # type: ignore[assignment, method-assign]
+    replace(torch.autograd.Function, "apply", classmethod(given))
 
 
 def holds_activation(value: Any) -> bool:

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from distconv.model.direct.activation import Activation, activation, from_dtensor
 from distconv.model.direct.chains.call import unchained
 from distconv.model.direct.where import Where
+from distconv.tensors.replacements import replace, until_put_back
 
 
 class _Form(NamedTuple):
@@ -64,10 +65,11 @@ def _leave_chains() -> None:
         self.distconv_unchained.__exit__(None, None, None)
         return leave(self, *error)
 
-    hook.__enter__, hook.__exit__ = entered, left
+    replace(hook, "__enter__", entered)
+    replace(hook, "__exit__", left)
 
 
-@functools.cache
+@until_put_back
 def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Makes checkpoints keep the tensors that autograd knows, and recompute in the run of the model in which they
     began.
@@ -84,7 +86,7 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
     def begun(self: Any, recompute_fn: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, _apart(within_this_run(recompute_fn)), *args, **kwargs)
 
-    frame.__init__ = begun
+    replace(frame, "__init__", begun)
     _leave_chains()
     if not hasattr(frame, "save_inputs"):
         return
@@ -102,4 +104,5 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
         values = get(self)
         return values if forms is None else [_again(value, form) for value, form in zip(values, forms, strict=True)]
 
-    frame.save_inputs, frame.get_inputs = save_inputs, get_inputs
+    replace(frame, "save_inputs", save_inputs)
+    replace(frame, "get_inputs", get_inputs)

@@ -24,6 +24,7 @@ from distconv.rules.schemas import changed, is_tensor, operator
 from distconv.rules.stock import leave
 from distconv.tensors.dtensors import wrap_strided
 from distconv.tensors.refusal import UnsupportedOperation, refuse
+from distconv.tensors.replacements import once
 
 Write = Callable[[DTensor, DTensor], None]
 """Writes the elements of a copy, the second tensor, to where the first has them."""
@@ -203,14 +204,14 @@ def _count(x: DTensor) -> None:
         torch.autograd.graph.increment_version(x._local_tensor)
 
 
-@functools.cache
+@once
 def watch_changes() -> None:
     """Starts to watch every operator that changes a tensor, whether it has a rule or not."""
     checks.append(_check)
     rule(*unruled(_changes_elements))(leave)
 
 
-@functools.cache
+@once
 def _watch_reads() -> None:
     """Starts to watch every operator: a tensor has changed, and copies of it may be read."""
     special = {func._schema.name for func in DTensor._op_dispatcher._custom_op_handlers}
