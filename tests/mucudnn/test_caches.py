@@ -26,6 +26,10 @@ BY_FEW = {
     "_open_mpi_options": "programs named mpiexec",
     "_is_new": "torch's operators",
     "open_checkpoints": "one function of the package",
+    "_class": "classes of parameters",
+    "spare": "kinds of devices",
+    "operations": "types of numbers, and numbers of threads",
+    "written": "large and small tensors, and numbers of threads",
     "joint_group": "groups of ranks, each of which torch keeps for good",
 }
 """Functions whose results are all kept, and what there are few of, by which they are kept."""

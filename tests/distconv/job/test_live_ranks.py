@@ -17,7 +17,7 @@ from torch.nn import functional
 import distconv
 import mucudnn
 from distconv.job.board import StoreBoard
-from mucudnn.optimizer import Key, OverheadBudget
+from mucudnn.optimizer import Exploration, Key, OverheadBudget, exploration
 from mucudnn.planning import search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.runtime import explored, live, pooled_launches
@@ -72,12 +72,19 @@ def rounded_otherwise(run: Callable[..., tuple[Tensor, Any]]) -> Callable[..., t
     return otherwise
 
 
+def grant_every_trial(eager: MonkeyPatch) -> None:
+    """Trials are granted whatever they take and whatever is known: measured speeds of the machine rule none out."""
+    eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
+    eager.setattr(Exploration, "bar", lambda exploration, algorithm, best=None: math.inf)
+    eager.setattr(exploration, "MOST_CALLS", math.inf)
+
+
 def explored_by_all(prefix: str, partition: str) -> dict[str, Any]:
     """What a rank computes where no convolution is too short: even ranks are granted every trial, odd ones none."""
     board = StoreBoard(dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store()))
     mesh = distconv.init(partition, device_type="cpu")
     with MonkeyPatch.context() as eager:
-        eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
+        grant_every_trial(eager)
         eager.setattr(explored, "WORTH", math.inf if dist.get_rank() % 2 else 0)
         eager.setattr(TrialRunner, "run", rounded_otherwise(TrialRunner.run))
         eager.setattr(search, "LEAST_SECONDS", 0.0)
@@ -125,7 +132,7 @@ def shared_out(prefix: str) -> list[tuple[Any, ...]]:
             return is_ours
 
     with MonkeyPatch.context() as eager:
-        eager.setattr(OverheadBudget, "grants", lambda overhead, seconds, **named: True)
+        grant_every_trial(eager)
         eager.setattr(explored, "WORTH", 0)
         eager.setattr(pooled_launches, "PATIENCE", math.inf)
         eager.setattr(live, "PooledLaunches", Noted)
