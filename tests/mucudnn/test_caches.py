@@ -25,7 +25,6 @@ BY_FEW = {
     "_rules": "files that an environment variable names",
     "_open_mpi_options": "programs named mpiexec",
     "_is_new": "torch's operators",
-    "open_checkpoints": "one function of the package",
     "_class": "classes of parameters",
     "spare": "kinds of devices",
     "operations": "types of numbers, and numbers of threads",
