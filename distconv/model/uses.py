@@ -21,6 +21,7 @@ from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import where
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
+from distconv.rules.operands.derived import rebind
 
 
 class Uses:
@@ -95,6 +96,12 @@ class Uses:
         self._before.setdefault(key, []).append((found, root))
         return found
 
+    def roots(self, parameter: Tensor) -> list[Tensor] | None:
+        """The tensors of this rank that functions were given for a parameter; None where it is not known here."""
+        if id(parameter) not in self._meshes:
+            return None
+        return [] if self._meshes[id(parameter)] in kinds else [root for _, root in self._before.get(id(parameter), ())]
+
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
         key = id(parameter)
@@ -113,7 +120,7 @@ class Uses:
             self._late = True
         elif (own.data_ptr(), own.stride()) != (like.data_ptr(), like.stride()):
             for alias in aliases:
-                alias.data = own
+                rebind(alias, own)
             self._made.pop(key, None)
 
 

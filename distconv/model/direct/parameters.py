@@ -63,7 +63,10 @@ class InUse:
     @property
     def data(self) -> Any:
         with _as_ever([self]):
-            return DATA.__get__(self)
+            found = DATA.__get__(self)
+        if isinstance(found, DTensor):  # as torch, without a version in common: autograd does not count what is written
+            found._local_tensor = found._local_tensor.data
+        return found
 
     @data.setter
     def data(self, value: Tensor) -> None:

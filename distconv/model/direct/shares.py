@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.border import apply
 from distconv.model.direct.where import Where
+from distconv.rules.operands.derived import derivable
 from distconv.settings.partition import ownership
 from distconv.tensors.autograd_nodes import PARAMETER_USES
 from distconv.tensors.dtensors import wrap
@@ -25,7 +26,7 @@ class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, root: Tensor, place: Where) -> DTensor:
         ctx.where = place
-        return wrap(root.detach(), place.mesh, place.placements, place.shape)
+        return derivable(wrap(root.detach(), place.mesh, place.placements, place.shape))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:

@@ -122,16 +122,15 @@ def group_normalized(
     index, of_rows = (constant(columns, local) for columns in _columns(groups, here, local.device))
     over = Over(groups.share, groups.total, here * groups.columns, of_rows)
     mean, variance = _statistics(local, groups, index)
-    weights, biases = (v if v is None or here == 1 else v.repeat(here) for v in (weight, bias))
     shape = 1, here * own, positions
-    y = normalized(local, shape, weights, biases, mean[of_rows], variance[of_rows], over, eps)
+    y = normalized(local, shape, weight, bias, mean[of_rows], variance[of_rows], over, eps)
     return y, lambda: (mean.view(here, groups.columns), variance.view(here, groups.columns))
 
 
 def _grouped(
-    func: Any, x: Tensor, group: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    func: Any, x: Tensor, group: int, weight: Tensor | None, bias: Tensor | None, eps: float, copies: bool = False
 ) -> tuple[DTensor, Layout, Statistics]:
-    """y, its layout, and this rank's statistics of each (sample, group)."""
+    """y, its layout, and this rank's statistics of each (sample, group). ``copies``: backward reads copies."""
     mesh, placements = norm_input(func, x, weight, bias)
     channels = x.shape[1]
     check_vectors(func, channels, weight=weight, bias=bias)
@@ -139,6 +138,8 @@ def _grouped(
         raise RuntimeError(f"{func}: {channels} channels do not divide into {group} groups")
     groups = groups_of(mesh, tuple(placements), tuple(x.shape), group)
     local, (w, b) = brought(x, mesh, placements), vectors_here(mesh, placements, weight, bias)
+    if copies:
+        w, b = (v if v is None else v.clone() for v in (w, b))
     y, statistics = group_normalized(local, w, b, groups, eps)
     return wrapped(y, mesh, placements, x.shape), (mesh, placements), statistics
 
@@ -171,7 +172,8 @@ def instance_norm(
     if not samples and weight is not None:  # as torch, which reads the first sample's copy of the weight
         raise IndexError(f"{func}: an input {tuple(x.shape)} has no samples, and there is a weight")
     check_vectors(func, channels, running_mean=running_mean, running_variance=running_var)
-    y, (mesh, placements), statistics = _grouped(func, x, channels, weight, bias, eps)
+    # Torch repeats the vectors for each sample, so backward does not see what is written to them since.
+    y, (mesh, placements), statistics = _grouped(func, x, channels, weight, bias, eps, copies=True)
     # As torch: without positions they stay as they are; without samples they are no numbers.
     if running_mean is not None and running_var is not None and (x.numel() or not samples):
         with torch.no_grad():

@@ -76,6 +76,8 @@ def normalized(
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, with one of each per row. Differentiable.
 
+    Weight and bias may also be those of the first rows, which are repeated for the others.
+
     ``shape``: in which x is rows; None where it is. ``over``: what the statistics, those of the rows, go over; None for
     numbers that do not depend on the rows.
     """
@@ -90,10 +92,12 @@ class _Normalized(torch.autograd.Function):
     ) -> Tensor:
         dtype = precise(x.dtype)
         mean, variance = _as(mean, dtype), _as(variance, dtype)
-        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.save_for_backward(x, weight, mean, variance)  # the weight itself, so that backward sees changes of it
         ctx.shape, ctx.over, ctx.eps = shape, over, eps
+        ctx.vectors = [v if v is None else v.shape for v in (weight, bias)]
         if not x.numel():
             return torch.empty_like(x)
+        weight, bias = _repeated(weight, mean), _repeated(bias, mean)
         y = _scaled(x if shape is None else x.reshape(shape), mean, variance, weight, bias, eps)
         return y if shape is None else torch.ops.aten._unsafe_view(y, x.shape)  # autograd lets no view be changed
 
@@ -105,9 +109,12 @@ class _Normalized(torch.autograd.Function):
             grad, rows = grad.reshape(shape), x.reshape(shape)
         need_x, _, *mask = ctx.needs_input_grad[:4]
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
-        found = gradients(grad, rows, weight, mean, variance, ctx.over, ctx.eps, need_x)
+        found = gradients(grad, rows, _repeated(weight, mean), mean, variance, ctx.over, ctx.eps, need_x)
         dtype = mean.dtype if weight is None else weight.dtype
-        vectors = (_as(v, dtype) if wanted else None for v, wanted in zip(found[1:], mask, strict=True))
+        vectors = (
+            _as(_added_up(v, like), dtype) if wanted else None
+            for v, like, wanted in zip(found[1:], ctx.vectors, mask, strict=True)
+        )
         dx = found[0] if need_x else None
         return dx if shape is None or dx is None else dx.view(x.shape), None, *vectors, None, None, None, None
 
@@ -153,6 +160,17 @@ def _scaled(
 ) -> Tensor:
     weight, bias = (v if v is None else _as(v, mean.dtype) for v in (weight, bias))
     return torch.native_batch_norm(rows, weight, bias, mean, variance, False, 0.0, eps)[0]
+
+
+def _repeated(vector: Tensor | None, rows: Tensor) -> Tensor | None:
+    """A vector with one number for each of the rows."""
+    same = vector is None or vector.shape == rows.shape
+    return vector if same else vector.repeat(len(rows) // len(vector))  # type: ignore[arg-type, union-attr]
+
+
+def _added_up(vector: Tensor, shape: torch.Size) -> Tensor:
+    """The adjoint of `_repeated`."""
+    return vector if vector.shape == shape else vector.view(-1, *shape).sum(0)
 
 
 def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from distconv.rules.operands.derived import copied, derived
 from distconv.rules.operands.sums import all_reduce, towards_parameter
 from distconv.rules.whole.copies import watch_changes
 from distconv.tensors.dtensors import wrap
@@ -32,7 +33,8 @@ class _Local(torch.autograd.Function):
         watch_changes()  # of x, whose memory what follows may save
         mesh = x.device_mesh
         ctx.layout, ctx.came, ctx.summed = (mesh, placements, tuple(x.shape)), tuple(x.placements), summed
-        return local_as(x, mesh, placements)[...]  # unlike a view of the same shape, it keeps all strides
+        # Unlike a view of the same shape, an index keeps all strides.
+        return derived(x, local_as(x, mesh, placements)[...])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -125,5 +127,6 @@ def brought(
         x = wrapped(x, mesh, replicated(mesh), x.shape)
     pairs = zip(x.placements, placements, strict=True)
     if x.device_mesh != mesh or not all(p == to or (p.is_replicate() and to.is_shard()) for p, to in pairs):
+        copied(x)
         x = relaid(x, mesh, placements)
     return apply(_Local, x, tuple(placements), tuple(summed))
