@@ -29,9 +29,8 @@ from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
 from distconv.agreement.turns import Turns
-from distconv.settings import value
 from distconv.tensors.mesh import is_ours, ranks_of
-from distconv.tensors.mesh_options import batch_norm_statistics
+from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
 from distconv.tensors.user_lines import script_line
 from distconv.transfer.tracing import is_traced
 
@@ -134,7 +133,7 @@ _of_mesh: dict[DeviceMesh, Ledger] = {}
 
 def ledger(mesh: DeviceMesh) -> Ledger | None:
     """That of a mesh; None where nothing is to be checked: on one rank alone, and with DISTCONV_CHECK=off."""
-    if mesh.size() == 1 or value("check") == "off":
+    if not is_compared(mesh):
         return None
     if mesh not in _of_mesh:
         _of_mesh[mesh] = _ledgers.setdefault(_ranks(mesh), Ledger(mesh))

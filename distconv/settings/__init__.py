@@ -11,7 +11,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from distconv.settings.channels import ALGORITHMS
@@ -200,6 +202,21 @@ _options: dict[str, Any] = {}
 """The values that the options of this process's `distconv run` gave."""
 
 
+_of_call: ContextVar[Mapping[str, Any]] = ContextVar("_of_call", default=MappingProxyType({}))
+"""What counts for one call in one thread, and in the threads that compute it."""
+
+
+@contextmanager
+def within_call(given: Mapping[str, object]) -> Iterator[None]:
+    """As `options`, for what this thread calls; other threads go on with theirs."""
+    values = {name: SETTINGS[name].value(flag(name), text) for name, text in given.items()}
+    before = _of_call.set({**_of_call.get(), **values})
+    try:
+        yield
+    finally:
+        _of_call.reset(before)
+
+
 def flag(name: str) -> str:
     """The option of a setting, such as `--channel-algorithm`."""
     return f"--{name.replace('_', '-')}"
@@ -219,6 +236,8 @@ def value(name: str, argument: object = None, environ: Mapping[str, str] = os.en
     setting = SETTINGS[name]
     if argument is not None:
         return setting.value(name, argument)
+    if name in _of_call.get():
+        return _of_call.get()[name]
     if name in _options:
         return _options[name]
     return setting.sourced(environ)[0]

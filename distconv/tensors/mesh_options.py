@@ -14,6 +14,15 @@ channel_algorithms: dict[DeviceMesh, str] = {}
 """Per mesh: which of distconv.settings.channels.ALGORITHMS shards the weights of its layers."""
 
 
+uncompared: set[DeviceMesh] = set()
+"""Those of parts in turn: parts have checks of their own."""
+
+
+def is_compared(mesh: DeviceMesh) -> bool:
+    """Whether checksums of what must be the same on the ranks of a mesh are compared."""
+    return mesh.size() > 1 and mesh not in uncompared and settings.value("check") == "on"
+
+
 def channel_algorithm(mesh: DeviceMesh) -> str:
     """The algorithm of a mesh: the one it was given, else, from its first use on, what the job's setting says then."""
     if mesh not in channel_algorithms:

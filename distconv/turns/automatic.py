@@ -54,7 +54,7 @@ def followed_as(trained: bool) -> Iterator[None]:
 
 def in_chains(chained: bool) -> contextlib.AbstractContextManager[None]:
     """A context in which layers are computed in chains, if they are to be; else as the job's setting says."""
-    return settings.options({"halo": "chain"}) if chained else contextlib.nullcontext()
+    return settings.within_call({"halo": "chain"}) if chained else contextlib.nullcontext()
 
 
 def chain_prices(device: str) -> Prices | None:

@@ -29,7 +29,8 @@ from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.turns.gradients import SECOND, Source, Totals, anchor, found_in_graphs, of_part
 from distconv.turns.module_state import ModuleState
-from distconv.turns.pager import Paging, pager_of
+from distconv.turns.pager import Paged, pager_of
+from distconv.turns.paging import Paging
 from distconv.turns.parameter_values import ParameterValues
 from distconv.turns.parts import Parts
 from distconv.turns.random_numbers import RandomNumbers
@@ -69,7 +70,8 @@ class _Call:
 
     def __init__(self, parts: Parts, memory: int | None, module: nn.Module, given: Any) -> None:
         self.parts, self.module = parts, module
-        self._pager = None if memory is None else pager_of(parts.device_type, memory)
+        self._pager = None if memory is None else pager_of(parts.device_type)
+        self._paged = Paged(memory or 0)
         self.surroundings = Surroundings.now(parts.device_type)
         # What the model puts into lists and dicts goes to the copies that the first part was given, and from there on.
         self.given = [tree_map(lambda x: x, given) for _ in range(parts.count)]
@@ -103,7 +105,7 @@ class _Call:
     def compute(self) -> None:
         """Forward, part by part."""
         if self._pager is not None:
-            self._pager.new_call()
+            self._paged = self._pager.new_call(self._paged.limit)
         self.results = self._run(self._forward, self.surroundings, self.wholes)
         if self.surroundings.grad:
             now = [p for p in self.module.parameters() if p.requires_grad]
@@ -113,7 +115,7 @@ class _Call:
             self._used = [*range(self._given), *sorted(number for number in kept if number >= self._given)]
             self._sources.clear()
         if self._pager is not None and not self.tensors:
-            self._pager.release_all()
+            self._pager.release_all(self._paged)
         elif self._pager is not None:
             for x in (*tree_leaves((self.results[0], self.given[0])), *self._module_state.left):
                 if isinstance(x, Tensor):
@@ -126,7 +128,7 @@ class _Call:
 
         def within_limit(part: int) -> Any:
             inside.watch = values.watch
-            with contextlib.nullcontext() if self._pager is None else Paging(self._pager), values.watch():
+            with contextlib.nullcontext() if self._pager is None else Paging(self._pager, self._paged), values.watch():
                 result = work(part)
                 self._module_state.settle(part, lambda x: wholes.of(part, x))
                 return result

@@ -30,8 +30,9 @@ from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.group import Meetings
-from distconv.turns.pager import Pager, instead
+from distconv.turns.pager import Paged, Pager, instead
 from distconv.turns.parts import parts_of
+from mucudnn.substitution import substituted
 
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
@@ -190,12 +191,12 @@ class _Shapes(Pager):
         """Whether this thread runs an operator only to learn the shapes of its results."""
         return getattr(self.of_thread, "propagates", False)
 
-    def begin(self, keys: Iterable[int], changes: bool) -> dict[int, Any]:
-        return {} if self.propagates else super().begin(keys, changes)
+    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Any]:
+        return {} if self.propagates else super().begin(keys, changes, call)
 
-    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Any]) -> None:
+    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Any], call: Paged) -> None:
         if not self.propagates:
-            super().end(results, given, used)
+            super().end(results, given, used, call)
 
     def _may_leave(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == "meta"
@@ -245,8 +246,5 @@ def _shapes_uncounted(pager: _Shapes) -> Iterator[None]:
         finally:
             pager.of_thread.propagates = False
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = uncounted  # type: ignore[method-assign,assignment]
-    try:
+    with substituted(ShardingPropagator, _propagate_tensor_meta_non_cached=uncounted):
         yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

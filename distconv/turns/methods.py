@@ -19,6 +19,7 @@ from torch import nn
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace
 from distconv.turns.random_numbers import RandomNumbers
+from mucudnn.substitution import substituted
 from mucudnn.warning import tell
 
 NAMES = ("decode",)
@@ -64,11 +65,8 @@ def methods_of_new_modules(turning: Turning) -> Iterator[None]:
         turn_methods(type(module), turning)
         init(module, *args, **kwargs)
 
-    nn.Module.__init__ = making  # type: ignore[assignment, method-assign]
-    try:
+    with substituted(nn.Module, __init__=making):
         yield
-    finally:
-        nn.Module.__init__ = init  # type: ignore[method-assign]
 
 
 def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callable[..., Any]:

@@ -14,20 +14,20 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv import settings
 from distconv.model.gradients import kinds
 from distconv.model.parallelize import enable
 from distconv.model.parameters import partition_of
 from distconv.settings.partition import Partition
 from distconv.settings.parts import numbers, together
 from distconv.tensors.mesh import adopt
+from distconv.tensors.mesh_options import uncompared
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
 from distconv.turns.group import Meetings
 from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.world import Part, enter, groups_of_parts, meshes
+from distconv.turns.world import Part, enter, know_groups, meshes
 from mucudnn.at_fork import renewed
 
 T = TypeVar("T")
@@ -96,7 +96,8 @@ class Parts:
         def within(number: int) -> T:
             return surroundings.run(lambda: work(number))
 
-        with self._lock, groups_of_parts(), settings.options({"check": "off"}):
+        with self._lock:
+            know_groups(self._members)
             self._work, self._states, self._results = within, states, [None] * self.count
             self._heap.begin()
             try:
@@ -135,7 +136,8 @@ class Parts:
         mesh._thread_id = next(_numbers)
         meshes.add(mesh._thread_id)
         vars(mesh).pop("_hash", None)  # which it keeps
-        enable(adopt(mesh))
+        uncompared.add(adopt(mesh))
+        enable(mesh)
         kinds[mesh] = SharedBucket
         return mesh
 

@@ -59,20 +59,30 @@ class File:
 
 
 class Pinned:
-    """Pinned memory of the host, for storages of a GPU; copies go in the order of its stream."""
+    """Pinned memory of the host, for storages of a GPU; copies from and to one place go in order, in any streams."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._used: dict[int, torch.cuda.Event] = {}
+        """By the address of a place: when its last copy ends."""
 
     def write(self, storage: torch.UntypedStorage) -> Tensor:
         size = storage.nbytes()
         free = self._free[size]
         kept = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        kept.copy_(_bytes(storage), non_blocking=True)
+        if kept.data_ptr() in self._used:
+            torch.cuda.current_stream(storage.device).wait_event(self._used[kept.data_ptr()])
+        here, stream = _bytes(storage), torch.cuda.current_stream(storage.device)
+        kept.copy_(here, non_blocking=True)
+        here.record_stream(stream)  # the memory may be another stream's, which would reuse it before the copy has ended
+        self._used[kept.data_ptr()] = stream.record_event()
         return kept
 
     def read(self, key: Tensor, storage: torch.UntypedStorage) -> None:
+        stream = torch.cuda.current_stream(storage.device)
+        stream.wait_event(self._used[key.data_ptr()])
         _bytes(storage).copy_(key, non_blocking=True)
+        self._used[key.data_ptr()] = stream.record_event()
 
     def drop(self, key: Tensor, size: int) -> None:
         self._free[size].append(key)

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +43,8 @@ Way = tuple[Partition | None, int | None]
 Where parts are to be chosen without a limit, that is a share of what the device has free at the first call.
 """
 
-_NOT_IN_TURN: Way = Partition(()), None
+_whole: ContextVar[bool] = ContextVar("_whole", default=False)
+"""Whether what this thread calls now is not to run in turn."""
 
 _ANY = Partition((("sample", 2),))
 """Parts that are made where none are named yet: from then on calls of modules are looked at."""
@@ -119,6 +121,15 @@ def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | N
         _script.pop()
 
 
+@contextmanager
+def _not_in_turn() -> Iterator[None]:
+    before = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(before)
+
+
 def _take(partition: Partition | None, ranks: DeviceMesh | None = None) -> None:
     """From now on calls of modules are looked at."""
     partition = partition or _ANY
@@ -139,7 +150,7 @@ def _take_none() -> None:
 
 def _way(module: nn.Module) -> Way | None:
     """How calls of a module run in turn; None, where they do not."""
-    if is_part() or get_worker_info() is not None:  # what a loader's process computes is data
+    if is_part() or _whole.get() or get_worker_info() is not None:  # what a loader's process computes is data
         return None
     of_script, _, ranks = _script[-1] if _script else (None, None, None)
     way = _turning.get(module) or of_script
@@ -165,7 +176,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         memory = spare(first.device.type) if memory is None else memory
         # In backward a checkpoint calls again what ran whole: parts in turn have their own backward.
         if torch._C._current_graph_task_id() == -1:
-            with script_in_turn(_NOT_IN_TURN):
+            with _not_in_turn():
                 choice = chosen(module, args, kwargs, leaves, memory)
             partition, chained = choice.partition, choice.chained
         if partition is None:
@@ -183,7 +194,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     with in_chains(chained):
         if before is not None:
-            with script_in_turn(_NOT_IN_TURN):
+            with _not_in_turn():
                 before(module, args, kwargs, partition)
         fault = ""
         if ranks is not None:

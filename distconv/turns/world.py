@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class _Thread(threading.local):
 
 thread = _Thread()
 
+_keys = itertools.count(1)
+
 
 class Part:
     """A part in its thread: its number among ``parts`` of all ranks, what it meets the others at, and its groups.
@@ -38,7 +41,13 @@ class Part:
         self.number, self.parts, self.meetings = number, parts, meetings
         self._first, self._own = here
         self.groups: list[TurnGroup] = []
+        self.key = next(_keys)
+        self.world: Any = None
         self._made: dict[tuple[int, ...], int] = {}
+
+    def names(self) -> Iterable[tuple[Any, str]]:
+        """torch's groups of this part, and what they are registered by."""
+        return () if self.world is None else list(self.world.pg_names.items())
 
     def group(self, rank: int, ranks: tuple[int, ...], name: str) -> TurnGroup:
         """A new group. Its members know it by who they are, and how many groups of the same they have made."""
@@ -84,24 +93,36 @@ def _register() -> None:
 def _open() -> None:
     _register()
     replace(distributed_c10d, "_world", _Worlds(distributed_c10d._world))
+    replace(distributed_c10d, "_process_group_name", _named(distributed_c10d._process_group_name))
 
 
-@contextlib.contextmanager
-def groups_of_parts() -> Iterator[None]:
-    """Within it, groups are found by their names among those of the thread's own."""
+def _named(stock: Any) -> Any:
+    """torch counts the groups of each world by itself, and registers them by their names for the whole process."""
+
+    @functools.wraps(stock)
+    def name(*args: Any, **kwargs: Any) -> str:
+        part = thread.part
+        return stock(*args, **kwargs) if part is None else f"part {part.key} {stock(*args, **kwargs)}"
+
+    return name
+
+
+def know_groups(members: Iterable[Part]) -> None:
+    """torch finds the groups of parts by their names, also after a program has destroyed all of its own."""
     _open()
-    _registry._set_thread_isolation_mode(True)
-    try:
-        yield
-    finally:
-        _registry._set_thread_isolation_mode(False)
+    for member in members:
+        for group, name in member.names():
+            try:
+                _registry._resolve_process_group(name)
+            except RuntimeError:
+                _registry._register_process_group(name, group)
 
 
 def enter(part: Part) -> None:
     """This thread is a part from now on, and torch.distributed its ranks."""
     kind = type(distributed_c10d._world.of_process)  # type: ignore[attr-defined]
     thread.part = part
-    thread.world = type("PartWorld", (kind,), {**{name: {} for name in _KEPT}, "group_count": 0})()
+    thread.world = part.world = type("PartWorld", (kind,), {**{name: {} for name in _KEPT}, "group_count": 0})()
     hook = sys.excepthook
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=part.number, world_size=part.parts)

@@ -86,7 +86,7 @@ def test_parts_in_turn_equal_the_whole(memory: int | None, card: Any, monkeypatc
     for found, expected in zip(gradients(model, x), gradients(plain, x), strict=True):
         torch.testing.assert_close(found, expected)
     if memory is not None:
-        used = pager.pager_of("cuda", memory)
+        used = pager.pager_of("cuda")
         assert used.written and used.read
 
 

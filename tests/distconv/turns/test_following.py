@@ -60,7 +60,7 @@ class Counted(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         self.memory.count(tree_leaves(result))
-        self.peak = max(self.peak, self.memory.now - pager.pager_of("cpu", self.limit).away)
+        self.peak = max(self.peak, self.memory.now - pager.pager_of("cpu").away)
         return result
 
 
@@ -74,7 +74,7 @@ def test_what_is_followed_is_what_runs(name: str, limit: int) -> None:
     with torch.set_grad_enabled(backward):
         told = follow(model, (x,), {}, partition, limit, backward)
         right = model(x)
-        ran, before = pager.pager_of("cpu", limit), parts_of(partition, "cpu").meetings.moved
+        ran, before = pager.pager_of("cpu"), parts_of(partition, "cpu").meetings.moved
         ran.written = ran.read = 0
         with Counted(limit, turned, x) as counted:
             y = turned(x)

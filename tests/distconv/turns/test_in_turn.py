@@ -118,7 +118,7 @@ def test_what_leaves_the_memory_comes_back_as_it_was(name: str, monkeypatch: pyt
     plain, x = build().double(), torch.randn(shape)
     turned = distconv.in_turn(copy.deepcopy(plain), parts, memory=2048)
     assert largest(numbers(turned, x), numbers(plain, x)) < TOLERANCE
-    found = pager.pager_of("cpu", 2048)
+    found = pager.pager_of("cpu")
     assert found.written and found.read
     del turned
     gc.collect()
@@ -137,7 +137,7 @@ def test_the_memory_of_parts_stays_within_the_limit() -> None:
     plain, x = nn.Sequential(*layers), torch.randn(1, 8, 256, 256)
     whole = x.nbytes  # 4 MiB
     turned = distconv.in_turn(copy.deepcopy(plain), "height=16", memory=whole // 4)
-    found = pager.pager_of("cpu", whole // 4)
+    found = pager.pager_of("cpu")
     found.most = 0
     with torch.no_grad():
         torch.testing.assert_close(turned(x), plain(x))

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from distconv import settings
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.choice import Link, Prices, choose
@@ -27,6 +26,7 @@ from distconv.model.direct.chains.held import Held, Span, common, covers, of_own
 from distconv.model.direct.paths import running
 from distconv.model.direct.where import Where
 from distconv.tensors.layouts import box_at, coordinate, dim_axes, owners
+from distconv.tensors.mesh_options import is_compared
 from distconv.transfer.all_reduce import MAX, all_reduced
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import Piece
@@ -130,7 +130,8 @@ class Chain:
         if times >= MOST_CHOICES or not self.links:
             return self._known
         wants = choose(self.links, self._prices, self._most, self._alone)
-        if settings.value("check") == "on" and not _is_alike(self._meshes, self.links):
+        compared = [each for each in self._meshes if is_compared(each[0])]
+        if compared and not _is_alike(compared, self.links):
             wants = [None] * len(wants)
         return Choice(self.links, wants, times + 1)
 

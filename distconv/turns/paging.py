@@ -1,0 +1,60 @@
+"""The operators of a call, as a pager is told of them: before each one what it reads, and then what it has made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distconv.tensors.deferred import Deferred
+from distconv.turns.pager import Paged, Pager
+
+
+class Paging(TorchDispatchMode):
+    """While it is on in a part's thread, a pager sees all operators on plain tensors, within their call's limit."""
+
+    def __init__(self, pager: Pager, call: Paged) -> None:
+        super().__init__()
+        self.pager, self.call = pager, call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if types:
+            if any(issubclass(kind, _TAKEN_APART) for kind in types):
+                return NotImplemented  # what is beneath comes by itself
+            if self.pager.has_numbers and any(issubclass(kind, FakeTensor) for kind in types):
+                return func(*args, **kwargs)
+        if func in _READS_NOTHING:
+            return func(*args, **kwargs)
+        keys = [x.untyped_storage()._cdata for x in _tensors((*args, *kwargs.values()))]
+        used = self.pager.begin(keys, func._schema.is_mutable, self.call)
+        results: list[Tensor] = []
+        try:
+            result = func(*args, **kwargs)
+            results = _tensors((result,))
+        finally:
+            self.pager.end(results, keys, used, self.call)
+        return result
+
+
+_TAKEN_APART = DTensor, Deferred
+
+_aten = torch.ops.aten
+_READS_NOTHING = {_aten.detach.default, _aten.alias.default, _aten.view.default, torch.ops.prim.device.default}
+"""Operators that accept an empty storage. Tensors without numbers are asked for their device by one, others are not."""
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.layout == torch.strided:  # others have no storage of their own
+                found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found

@@ -1,0 +1,145 @@
+"""Calls in turn beside other threads, and other calls: each has its own limit, groups and settings."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as collectives
+
+import distconv
+from distconv import settings
+from distconv.turns import pager, places, turning
+
+
+class Waiting(nn.Module):
+    """The identity, which lets another thread run in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return x * 1
+
+
+def model() -> nn.Sequential:
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1), nn.Tanh()
+    return nn.Sequential(*layers).double()
+
+
+def test_another_thread_does_not_meet_what_a_call_needs() -> None:
+    x, waiting = torch.randn(1, 2, 8, 8, dtype=torch.float64), Waiting()
+    turned = distconv.in_turn(nn.Sequential(model(), waiting), "height=2")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with ThreadPoolExecutor() as pool:
+            call = pool.submit(turned, x)
+            assert waiting.reached.wait(60)
+            try:
+                seen: list[Any] = [settings.value("check"), turning._way(turned) is not None]
+                seen.append(collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD).tolist())
+            finally:
+                waiting.go_on.set()
+            torch.testing.assert_close(call.result(), turned[0](x))
+        assert seen == ["on", True, [1.0, 1.0]]
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(turned: nn.Module, x: Tensor, between: Any = None) -> tuple[int, list[Tensor]]:
+    """The most bytes of the pager in a backward, and the gradients."""
+    turned.zero_grad()
+    y = turned(x).square().sum()
+    if between is not None:
+        between()
+    found = pager.pager_of("cpu")
+    found.most = 0
+    y.backward()
+    return found.most, [p.grad.clone() for p in turned.parameters() if p.grad is not None]
+
+
+def test_a_backward_keeps_its_calls_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "LEAST", 64)
+    x = torch.randn(2, 2, 16, 16, dtype=torch.float64)
+    little, much = (distconv.in_turn(model(), "height=4", memory=limit) for limit in (4096, "1GiB"))
+
+    def another() -> None:
+        with torch.no_grad():
+            much(x)
+
+    alone, beside = trained(little, x), trained(little, x, another)
+    assert alone[0] == beside[0] and alone[0] < 65536
+    assert trained(much, x)[0] > alone[0]
+
+
+def test_calls_of_many_threads_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pager, "LEAST", 64)
+    x = torch.randn(2, 2, 16, 16, dtype=torch.float64)
+    plain = [model() for _ in range(3)]
+    ways = zip(plain, ("height=2", "height=4", "width=2"), (2048, 8192, 4096), strict=True)
+    turned = [distconv.in_turn(copy.deepcopy(each), parts, memory=memory) for each, parts, memory in ways]
+    right = [trained(each, x)[1] for each in plain]
+
+    def work(number: int) -> list[list[Tensor]]:
+        return [trained(turned[number], x)[1] for _ in range(4)]
+
+    with ThreadPoolExecutor() as pool:
+        for number, steps in enumerate(pool.map(work, range(3))):
+            for gradients in steps:
+                torch.testing.assert_close(gradients, right[number])
+    found = pager.pager_of("cpu")
+    assert found.resident >= 0 and found.away >= 0
+
+
+class Stream:
+    """What a GPU's stream is asked."""
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self._told, self.name = told, name
+
+    def record_event(self) -> str:
+        self._told.append(f"{self.name} records")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self._told.append(f"{self.name} waits for the {event}")
+
+
+class Bytes:
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        self._told.append("copy")
+
+    def record_stream(self, stream: Stream) -> None:
+        self._told.append(f"the memory is used in {stream.name}")
+
+    def data_ptr(self) -> int:
+        return 1
+
+
+def test_memory_that_leaves_a_gpu_is_reused_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    one, two = Stream(told, "one"), Stream(told, "two")
+    monkeypatch.setattr(places, "_bytes", lambda storage: Bytes(told))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: Bytes(told))
+    place, storage = places.Pinned(), torch.zeros(4).untyped_storage()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: one)
+    key = place.write(storage)
+    assert told == ["copy", "the memory is used in one", "one records"]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: two)
+    place.read(key, storage)
+    place.drop(key, 16)
+    place.write(storage)
+    assert told[3:6] == ["two waits for the event of one", "copy", "two records"]
+    assert told[6] == "two waits for the event of two"
