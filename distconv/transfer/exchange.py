@@ -25,6 +25,7 @@ from distconv.tensors.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.group import joint_group, joint_order
 from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
+from distconv.transfer.picture import picture
 from distconv.transfer.route import Route, part, per_peer, unpacked
 from distconv.transfer.tracing import planned
 from mucudnn.convolution.geometry import Interval, length
@@ -33,11 +34,25 @@ from mucudnn.convolution.geometry import Interval, length
 class Exchange:
     """A plan bound to the process group of a mesh axis and to the dim it shards. Make it with :func:`exchange`.
 
-    ``route`` counts the positions of the dim that ``fetch`` moves to and from each peer.
+    ``route`` counts the positions of the dim that ``fetch`` moves to and from each peer. ``print`` draws an exchange;
+    that of a kernel of 3 over 3 ranks, padded by 1:
+
+        along dim 2: 12 positions, 3 ranks: o owned, s owned and sent, ^ received, - neither
+        r0   ooos^-------  1 from r1, fills 1
+        r1   ---^soos^---  1 from r0, 1 from r2
+        r2   -------^sooo  1 from r1, fills 1
     """
 
-    def __init__(self, plan: ExchangePlan, dim: int, group: dist.ProcessGroup | None, ranks: int) -> None:
-        self.plan, self.dim = plan, dim
+    def __init__(
+        self,
+        plan: ExchangePlan,
+        dim: int,
+        group: dist.ProcessGroup | None,
+        owned: tuple[Interval, ...],
+        needs: tuple[Need, ...],
+    ) -> None:
+        self.plan, self.dim, self._owned, self._needs = plan, dim, owned, needs
+        ranks = len(owned)
         sent, received = (
             per_peer(((peer, length(interval)) for peer, interval in moves), ranks)
             for moves in (plan.sends, plan.receives)
@@ -55,6 +70,9 @@ class Exchange:
         """The blocks that one segment alone reads, and reads whole: their gradients need no addition."""
         whole = Segment(OWN, 0, plan.own, 1)
         self.is_identity = plan.silent and (plan.segments == (whole,) or (not plan.segments and not plan.own))
+
+    def __str__(self) -> str:
+        return f"along dim {self.dim}: {picture(self._owned, self._needs)}"
 
     def fetch(self, local: Tensor, fill: float = 0.0) -> Tensor:
         """This rank's need, from ``local``, the interval that it owns; ``fill`` where the need says so.
@@ -218,7 +236,7 @@ def exchange(
     else:
         group, (order, rank) = joint_group(mesh, axes), joint_order(mesh, axes)
         owned, needs = tuple(owned[at] for at in order), tuple(needs[at] for at in order)
-    return Exchange(make_exchange_plan(owned, needs, rank), dim, group, len(owned))
+    return Exchange(make_exchange_plan(owned, needs, rank), dim, group, owned, needs)
 
 
 def _with(shape: Sequence[int], dim: int, extent: int) -> list[int]:
