@@ -35,7 +35,8 @@ def picture(owned: Sequence[Interval], needs: Sequence[Need]) -> str:
             if peer != rank and length(common := intersect(owned[rank], source))
         ]
         row = ["-"] * -(-extent // scale)
-        for mark, intervals in (("o", [owned[rank]]), ("s", sent), ("^", sum(received.values(), []))):
+        arrived = [interval for intervals in received.values() for interval in intervals]
+        for mark, intervals in (("o", [owned[rank]]), ("s", sent), ("^", arrived)):
             for start, stop in intervals:
                 for at in range(start // scale, -(-stop // scale) if stop > start else 0):
                     row[at] = mark
