@@ -21,14 +21,14 @@ from distconv.tensors.refusal import in_words, placements_in_words
 pytestmark = pytest.mark.gloo
 
 
-def over_rows(x: Tensor) -> Tensor:
-    """A convolution whose weight is sharded along its rows."""
-    return nn.functional.conv2d(torch.ones(2, 4, 8, 8), x[:, :, :4])
+def rolled(x: Tensor) -> Tensor:
+    """A roll of all elements as of one row."""
+    return x.roll(1)
 
 
 CALLS: dict[str, Callable[[Tensor], Any]] = {
-    "a weight's rows": over_rows,
-    "a transposed weight's rows": lambda x: nn.functional.conv_transpose2d(torch.ones(2, 2, 8, 8), x[:, :, :4]),
+    "a roll without dims": rolled,
+    "a sparse tensor": lambda x: x.detach().to_sparse(),
     "numbers": lambda x: x.detach().numpy(),
 }
 
@@ -52,7 +52,7 @@ class _BackwardRefused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return over_rows(grad).sum().expand_as(grad)
+        return rolled(grad).sum().expand_as(grad)
 
 
 def refusals() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def shown() -> tuple[str, str]:
     mesh = distconv.init("height=2", device_type="cpu")
     x = distconv.shard(torch.randn(2, 4, 8, 8), mesh)
     found = []
-    for attempt in (over_rows, lambda y: y.permute(0, 1)):
+    for attempt in (rolled, lambda y: y.permute(0, 1)):
         model = distconv.parallelize(nn.Sequential(nn.Sequential(nn.Conv2d(4, 4, 1), _Last(attempt))), mesh)
         try:
             model(x)

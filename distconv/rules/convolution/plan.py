@@ -200,7 +200,7 @@ def make_convolution_plan(
                 overlap = Overlap(dim, found[rank], brought, returned)
     scale = math.prod(arguments[0]) if transposed else 1 / math.prod(arguments[0])
     layer = ChannelMap(shape[1], out_shape[1], groups, transposed, float(scale))
-    split = make_split(torch.ops.aten.convolution.default, mesh, placements, layer, held, (), algorithm)
+    split = make_split(mesh, placements, layer, held, (), algorithm)
     out_local = local_shape(mesh, placements, out_shape)
     paddings = local_padding, data_padding, filter_padding, local_output_padding
     strides = tuple(arguments[0]), tuple(arguments[2])

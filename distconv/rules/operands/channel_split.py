@@ -15,7 +15,6 @@ from distconv.settings.channels import Block, ChannelMap, block, boxes, weight_d
 from distconv.settings.partition import shards_channels
 from distconv.tensors.layouts import Layout, coordinate, input_layout, lying, owners
 from distconv.tensors.mesh_options import channel_algorithm
-from distconv.tensors.refusal import refuse
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
@@ -94,7 +93,6 @@ def norm_input(func: Any, x: Any, *others: Any) -> Layout:
 
 
 def split(
-    func: Any,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     layer: ChannelMap,
@@ -106,15 +104,14 @@ def split(
     The axes that shard the channels of x shard those of y, the ``inner`` ones within the others: not where y is a
     DTensor, whose axes follow their order in the mesh.
 
-    A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. ``UnsupportedOperation``
-    for a weight that is sharded otherwise than by its first two dims over axes that shard channels.
+    A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. A weight made of
+    activations may be sharded as no block is, such as along its rows; then it is redistributed.
     """
-    return make_split(func, mesh, tuple(placements), layer, lying(weight, mesh), inner, channel_algorithm(mesh))
+    return make_split(mesh, tuple(placements), layer, lying(weight, mesh), inner, channel_algorithm(mesh))
 
 
 @planned(4096)
 def make_split(
-    func: Any,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
     layer: ChannelMap,
@@ -126,23 +123,15 @@ def make_split(
     axes = tuple(axis for axis, p in enumerate(placements) if p == Shard(1) and mesh.size(axis) > 1)
     names = [(mesh.mesh_dim_names or ())[axis] for axis in axes]
     sizes = [mesh.size(axis) for axis in axes]
-    wanted = weight_dims(layer, algorithm, dict(zip(names, sizes, strict=True)))
-    dims = list(wanted)
-    for axis, placement in enumerate(held):
-        if placement.is_replicate() or mesh.size(axis) == 1:
-            continue
-        if axis not in axes or placement not in (Shard(0), Shard(1)):
-            accepted = "replicated" + (", or its first two dims sharded over axes that shard channels" if axes else "")
-            raise refuse(func, f"its weight is laid out as {held}; accepted: {accepted}")
-        dims[axes.index(axis)] = placement.dim
-    for at, axis in enumerate(axes):
-        # A shard can be cut by a later axis only.
-        if held[axis].is_replicate() and Shard(dims[at]) in held[axis + 1 :]:
-            dims[at] = 1 - dims[at]
-    try:
-        blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
-    except ValueError as error:
-        raise refuse(func, f"its weight, laid out as {held}, has {error}") from None
+    dims = list(weight_dims(layer, algorithm, dict(zip(names, sizes, strict=True))))
+    if layer.groups == 1:  # a block of a grouped layer has all weights of a group
+        usable = {axis: p.dim for axis, p in enumerate(held) if axis in axes and p in (Shard(0), Shard(1))}
+        dims = [usable.get(axis, dim) for axis, dim in zip(axes, dims, strict=True)]
+        for at, axis in enumerate(axes):
+            # A shard can be cut by a later axis only.
+            if axis not in usable and any(usable.get(later) == dims[at] for later in axes[at + 1 :]):
+                dims[at] = 1 - dims[at]
+    blocks = [block(layer, box) for box in boxes(layer, dims, sizes)]
     whole = [Shard(dims[axes.index(axis)]) if axis in axes else Replicate() for axis in range(mesh.ndim)]
     return Split(
         axes,

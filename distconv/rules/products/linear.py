@@ -67,7 +67,7 @@ def linear_plan(x: Tensor, weight: Tensor, *others: Any) -> LinearPlan:
     inner: tuple[int, ...] = ()
     if last == 1:
         inner = tuple(axis for axis in dim_axes(mesh, flat, 1) if not shards_channels(names[axis]))
-    parts = split(aten.linear.default, mesh, flat, ChannelMap(weight.shape[1], weight.shape[0]), weight, inner)
+    parts = split(mesh, flat, ChannelMap(weight.shape[1], weight.shape[0]), weight, inner)
     after = tuple(Replicate() if axis in inner else placement for axis, placement in enumerate(flat))
     shards = [
         tuple(

@@ -55,6 +55,17 @@ def copied(x: Tensor) -> Tensor:
     return y * y + x
 
 
+def modulated(x: Tensor, convolution: Callable[..., Tensor], weight: Tensor) -> Tensor:
+    """A convolution with a kernel for each sample, which the sample itself scales."""
+    scale = x.mean((2, 3)).view(x.shape[0], *(n if n == x.shape[1] else 1 for n in weight.shape[:2]), 1, 1)
+    y = convolution(x.reshape(1, -1, *x.shape[2:]), (weight * scale).flatten(0, 1), padding=1, groups=x.shape[0])
+    return y.view(x.shape[0], -1, *y.shape[2:])
+
+
+def correlated(x: Tensor, template: Tensor, groups: int) -> Tensor:
+    return F.conv2d(x.reshape(1, -1, *x.shape[2:]), template, groups=groups).view(x.shape[0], groups // x.shape[0], -1)
+
+
 def running(x: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     total += x.detach().mean()
@@ -151,6 +162,13 @@ LOSSES |= {
 SHAPES: dict[str, Operator] = {
     "flatten, linear": lambda x: F.linear(x.flatten(1), random(5, x.shape[1:].numel()), random(5, seed=4)),
     "view, linear": lambda x: F.linear(x.view(x.size(0), -1), random(5, x.shape[1:].numel())),
+    "kernels of samples": lambda x: modulated(x, F.conv2d, random(5, x.shape[1], 3, 2)),
+    "transposed kernels of samples": lambda x: modulated(x, F.conv_transpose2d, random(x.shape[1], 5, 3, 2)),
+    "templates of samples": lambda x: correlated(x, x[:, :, 1:4, :3], x.shape[0]),
+    "templates of channels": lambda x: correlated(x, x[:, :, :2, 1:].flatten(0, 1)[:, None], x.shape[:2].numel()),
+    "one template": lambda x: F.conv2d(x, x[:2, :, 1:4, :3], x[0, 0, 0, :2]),
+    "linear of activations": lambda x: F.linear(x.mean((2, 3)), x[:, :, 0, 0], x[:, 0, 1, 1]),
+    "linear of rows": lambda x: F.linear(x.movedim(1, 3), x[0, :, :, 0].t()),
     "flat": lambda x: x.flatten().square(),
     "flatten space": lambda x: x.flatten(2).transpose(1, 2),
     "and back": lambda x: x.flatten(2).softmax(1).view(x.shape),
