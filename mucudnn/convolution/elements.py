@@ -59,18 +59,31 @@ def _cuts(problem: ConvProblem, dim: int, at: int) -> tuple[slice, slice, slice]
     """Along a spatial dim, the inputs, taps and outputs that the target's place has to do with."""
     window, inputs, outputs = problem.windows[dim], problem.x_shape[2 + dim], problem.y_shape[2 + dim]
     s, p, d, k = window.stride, window.padding, window.dilation, window.kernel
+    # Each of the three as (index of the first product, step to the next), before the edges are cut off.
     if problem.target is Role.Y:
-        found = [(at * s - p + d * t, t, at) for t in range(k)]
+        x, w, y = (at * s - p, d), (0, 1), (at, 0)
+        there = _inside(*x, k, inputs)
     elif problem.target is Role.X:
-        found = [(at, t, (at + p - d * t) // s) for t in range(k) if (at + p - d * t) % s == 0]
+        step = s // math.gcd(s, d)
+        first = next((t for t in range(min(k, step)) if (at + p - d * t) % s == 0), k)
+        x, w, y = (at, 0), (first, step), ((at + p - d * first) // s, -d * step // s)
+        there = _inside(*y, len(range(first, k, step)), outputs)
     else:
-        found = [(o * s - p + d * at, at, o) for o in range(outputs)]
-    found = [one for one in found if 0 <= one[0] < inputs and 0 <= one[2] < outputs]
-    x, w, y = (_slice(list(indices)) for indices in zip(*found, strict=True)) if found else (slice(0),) * 3
-    return x, w, y
+        x, w, y = (d * at - p, s), (at, 0), (0, 1)
+        there = _inside(*x, outputs, inputs)
+    return _slice(*x, there), _slice(*w, there), _slice(*y, there)
 
 
-def _slice(indices: list[int]) -> slice:
-    """What takes the indices, which are evenly spaced, in ascending order."""
-    step = abs(indices[1] - indices[0]) if len(indices) > 1 else 1
-    return slice(min(indices), max(indices) + 1, step or 1)
+def _inside(first: int, step: int, count: int, end: int) -> range:
+    """The numbers below `count` with 0 <= first + step * number < end."""
+    if step < 0:
+        first, step = end - 1 - first, -step
+    return range(max(0, -(first // step)), min(count, (end - 1 - first) // step + 1))
+
+
+def _slice(first: int, step: int, numbers: range) -> slice:
+    """What takes the indices first + step * number, in ascending order."""
+    if not numbers:
+        return slice(0)
+    ends = first + step * numbers[0], first + step * numbers[-1]
+    return slice(min(ends), max(ends) + 1, abs(step) or 1)

@@ -98,6 +98,7 @@ def verdict(
     other: torch.Tensor | None,
     precision: str,
     seams: Iterable[tuple[int, int]] = (),
+    sample: int = SAMPLE,
 ) -> tuple[Fault | None, Fault | None] | None:
     """The worst fault of a result, and that of another one; `None` where operands that are not finite tell nothing.
 
@@ -106,13 +107,14 @@ def verdict(
         other: what another algorithm computed; without it only a sample is looked at.
         precision: what `Device.precision` says.
         seams: where parts of the result meet, as (tensor dim, index of the first element behind).
+        sample: elements that are looked at in any case, at most.
     """
     peak = math.prod(_largest(getattr(operands, role)) for role in Role if role is not problem.target)
     if not math.isfinite(peak):
         return None
     sums = problem.extent if problem.target is Role.W else math.prod(problem.w_shape[2:])
     bound = Bound(result.dtype, precision, terms(problem), sums, peak)
-    count = max(LEAST, min(SAMPLE, PRODUCTS // bound.count))
+    count = max(LEAST, min(sample, PRODUCTS // bound.count))
     places = list(dict.fromkeys(_sample(problem, count, tuple(seams))))
     known = exact(problem, operands, places)
     if other is not None:

@@ -12,6 +12,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Dim, Role
 from mucudnn.convolution.tile import tile
+from mucudnn.convolution.verdict import LEAST, SAMPLE
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Division, Option, Trial
 from mucudnn.planning.search import Search
@@ -30,7 +31,7 @@ class TrialRunner:
         self._search, self._strides = search, search.measurement.strides
         self._device = search.measurement.device
         self._schedules: dict[Hashable, Schedule] = {}
-        self._right, self._met = set[str](), set[tuple[str, str]]()
+        self._right, self._met = set[str](), search.measurement.logbook.right(search.problem)
         self._peer: Schedule | None = None
         self._least_seconds = math.inf
         self.checking = 0.0
@@ -62,8 +63,8 @@ class TrialRunner:
         return result, watch
 
     def _check(self, schedule: Schedule, operands: Operands, seconds: float) -> None:
-        """Compares a result with a second one where an algorithm computes along a dim for the first time, else a sample
-        of it with float64.
+        """Compares a result with a second one where an algorithm computes along a dim for the first time, in this run
+        or an earlier one, else a sample of it with float64.
 
         Args:
             seconds: that the result took.
@@ -74,16 +75,19 @@ class TrialRunner:
         start = time.perf_counter()
         met = {key[:2] for key in schedule.division.keys if key[1] != STOCK}
         # Where budgets come from a step's memory, no second result may be held: a sample must do.
-        compares = not self._search.settings.is_by_step and not met <= self._met
+        is_new = not met <= self._met
+        compares = is_new and not self._search.settings.is_by_step
         alone = self._alone(schedule, operands) if compares and self._peer is None else None
         other, by = self._second_result(operands) if compares and alone is None else (None, STOCK)
         found: dict[str, str] | None = None
         try:
-            found = check(schedule, operands, other, by)
+            found = check(schedule, operands, other, by, SAMPLE if is_new else LEAST)
             if alone is not None and found is not None:
                 found |= check(*alone) or {}
             if found is not None:
                 self._met |= met
+                if compares:
+                    self._search.measurement.logbook.note_right(schedule.problem, met)
                 self._right.add(schedule.name)
                 self._offer_peer(schedule, seconds)
         except WrongResult as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,8 +54,9 @@ class Environment:
         return asdict(self)
 
 
-WRONG = {"wrong": True}
-"""The terms under which a database keeps the algorithms whose results were wrong, with the faults."""
+WRONG, RIGHT = {"wrong": True}, {"right": True}
+"""The terms under which a database keeps the algorithms whose results were wrong, with the faults, and those whose
+results were those of another algorithm, with the dims along which they computed parts."""
 
 
 class Logbook:
@@ -109,6 +110,16 @@ class Logbook:
     def wrong(self, problem: ConvProblem) -> dict[str, str]:
         """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
         return self.settlement(problem, WRONG) or {}
+
+    def note_right(self, problem: ConvProblem, met: Iterable[tuple[str, str]]) -> None:
+        """Keeps that results were compared and right, by dim of the parts and algorithm."""
+        known = self.right(problem)
+        if not known.issuperset(met):
+            self.settle(problem, RIGHT, sorted(known.union(met)))
+
+    def right(self, problem: ConvProblem) -> set[tuple[str, str]]:
+        """What `note_right` has kept for a problem, for any number of samples."""
+        return {(dim, algorithm) for dim, algorithm in self.settlement(problem, RIGHT) or ()}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
         """What was found for a problem under these terms, in plain values; `None` if there is nothing."""

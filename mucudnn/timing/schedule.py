@@ -14,7 +14,7 @@ import torch
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Role
 from mucudnn.convolution.tile import Tile, tiles
-from mucudnn.convolution.verdict import verdict
+from mucudnn.convolution.verdict import SAMPLE, verdict
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Division
 from mucudnn.providers import STOCK, Provider, Ready, Readying
@@ -193,7 +193,9 @@ def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
     return 0
 
 
-def check(schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK) -> dict[str, str] | None:
+def check(
+    schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK, sample: int = SAMPLE
+) -> dict[str, str] | None:
     """What is wrong with another result than the schedule's, by algorithm; empty where nothing is.
 
     `None` where operands that are not finite tell nothing.
@@ -202,13 +204,14 @@ def check(schedule: Schedule, operands: Operands, other: torch.Tensor | None, by
         operands: what was computed from, the schedule's result among them.
         other: what another algorithm makes of the operands; without it only a sample is looked at.
         by: that algorithm.
+        sample: elements that are looked at in any case, at most.
 
     Raises:
         WrongResult: where an algorithm of the schedule is wrong, or `by`, if that is not torch's own kernel.
     """
     problem, precision = schedule.problem, device_of(operands.w.device).precision
     with _BeneathTransforms():
-        found = verdict(problem, operands, operands.target(problem), other, precision, schedule.seams)
+        found = verdict(problem, operands, operands.target(problem), other, precision, schedule.seams, sample)
     if found is None:
         return None
     fault, others = found
