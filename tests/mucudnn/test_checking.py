@@ -29,9 +29,10 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import verdict
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Option
+from mucudnn.optimizer import Division, Option, Trial
 from mucudnn.planning import trial_runner
 from mucudnn.planning.plan import Plan
+from mucudnn.planning.planner import Planner
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import HOST_PROVIDERS, STOCK, stock
 from mucudnn.providers.fft import Fft
@@ -39,7 +40,7 @@ from mucudnn.providers.gemm import Gemm
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.tables import summary
 from mucudnn.runtime.fixed_limit import FixedLimit
-from mucudnn.settings import SettingError
+from mucudnn.settings import SettingError, Settings
 from mucudnn.timing.measurement import Measurement
 from mucudnn.timing.schedule import LaunchError, Schedule
 from mucudnn.timing.store import Store
@@ -214,6 +215,29 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_live(
         warnings.simplefilter("error")
         run(40)
     assert wrong.calls
+
+
+def test_what_an_earlier_run_has_compared_is_not_compared_again_but_still_sampled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chosen = Settings.from_environment({}, database=str(tmp_path / "times.sqlite"))
+    compared = Mock(wraps=trial_runner.stock_result)
+    monkeypatch.setattr(trial_runner, "stock_result", compared)
+    given = operands(SMALL)
+
+    def tried() -> None:
+        planner = Planner(chosen, Store(chosen.database))
+        runner = TrialRunner(planner.search(planner.measurement(SMALL, None, given.y.stride())))
+        runner.run(Trial(Division((Option(3, "fft", 0.0, 0),))), given)
+
+    tried()
+    assert compared.call_count == 1
+    tried()
+    assert compared.call_count == 1
+    Wrong(monkeypatch, Role.Y)
+    with pytest.raises(LaunchError, match="it computed"), pytest.warns(RuntimeWarning, match="fft computed"):
+        tried()
+    assert compared.call_count == 1
 
 
 @pytest.mark.usefixtures("eager")
