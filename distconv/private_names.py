@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import mucudnn.private_names
 from mucudnn.lazily import uncollected
-from mucudnn.private_names import MissingName, Name
+from mucudnn.private_names import MissingName, Name, needed_by
 
-__all__ = ["NAMES", "MissingName", "check"]
+__all__ = ["NAMES", "MissingName", "check", "lacks", "require"]
+
+CHECKPOINTS = "torch.utils.checkpoint in a distributed model"
+COMPILED = "torch.compile of a distributed model"
+DDP = "DistributedDataParallel._set_static_graph"
+DEFERRED = "masks of which a rank makes its part"
+DIFFERENCES = "the names of what differs between ranks"
+FOLLOWED = "following a model without its numbers"
+HOOKED = "gradients taken in less time"
+IN_PLACE = "a change of a distributed tensor's dims in place"
+IN_TURN = "computing in turn"
+LOADING = "a DataLoader on ranks"
+PRINTED = "the text of a distributed tensor as wide as torch's"
+READING = "--shard-data"
+RESHAPED = "another shape or dtype of a sharded parameter"
+SCRIPTED = "torch.jit.script of functions that make tensors"
+SHUTDOWN = "distconv.shutdown"
+STRANGERS = "a program's own DTensors beside a distributed model"
+TRANSFORMS = "torch.func over distributed models"
+UNRULED = "operators without a rule"
+UNWRITTEN = "zeros for memory that a script does not write"
 
 _BACKWARD = "whether this is a backward, of which step, and what it belongs to in forward"
 _CLONES = "of common subexpressions, collectives are kept on every rank"
@@ -23,85 +45,23 @@ _READING = "a rank reads its part of what a Dataset gives"
 _BATCHES = "the indices of the next batch, in the order of one process"
 
 NAMES = (
-    Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards"),
     Name("torch.Tensor._base", "what a tensor is a view of"),
-    Name("torch.Tensor._is_view", "whether a tensor is a view of another"),
-    Name("torch.Tensor._make_wrapper_subclass", _READING),
-    Name("torch.Tensor._post_accumulate_grad_hooks", "hooks of a parameter go with its shards"),
     Name("torch.Tensor._version", "whether a tensor was changed in place since"),
-    Name("torch.UntypedStorage._cdata", "whether two tensors share their memory"),
-    Name("torch._C.DisableTorchFunction", "what parts exchange is none of what they see of a program"),
     Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor that it holds"),
     Name("torch._C.DispatchKey", "the keys at which a rule stands"),
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
-    Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is told of each one"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
     Name("torch._C._autograd._get_sequence_nr", _BACKWARD),
-    Name("torch._C._autograd._unsafe_set_version_counter", "each part counts its own changes of a parameter"),
     Name("torch._C._current_autograd_node", _BACKWARD),
     Name("torch._C._current_graph_task_id", _BACKWARD),
     Name("torch._C._dispatch_get_all_op_names", "which operators there are"),
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "which operators are made of others"),
-    Name("torch._C._distributed_c10d._register_process_group", _PARTS),
-    Name("torch._C._distributed_c10d._resolve_process_group", _PARTS),
-    Name("torch._C._functorch.is_functorch_wrapped_tensor", "such a tensor has no numbers to compare"),
-    Name("torch._C._get_tracing_state", "a model that is traced runs whole"),
-    Name("torch._C._is_any_autocast_enabled", "autocast may change a type"),
     Name("torch._C._jit_get_all_schemas", "which operators there are"),
-    Name("torch._C._nn._parse_to", "what Tensor.to is asked for"),
-    Name("torch._C._nn.flatten_dense_tensors", "gradients are added in one message"),
-    Name("torch._C._nn.unflatten_dense_tensors", "gradients are added in one message"),
     Name("torch._C._select_conv_backend", "which kernel torch would take for a convolution"),
-    Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
-    Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
-    Name("torch._decomp.decomposition_table", "what an operator is made of"),
-    Name("torch._dispatch.python.no_python_dispatcher", "ranks that make a graph may call collectives"),
-    Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),
-    Name("torch._dynamo.exc.FailOnRecompileLimitHit", "a model that cannot be compiled runs without"),
-    Name("torch._dynamo.exc.TorchDynamoException", "a model that cannot be compiled runs without"),
-    Name("torch._dynamo.guards.extract_dtensor_spec", "a graph remembers its inputs' mesh itself, no copy of it"),
-    Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
-    Name("torch._foreach_lerp_", "running statistics, all at once"),
-    Name("torch._foreach_mul", "running statistics, all at once"),
-    Name("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "no rank gets another one's graph"),
-    Name(
-        "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",
-        "what forward saves lies behind the inputs that it changes",
-    ),
-    Name("torch._functorch.aot_autograd.aot_stage2_compile", "a compiled graph is called beneath autograd"),
-    Name("torch._functorch.compile_utils.rand_ops", _CLONES),
-    Name("torch._functorch.partitioners._must_be_in_forward", _CLONES),
-    Name("torch._functorch.partitioners.force_save_collectives", "collectives whose result is not read are kept"),
-    Name("torch._functorch.partitioners.is_not_collective", "collectives whose result is not read are kept"),
-    Name("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TRANSFORMS),
-    Name("torch._guards.TracingContext", "what a compiler knows of a tensor's memory"),
-    Name("torch._inductor.dependencies.StarDep", "a read stays behind the wait for a collective"),
-    Name("torch._inductor.dependencies.WeakDep", "a read stays behind the wait for a collective"),
-    Name(
-        "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
-        "a read stays behind the wait for a collective",
-    ),
-    Name("torch._library.simple_registry.singleton", "torch finds no rule for a program's own DTensors"),
     Name("torch._ops.OpOverload._schema", "an operator's name and arguments"),
-    Name("torch._ops.OpOverload._uncache_dispatch", "an operator that ran before its rule was there"),
-    Name("torch._subclasses.fake_tensor.DataDependentOutputException", "the operators that need numbers"),
-    Name("torch._subclasses.fake_tensor.DynamicOutputShapeException", "the operators whose shape needs numbers"),
-    Name("torch._subclasses.fake_tensor.FakeTensor", _FAKE),
-    Name("torch._subclasses.fake_tensor.FakeTensorMode", "a model is followed without numbers"),
-    Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "numbers that are there all the same"),
-    Name("torch._subclasses.functional_tensor.FunctionalTensor", _FAKE),
-    Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor"),
     Name("torch.autograd.Function._backward_cls", "which function a node of autograd's graph belongs to"),
-    Name("torch.autograd.forward_ad._current_level", _TRANSFORMS),
     Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
     Name("torch.autograd.graph.Node._sequence_nr", _BACKWARD),
-    Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),
-    Name("torch.distributed._tools.fake_collectives.collective_ops", "which operators are collectives"),
-    Name("torch.distributed._tools.fake_collectives.sync_ops", "which operators wait for collectives"),
-    Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),
-    Name("torch.distributed.distributed_c10d._get_default_store", "where the ranks of a group met"),
-    Name("torch.distributed.distributed_c10d._process_group_name", _PARTS),
-    Name("torch.distributed.distributed_c10d._world", _PARTS),
     Name("torch.distributed.tensor.DTensor._local_tensor", "the shard of this rank"),
     Name("torch.distributed.tensor.DTensor._op_dispatcher", _WHOLE),
     Name(
@@ -109,56 +69,181 @@ NAMES = (
         "a plain tensor beside a DTensor counts as replicated",
     ),
     Name("torch.distributed.tensor.DTensor._op_dispatcher._custom_op_handlers", _WHOLE),
-    Name("torch.distributed.tensor.DTensor._op_dispatcher._dispatch_get_local_results_slow_path", _WHOLE),
-    Name("torch.distributed.tensor.DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path", _WHOLE),
     Name("torch.distributed.tensor.DTensor._spec", "how a tensor lies on its mesh"),
-    Name(
-        "torch.distributed.tensor.DTensor._stable_hash_for_caching",
-        "no rank gets another one's graph; before, none was kept for DTensors",
-        since="2.13",
-    ),
     Name("torch.distributed.tensor._dtensor_spec.DTensorSpec", "how a tensor lies on its mesh"),
     Name("torch.distributed.tensor._dtensor_spec.TensorMeta", "shape, strides and type of the whole tensor"),
-    Name("torch.distributed.tensor._sharding_prop.ShardingPropagator", _WHOLE),
-    Name(
-        "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
-        "whole tensors whose shapes alone are wanted take no memory",
-    ),
-    Name("torch.fx._symbolic_trace._orig_module_call", _TRANSFORMS),
-    Name("torch.jit._builtins._find_builtin", "torch.jit knows the stand-in for a function of torch"),
-    Name("torch.jit._builtins._register_builtin", "torch.jit knows the stand-in for a function of torch"),
-    Name("torch.library.Library._destroy", "kernels of operators are taken back"),
     Name("torch.nn.Module._buffers", _MODULE),
     Name("torch.nn.Module._call_impl", "a call of a module, within which a run begins and ends"),
-    Name("torch.nn.Module._compiled_call_impl", "whether a module is compiled"),
     Name("torch.nn.Module._modules", _MODULE),
     Name("torch.nn.Module._parameters", _MODULE),
-    Name("torch.nn.Module.state_dict._metadata", "the versions of modules, which load_state_dict reads"),
-    Name("torch.nn.modules.batchnorm._BatchNorm", "which layers are norms"),
-    Name("torch.nn.modules.instancenorm._InstanceNorm", "which layers are norms"),
-    Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one"),
-    Name("torch.overrides._get_current_function_mode_stack", "what sees that a part writes, which backward leaves"),
-    Name("torch.testing._internal.distributed.fake_pg.FakeStore", "a group of ranks that are not there"),
-    Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
-    Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls"),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "whether a model's operators are counted"),
-    Name("torch.utils._python_dispatch.return_and_correct_aliasing", "what an operator changes is its argument itself"),
     Name("torch.utils._pytree.tree_leaves", _TREES),
     Name("torch.utils._pytree.tree_map", _TREES),
     Name("torch.utils._pytree.tree_map_only", _TREES),
-    Name("torch.utils.checkpoint._CheckpointFrame", "what a checkpoint computes again"),
-    Name("torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations that a checkpoint keeps", since="2.13"),
-    Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),
-    Name("torch.utils.checkpoint._checkpoint_hook", "within a checkpoint every layer fetches its own halo"),
-    Name("torch.utils.data.DataLoader._auto_collation", "whether a loader makes batches"),
-    Name("torch.utils.data.DataLoader._index_sampler", _BATCHES),
-    Name("torch.utils.data._utils.collate.collate", _READING),
-    Name("torch.utils.data._utils.collate.default_collate_fn_map", _READING),
-    Name("torch.utils.data._utils.fetch._MapDatasetFetcher", _READING),
-    Name("torch.utils.data.dataloader._BaseDataLoaderIter", _BATCHES),
-    Name("torch.utils.data.dataloader._BaseDataLoaderIter._index_sampler", _BATCHES),
-    Name("torch.utils.data.dataloader._BaseDataLoaderIter._num_workers", "whether this process reads by itself"),
+    *needed_by(
+        (COMPILED,),
+        Name("torch._compile._disable_dynamo", "a call that torch.compile leaves alone"),
+        Name("torch._dispatch.python.no_python_dispatcher", "ranks that make a graph may call collectives"),
+        Name("torch._dynamo.eval_frame.innermost_backend", "the compiler that the program asked for"),
+        Name("torch._dynamo.exc.FailOnRecompileLimitHit", "a model that cannot be compiled runs without"),
+        Name("torch._dynamo.exc.TorchDynamoException", "a model that cannot be compiled runs without"),
+        Name("torch._dynamo.guards.extract_dtensor_spec", "a graph remembers its inputs' mesh itself, no copy of it"),
+        Name("torch._dynamo.variables.nn_module", "that our call of a module is traced as torch's own"),
+        Name(
+            "torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache", "no rank gets another one's graph"
+        ),
+        Name(
+            "torch._functorch._aot_autograd.graph_compile.compute_inner_mutated_inp_indices_from_subclass_meta",
+            "what forward saves lies behind the inputs that it changes",
+        ),
+        Name("torch._functorch.aot_autograd.aot_stage2_compile", "a compiled graph is called beneath autograd"),
+        Name("torch._functorch.compile_utils.rand_ops", _CLONES),
+        Name("torch._functorch.partitioners._must_be_in_forward", _CLONES),
+        Name("torch._functorch.partitioners.force_save_collectives", "collectives whose result is not read are kept"),
+        Name("torch._functorch.partitioners.is_not_collective", "collectives whose result is not read are kept"),
+        Name("torch._guards.TracingContext", "what a compiler knows of a tensor's memory"),
+        Name("torch._inductor.dependencies.StarDep", "a read stays behind the wait for a collective"),
+        Name("torch._inductor.dependencies.WeakDep", "a read stays behind the wait for a collective"),
+        Name(
+            "torch._inductor.scheduler.SchedulerNode.recompute_size_and_body",
+            "a read stays behind the wait for a collective",
+        ),
+        Name("torch._ops.OpOverload._uncache_dispatch", "an operator that ran before its rule was there"),
+        Name("torch._subclasses.functional_tensor.FunctionalTensor", _FAKE),
+        Name(
+            "torch.distributed.tensor.DTensor._stable_hash_for_caching",
+            "no rank gets another one's graph; before, none was kept for DTensors",
+            since="2.13",
+        ),
+        Name("torch.nn.Module._compiled_call_impl", "whether a module is compiled"),
+    ),
+    *needed_by(
+        (COMPILED, FOLLOWED, IN_TURN),
+        Name("torch.UntypedStorage._cdata", "whether two tensors share their memory"),
+        Name("torch._subclasses.fake_tensor.FakeTensor", _FAKE),
+    ),
+    *needed_by(
+        (FOLLOWED,),
+        Name("torch._subclasses.fake_tensor.DataDependentOutputException", "the operators that need numbers"),
+        Name("torch._subclasses.fake_tensor.DynamicOutputShapeException", "the operators whose shape needs numbers"),
+        Name("torch._subclasses.fake_tensor.FakeTensorMode", "a model is followed without numbers"),
+        Name("torch._subclasses.fake_tensor.unset_fake_temporarily", "numbers that are there all the same"),
+        Name("torch.distributed._tools.fake_collectives.CollectiveOp", "the bytes of a collective"),
+        Name("torch.distributed._tools.fake_collectives.collective_ops", "which operators are collectives"),
+        Name("torch.distributed._tools.fake_collectives.sync_ops", "which operators wait for collectives"),
+        Name("torch.distributed.tensor._sharding_prop.ShardingPropagator", _WHOLE),
+        Name(
+            "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached",
+            "whole tensors whose shapes alone are wanted take no memory",
+        ),
+        Name("torch.testing._internal.distributed.fake_pg.FakeStore", "a group of ranks that are not there"),
+    ),
+    *needed_by(
+        (FOLLOWED, IN_TURN),
+        Name("torch.utils._python_dispatch.TorchDispatchMode", "the operators that a step calls"),
+    ),
+    *needed_by(
+        (IN_TURN,),
+        Name("torch._C.DisableTorchFunction", "what parts exchange is none of what they see of a program"),
+        Name("torch._C._autograd._unsafe_set_version_counter", "each part counts its own changes of a parameter"),
+        Name("torch._C._distributed_c10d._register_process_group", _PARTS),
+        Name("torch._C._distributed_c10d._resolve_process_group", _PARTS),
+        Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),
+        Name("torch.distributed.distributed_c10d._process_group_name", _PARTS),
+        Name("torch.distributed.distributed_c10d._world", _PARTS),
+        Name("torch.overrides._get_current_function_mode_stack", "what sees that a part writes, which backward leaves"),
+    ),
+    *needed_by(
+        (TRANSFORMS,),
+        Name("torch._C._functorch.is_functorch_wrapped_tensor", "such a tensor has no numbers to compare"),
+        Name("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack", _TRANSFORMS),
+        Name("torch.autograd.forward_ad._current_level", _TRANSFORMS),
+        Name("torch.fx._symbolic_trace._orig_module_call", _TRANSFORMS),
+    ),
+    *needed_by(
+        (CHECKPOINTS,),
+        Name("torch.utils.checkpoint._CheckpointFrame", "what a checkpoint computes again"),
+        Name(
+            "torch.utils.checkpoint._CheckpointFrame.save_inputs", "activations that a checkpoint keeps", since="2.13"
+        ),
+        Name("torch.utils.checkpoint._StopRecomputationError", "what a checkpoint computes again ends early"),
+        Name("torch.utils.checkpoint._checkpoint_hook", "within a checkpoint every layer fetches its own halo"),
+    ),
+    *needed_by(
+        (READING,),
+        Name("torch._C._nn._parse_to", "what Tensor.to is asked for"),
+        Name("torch.utils.data.DataLoader._auto_collation", "whether a loader makes batches"),
+        Name("torch.utils.data.DataLoader._index_sampler", _BATCHES),
+        Name("torch.utils.data._utils.collate.collate", _READING),
+        Name("torch.utils.data._utils.collate.default_collate_fn_map", _READING),
+        Name("torch.utils.data._utils.fetch._MapDatasetFetcher", _READING),
+        Name("torch.utils.data.dataloader._BaseDataLoaderIter._index_sampler", _BATCHES),
+    ),
+    *needed_by(
+        (LOADING, READING),
+        Name("torch.utils.data.dataloader._BaseDataLoaderIter", _BATCHES),
+        Name("torch.utils.data.dataloader._BaseDataLoaderIter._num_workers", "whether this process reads by itself"),
+    ),
+    *needed_by(
+        (SCRIPTED,),
+        Name("torch.jit._builtins._find_builtin", "torch.jit knows the stand-in for a function of torch"),
+        Name("torch.jit._builtins._register_builtin", "torch.jit knows the stand-in for a function of torch"),
+    ),
+    *needed_by(
+        (RESHAPED,),
+        Name("torch.Tensor._post_accumulate_grad_hooks", "hooks of a parameter go with its shards"),
+        Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
+    ),
+    *needed_by(
+        (HOOKED, RESHAPED),
+        Name("torch.Tensor._backward_hooks", "hooks of a parameter go with its shards"),
+    ),
+    *needed_by(
+        (HOOKED,),
+        Name("torch._C._FunctionBase._register_hook_dict", "a bucket of gradients is told of each one"),
+    ),
+    *needed_by(
+        (IN_PLACE,),
+        Name(
+            "torch.utils._python_dispatch.return_and_correct_aliasing",
+            "what an operator changes is its argument itself",
+        ),
+    ),
+    *needed_by(
+        (DEFERRED, READING),
+        Name("torch.Tensor._make_wrapper_subclass", _READING),
+    ),
+    *needed_by(
+        (STRANGERS,),
+        Name("torch._library.simple_registry.singleton", "torch finds no rule for a program's own DTensors"),
+    ),
+    *needed_by(
+        (UNRULED,),
+        Name("torch._decomp.decomposition_table", "what an operator is made of"),
+        Name("torch.distributed.tensor.DTensor._op_dispatcher._dispatch_get_local_results_slow_path", _WHOLE),
+        Name("torch.distributed.tensor.DTensor._op_dispatcher._propagate_op_sharding_dispatch_slow_path", _WHOLE),
+    ),
+    *needed_by(
+        (PRINTED,),
+        Name("torch._tensor_str.PRINT_OPTS", "how wide torch prints a tensor"),
+    ),
+    *needed_by(
+        (DIFFERENCES,),
+        Name("torch.distributed.distributed_c10d._get_default_store", "where the ranks of a group met"),
+    ),
+    *needed_by(
+        (DDP,),
+        Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one"),
+    ),
+    *needed_by(
+        (UNWRITTEN,),
+        Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
+    ),
+    *needed_by(
+        (SHUTDOWN,),
+        Name("torch.library.Library._destroy", "kernels of operators are taken back"),
+    ),
 )
 """The private names that distconv needs."""
 
@@ -170,3 +255,24 @@ def check() -> None:
         mucudnn.private_names.check()
         importlib.import_module("torch.distributed.tensor")  # most are there, and torch does not import it by itself
     mucudnn.private_names.demand("distconv", NAMES)
+
+
+def lacks(feature: str) -> str:
+    """Why a feature is off, in one line; empty where torch has all that it needs."""
+    return mucudnn.private_names.lacks(feature, NAMES)
+
+
+def require(*features: str) -> None:
+    """MissingName where one of these features is off."""
+    check()
+    for feature in features:
+        mucudnn.private_names.require(feature, NAMES)
+
+
+def refused(line: str) -> Callable[..., Any]:
+    """In the place of a function of torch that a feature needs: MissingName with the line for whoever calls it."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise MissingName(line)
+
+    return call

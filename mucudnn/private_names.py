@@ -1,7 +1,8 @@
 """The private names of torch that mucudnn uses, and the check that a torch has them.
 
 Torch may change such names in any release. The check runs before anything else, so that a torch without one of them
-gives an error of one line. Operators are not private names: whatever registers a kernel or a rule for one names it.
+gives an error of one line. A name that some features alone need turns these off: they tell so in one line where they
+are asked for, and the rest works. Operators are not private names: whatever registers a kernel for one names it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,29 @@ class Name(NamedTuple):
         why: what it is used for.
         since: the first tested release that has it; an older one is not asked.
         cuda: only a torch that is built for CUDA has it.
+        features: those that are off without it; empty where nothing works without.
     """
 
     path: str
     why: str
     since: str = TESTED[0]
     cuda: bool = False
+    features: tuple[str, ...] = ()
+
+
+GPUS, STEPS, NETWORKS, ONEDNN, UNPATCHED = (
+    "cuDNN's convolutions",
+    "a limit by measured memory",
+    "the layers of a network",
+    "oneDNN's algorithms",
+    "mucudnn.unpatch",
+)
+"""Features that may be off."""
+
+
+def needed_by(features: Sequence[str], *names: Name) -> tuple[Name, ...]:
+    """Names that these features alone need."""
+    return tuple(name._replace(features=tuple(features)) for name in names)
 
 
 _SETTING = "which settings of torch a time depends on, asked at every call"
@@ -50,21 +68,26 @@ NAMES = (
     Name("torch._C.DispatchKeySet", "the kernel of torch itself, beneath the one that stands before it"),
     Name("torch._C._AutoDispatchBelowAutograd", "the parts of a convolution run beneath autograd"),
     Name("torch._C._ExcludeDispatchKeyGuard", "the parts of a convolution run beneath autocast"),
-    Name("torch._C._autograd._profiler_enabled", "no step is recorded while another profiler runs"),
-    Name("torch._C._cuda_getCurrentRawStream", "the stream that cuDNN's launches go to", cuda=True),
-    Name("torch._C._cuda_getDevice", "the current GPU, in less than half the time", cuda=True),
-    Name("torch._C._dynamo.guards._empty_strided_cuda", "memory on the current GPU, in half the time", cuda=True),
-    Name("torch._C._get_cudnn_benchmark", _SETTING),
-    Name("torch._C._get_cudnn_deterministic", _SETTING),
-    Name("torch._C._get_cudnn_enabled", _SETTING),
-    Name("torch._C._get_deterministic_algorithms", _SETTING),
     Name("torch._C._get_fp32_precision_getter", _SETTING),
     Name("torch._C._get_mkldnn_enabled", _SETTING),
     Name("torch._C._select_conv_backend", "which of its kernels torch would take for a convolution"),
     Name("torch._convolution", "torch's convolution under the settings that the caller names"),
-    Name("torch._mkldnn", "the layout of oneDNN's tensors"),
-    Name("torch.library.Library._destroy", "the kernels before torch's own are taken away"),
-    Name("torch.utils._python_dispatch.TorchDispatchMode", "the convolutions that a network calls"),
+    *needed_by(
+        (GPUS,),
+        Name("torch._C._cuda_getCurrentRawStream", "the stream that cuDNN's launches go to", cuda=True),
+        Name("torch._C._cuda_getDevice", "the current GPU, in less than half the time", cuda=True),
+        Name("torch._C._dynamo.guards._empty_strided_cuda", "memory on the current GPU, in half the time", cuda=True),
+        Name("torch._C._get_cudnn_benchmark", _SETTING),
+        Name("torch._C._get_cudnn_deterministic", _SETTING),
+        Name("torch._C._get_cudnn_enabled", _SETTING),
+        Name("torch._C._get_deterministic_algorithms", _SETTING),
+    ),
+    *needed_by((STEPS,), Name("torch._C._autograd._profiler_enabled", "no step is recorded beside another profile")),
+    *needed_by((ONEDNN,), Name("torch._mkldnn", "the layout of oneDNN's tensors")),
+    *needed_by((UNPATCHED,), Name("torch.library.Library._destroy", "the kernels before torch's own are taken away")),
+    *needed_by(
+        (NETWORKS,), Name("torch.utils._python_dispatch.TorchDispatchMode", "the convolutions that a network calls")
+    ),
 )
 """What mucudnn needs."""
 
@@ -78,17 +101,67 @@ def check() -> None:
 def demand(package: str, names: Sequence[Name]) -> None:
     """Asks this torch, which is imported if it is not yet, for the names that a package needs.
 
+    In the place of those that features alone need, and that it lacks, there is something to import, which tells so.
+
     Raises:
-        MissingName: for those that it lacks.
+        MissingName: for the others that it lacks.
     """
+    missing = _missing(names)
+    if paths := [name.path for name in missing if not name.features]:
+        raise MissingName(_line(package, paths))
+    for name in missing:
+        _stand_in(name.path, _line(name.features[0], [name.path]))
+
+
+@functools.cache
+def lacks(feature: str, names: tuple[Name, ...] = NAMES) -> str:
+    """Why a feature is off, in one line; empty where torch has all that it needs."""
+    paths = [name.path for name in _missing(names) if feature in name.features]
+    return _line(feature, paths) if paths else ""
+
+
+def require(feature: str, names: tuple[Name, ...] = NAMES) -> None:
+    """MissingName where a feature is off."""
+    if line := lacks(feature, names):
+        raise MissingName(line)
+
+
+def _missing(names: Sequence[Name]) -> list[Name]:
     torch = importlib.import_module("torch")
-    asked = [name.path for name in names if torch.__version__ >= name.since and (torch.version.cuda or not name.cuda)]
-    missing = [path for path in asked if not is_there(path)]
-    if missing:
-        raise MissingName(
-            f"{package} needs {', '.join(missing)}, which torch {torch.__version__} does not have; "
-            f"tested are torch {' to '.join(TESTED)}"
-        )
+    asked = [name for name in names if torch.__version__ >= name.since and (torch.version.cuda or not name.cuda)]
+    return [name for name in asked if not _was_there(name.path)]
+
+
+def _line(who: str, paths: Sequence[str]) -> str:
+    version = importlib.import_module("torch").__version__
+    return (
+        f"{who} needs {', '.join(paths)}, which torch {version} does not have; tested are torch {' to '.join(TESTED)}"
+    )
+
+
+@functools.cache
+def _was_there(path: str) -> bool:
+    """Whether torch had a name when it was first asked for it: later it has what we replace."""
+    return is_there(path)
+
+
+class _StandIn(type):
+    """Of the class in the place of a name: nothing is an instance of it, and whatever uses it is told what lacks."""
+
+    line: str
+
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
+        raise MissingName(cls.line)
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name) if name.startswith("__") else MissingName(cls.line)
+
+
+def _stand_in(path: str, line: str) -> None:
+    """Members of classes, and of modules that torch has not imported, have none: nothing of ours names them sooner."""
+    place, _, name = path.rpartition(".")
+    if place in sys.modules:
+        setattr(sys.modules[place], name, _StandIn(name, (BaseException,), {"line": line}))  # for `except`, too
 
 
 def is_there(path: str) -> bool:

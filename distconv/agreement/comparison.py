@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.agreement.checksum import folded
 from distconv.agreement.disagreement import Disagreement, Note, Site, explain
+from distconv.private_names import DIFFERENCES, lacks
 from distconv.tensors.mesh import ranks_of, whole_group
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.gathering import all_gather
@@ -83,6 +84,8 @@ class Comparison:
             raise Disagreement(self._explanation())
 
     def _explanation(self) -> str:
+        if line := lacks(DIFFERENCES):
+            return f"the ranks hold different data: {line}"
         store = dist.distributed_c10d._get_default_store()
         name = f"distconv/agreement/{self._ranks[0]}-{len(self._ranks)}/{self._serial}/"
         sums = _together(self._noted, torch.device("cpu")).tolist()

@@ -29,6 +29,7 @@ from distconv.agreement.checksum import checksum
 from distconv.agreement.comparison import Comparison
 from distconv.agreement.disagreement import Note, Site
 from distconv.agreement.turns import Turns
+from distconv.private_names import TRANSFORMS, lacks
 from distconv.tensors.mesh import is_ours, ranks_of
 from distconv.tensors.mesh_options import batch_norm_statistics, is_compared
 from distconv.tensors.user_lines import script_line
@@ -62,7 +63,7 @@ class Ledger:
 
     def note(self, what: str, x: Tensor, *, line: str | None = None) -> None:
         """Take the tensor, whole on this rank, to be the same on every rank."""
-        if x.is_meta or is_traced(x) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if x.is_meta or is_traced(x) or (not lacks(TRANSFORMS) and torch._C._functorch.is_functorch_wrapped_tensor(x)):
             return
         site = Site(what, tuple(x.shape), str(x.dtype), script_line() if line is None else line)
         with torch.no_grad():

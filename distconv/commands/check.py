@@ -12,6 +12,7 @@ from distconv import settings
 from distconv.commands.check_parts import in_turn, script_in_turn
 from distconv.job.launcher import BadInput
 from distconv.model.strategy import Strategy, read
+from distconv.private_names import FOLLOWED, require
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
 from mucudnn import program
@@ -103,6 +104,7 @@ def add_options(check: Any) -> None:
 
 def command(options: argparse.Namespace) -> int:
     """Show the findings; 1 where something is refused or fails, else 0."""
+    require(FOLLOWED)
     if options.arguments and not _is_script(options):  # options behind a model are this command's
         options = options.reread([*options.arguments, options.target])
     if options.parts is not None:

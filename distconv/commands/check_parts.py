@@ -133,7 +133,7 @@ def _ranks(options: argparse.Namespace) -> Partition | None:
     """Those that have the parts; None: there is one process."""
     if options.channel_algorithm or options.strategy:
         raise BadInput("--parts with --channel-algorithm or --strategy; accepted: --parts without them")
-    private_names.check()
+    private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
     return None if options.partition is None else ranks_with_parts(options.partition, options.parts)
 
 

@@ -76,7 +76,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             raise BadInput(f"--parts with {flag}, which is about several ranks; accepted: one of the two")
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
-    private_names.check()
+    private_names.require(private_names.IN_TURN)
     from distconv.job.one_process import one_process
     from distconv.tensors import user_lines
     from distconv.tensors.refusal import UnsupportedOperation

@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from distconv.job.random_state import as_text, from_text, set_generators, state_of_generators
 from distconv.job.samples import Samples
 from distconv.model.choosing import ranks_here
+from distconv.private_names import LOADING, READING, lacks, refused, require
 from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
 from distconv.settings.partition import shards_data
@@ -51,11 +52,16 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     """
     if shard and not shards_data(mesh.mesh_dim_names or ()):
         raise ValueError(f"sharded data needs an axis sample or one of space in the partition: {mesh.mesh_dim_names}")
+    if shard:
+        require(READING)
+    if line := lacks(LOADING):
+        with substituted(DataLoader, __iter__=refused(line)):
+            yield None
+        return
     alike = _Alike(mesh)
     ranks = 1 if alike.group is None else ranks_here(alike.group)
     samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
-    indices: Any = DataLoader._index_sampler
     begun: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
     """By iterator, how many batches it has given, and whether they draw random numbers in this process."""
 
@@ -86,6 +92,7 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
         if not samples:
             yield None
             return
+        indices: Any = DataLoader._index_sampler
         own_indices = property(lambda loader: samples.share(loader, indices.fget(loader)))
         with (
             substituted(DataLoader, _index_sampler=own_indices),

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from distconv.private_names import SCRIPTED, UNWRITTEN, lacks
 from mucudnn.substitution import substituted
+from mucudnn.warning import warn
 
 _MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
 _FILL_THEMSELVES = ("torch", "distconv", "mucudnn")
@@ -25,12 +27,16 @@ _FILL_THEMSELVES = ("torch", "distconv", "mucudnn")
 @contextlib.contextmanager
 def zeros_for_unwritten() -> Iterator[None]:
     """A context in which tensors without values are zeros if the program has asked for them."""
+    if line := lacks(UNWRITTEN):
+        warn(line, "distconv")
+        yield
+        return
     _device_constructors()  # torch keeps which functions `with torch.device(...)` concerns: the ones of now
     with contextlib.ExitStack() as undo:
         for owner, name in _MAKERS:
             real = getattr(owner, name)
             filled = _filled(real)
-            operator = torch.jit._builtins._find_builtin(real)
+            operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(real)
             if operator is not None:  # scripted functions know torch's functions as objects
                 torch.jit._builtins._register_builtin(filled, operator)
             undo.enter_context(substituted(owner, **{name: filled}))

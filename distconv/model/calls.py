@@ -39,6 +39,7 @@ from distconv.model.running import Run, as_direct, begun, entered, inside, meshe
 from distconv.model.shard_gather import to_shards
 from distconv.model.transforms import is_transformed
 from distconv.model.whole_calls import is_for_whole, run_whole
+from distconv.private_names import COMPILED, lacks
 from distconv.rules.normalization.running import is_a_modules
 from distconv.rules.registry import checks
 from distconv.tensors import user_lines
@@ -102,6 +103,9 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return _call(module, *args, **kwargs)
     wrapper, module = module, compiled.original(module)
     made = compiled.maker(wrapper)
+    if made is not None and (line := lacks(COMPILED)):
+        compiled.leave(module, line)
+        wrapper, made = module, None
     run = inside.run
     if run is not None:
         if made is not None:
@@ -180,7 +184,7 @@ def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:
         return _call(module, *args, **kwargs)
 
 
-_beyond_graphs = _disable_dynamo(_called)
+_beyond_graphs = torch.compiler.disable(_called) if lacks(COMPILED) else _disable_dynamo(_called)
 """Runs where a compiled function of the program calls a model: its graph ends there."""
 
 

@@ -33,8 +33,8 @@ def whole_state(state: T) -> T:
         The same on every rank.
     """
     result = tree_map_only(DTensor, lambda x: whole(x.detach(), alike=False) if is_ours(x.device_mesh) else x, state)
-    if hasattr(state, "_metadata"):  # the versions of modules, which load_state_dict reads
-        result._metadata = state._metadata
+    for name, value in getattr(state, "__dict__", {}).items():  # the versions of modules, which load_state_dict reads
+        setattr(result, name, value)
     return result
 
 

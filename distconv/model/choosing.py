@@ -144,7 +144,7 @@ def ranks_here(group: Any = None) -> int:
 def main(question: str, output: str) -> int:
     """The process that chooses: it writes an answer, or why there is none, to the file `output`."""
     try:
-        private_names.check()
+        private_names.require(private_names.FOLLOWED)
     except private_names.MissingName as error:
         Path(output).write_text(json.dumps({"refusal": str(error)}))
         return 0

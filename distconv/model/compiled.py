@@ -60,12 +60,12 @@ def original(module: nn.Module) -> nn.Module:
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether ``maker`` has anything to tell."""
-    return module._compiled_call_impl is not None or "dynamo_ctx" in module.__dict__
+    return getattr(module, "_compiled_call_impl", None) is not None or "dynamo_ctx" in module.__dict__
 
 
 def maker(module: nn.Module) -> Any:
     """What ``torch.compile(module)`` or ``module.compile()`` made for the program; None for any other module."""
-    return module.__dict__.get("dynamo_ctx") or module._compiled_call_impl
+    return module.__dict__.get("dynamo_ctx") or getattr(module, "_compiled_call_impl", None)
 
 
 def run(

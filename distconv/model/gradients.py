@@ -107,7 +107,7 @@ class Bucket:
         compare_if_due(self.homes[0].mesh)
         if self.plan.group is not None:
             parts = [self.shares.get(index, stand_in) for index, stand_in in enumerate(self.plan.stand_ins)]
-            self.flat = torch._C._nn.flatten_dense_tensors(parts)
+            self.flat = torch.ops.aten.flatten_dense_tensors(parts)
             self.shares.clear()
             ACCOUNT.summed(self.flat, self.plan.group)
             self.work = dist.all_reduce(self.flat, group=self.plan.group, async_op=True)
@@ -133,7 +133,7 @@ class Bucket:
         if self.flat is not None:
             with ACCOUNT.waiting():
                 self.work.wait()
-            shares = torch._C._nn.unflatten_dense_tensors(self.flat, self.plan.stand_ins)
+            shares = torch.ops.aten.unflatten_dense_tensors(self.flat, self.plan.stand_ins)
         grads = {index: self.laid_out(index, shares[index]) for index in self.arrived}
         self._reset()
         return grads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -12,7 +13,7 @@ from distconv.settings.partition import Partition, shards_channels
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-PER_CHANNEL = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm, nn.GroupNorm, nn.PReLU)
+PER_CHANNEL: Any = (nn.BatchNorm1d.__base__, nn.InstanceNorm1d.__base__, nn.GroupNorm, nn.PReLU)
 
 
 def layer_of(module: nn.Module) -> ChannelMap | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from distconv.private_names import SCRIPTED, lacks
 from distconv.rules.whole import whole_value
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.replacements import replace, until_put_back
@@ -25,7 +26,7 @@ def read_distributed_numbers() -> None:
         make = getattr(torch, name)
         reads = _reading(make)
         replace(torch, name, reads)
-        operator = torch.jit._builtins._find_builtin(make)
+        operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(make)
         if operator is not None:  # scripted functions know torch's functions as objects
             torch.jit._builtins._register_builtin(reads, operator)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.parameters import DATA
 from distconv.model.shard_gather import whole
+from distconv.private_names import RESHAPED, require
 from distconv.rules.whole import whole_value
 from distconv.tensors import replacements
 from distconv.tensors.dtensors import wrap
@@ -65,6 +66,7 @@ def replace(x: DTensor, value: Tensor) -> None:
 
 def swapped(x: Tensor, other: Tensor) -> bool:
     """Exchanges what two tensors are, if torch can: while torch.profiler records shapes, it keeps x as it is."""
+    require(RESHAPED)
     try:
         torch._C._swap_tensor_impl(x, other)
     except RuntimeError as error:

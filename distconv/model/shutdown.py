@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distconv.model.calls import scripts
 from distconv.model.running import inside
+from distconv.private_names import SHUTDOWN, require
 from distconv.tensors.replacements import put_back
 
 
@@ -22,4 +23,5 @@ def shutdown() -> None:
     if scripts or inside.run is not None:
         where = "a script that runs distributed" if scripts else "a model's call"
         raise RuntimeError(f"distconv.shutdown within {where}; accepted: after it")
+    require(SHUTDOWN)
     put_back()

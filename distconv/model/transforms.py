@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.model.direct.paths import LEAVES, paths
 from distconv.model.shard_gather import gather
+from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.tensors.mesh import is_ours
 from mucudnn.substitution import substituted
 
@@ -34,7 +35,10 @@ OF_VALUES = ("vjp", "jvp", "linearize")
 
 def is_transformed() -> bool:
     """Whether what runs now is transformed, or differentiated forward."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if torch._C._are_functorch_transforms_active():
+        require(TRANSFORMS)
+        return True
+    return not lacks(TRANSFORMS) and forward_ad._current_level >= 0
 
 
 @contextlib.contextmanager
@@ -96,6 +100,7 @@ def _looping(real: Callable[..., Any]) -> Callable[..., Any]:
 def _of_values(transform: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(transform)
     def transformed(*args: Any, **kwargs: Any) -> Any:
+        require(TRANSFORMS)
         # A trace, which linearize makes, calls modules by what was their __call__ when torch was imported.
         with substituted(_symbolic_trace, _orig_module_call=nn.Module.__call__):
             return transform(*_whole(args), **_whole(kwargs))

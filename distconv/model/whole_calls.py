@@ -49,7 +49,8 @@ _complete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def is_for_whole(module: nn.Module, given: Sequence[Tensor]) -> bool:
     """Whether the call of a model that begins, with some tensors, is to run whole."""
-    if torch._C._get_tracing_state() is not None or any(is_traced(x) for x in given) or _is_counted():
+    tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if tracing or any(is_traced(x) for x in given) or _is_counted():
         return True
     if is_transformed():
         warn(f"{type(module).__name__} is called within a transform: there it runs whole on every rank", "distconv")

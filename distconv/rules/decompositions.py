@@ -17,6 +17,7 @@ from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv.private_names import UNRULED, lacks
 from distconv.rules.outside import answered
 from distconv.rules.schemas import changed
 from distconv.tensors.dtensors import wrap
@@ -25,6 +26,7 @@ from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of, refuse
 from distconv.tensors.replacements import replace
 from distconv.tensors.user_lines import asked_for
+from mucudnn.warning import warn
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 """The tables in which DTensor keeps its operators; their names differ between releases."""
@@ -71,6 +73,9 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any], like: DTen
 
 def install() -> None:
     """Makes operators without rule and strategy on distconv's meshes come here where DTensor would search."""
+    if line := lacks(UNRULED):
+        warn(line, "distconv")
+        return
     dispatcher = DTensor._op_dispatcher
     search = dispatcher._propagate_op_sharding_dispatch_slow_path
 

@@ -18,6 +18,7 @@ from torch._library.simple_registry import singleton
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from distconv.private_names import COMPILED, STRANGERS, lacks, require
 from distconv.rules.schemas import operator
 from distconv.tensors.implicit_replication import as_the_program_set
 
@@ -36,6 +37,7 @@ _thread = _Thread()
 
 def by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An operator on a program's own DTensors, by torch's own dispatch of them."""
+    require(STRANGERS)
     with as_the_program_set(), contextlib.ExitStack() as without_modes:
         if _get_current_dispatch_mode_stack():
             without_modes.enter_context(_disable_current_modes())
@@ -101,6 +103,9 @@ class Registrations:
         self._in_place = False
 
     def _register_rule(self, name: str) -> None:
+        if lacks(STRANGERS):
+            torch.library.register_torch_dispatch(name, DTensor, self._rules[name])
+            return
         # As torch.library.register_torch_dispatch does, which for some operators keeps what it has registered.
         rules: Any = singleton.find(name).torch_dispatch_rules
         self._undo.append(rules.register(DTensor, self._rules[name]).destroy)
@@ -112,13 +117,13 @@ class Registrations:
         for key in KEYS:
             run = functools.partial(self._kernels[name], torch.library.get_kernel(name, key))
             library.impl(name.removeprefix("aten::"), run, key, with_keyset=True)
-        self._undo += [functools.partial(_forget_dispatch, name), library._destroy]
+        self._undo += [functools.partial(_forget_dispatch, name), lambda: library._destroy()]
         _forget_dispatch(name)
 
 
 def _forget_dispatch(name: str) -> None:
     """What torch.compile has traced before has made torch remember the kernel that ran then."""
-    for key in KEYS:
+    for key in () if lacks(COMPILED) else KEYS:
         operator(name.removeprefix("aten::"))._uncache_dispatch(getattr(torch._C.DispatchKey, key))
 
 

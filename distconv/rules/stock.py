@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from distconv.private_names import UNRULED, require
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.tensors.refusal import refuse
 from distconv.transfer.graph_collectives import kept
@@ -21,6 +22,7 @@ from distconv.transfer.graph_collectives import kept
 
 def stock(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
     """DTensor's own behaviour of an operator that has a rule here; what would gather a shard is refused."""
+    require(UNRULED)
     dispatcher = DTensor._op_dispatcher
     if not has_strategy(func):
         return without_strategy(func, args, kwargs or {})

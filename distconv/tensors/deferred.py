@@ -23,7 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from distconv.private_names import DEFERRED, lacks
 from distconv.tensors.view_parts import SOURCES, Box, aligned
+from mucudnn.warning import warn
 
 LEAST = 1 << 20
 """Elements of the smallest result of a comparison that is deferred."""
@@ -140,6 +142,9 @@ class Deferred(Tensor):
 def deferred(func: Any, args: Any, kwargs: Any) -> Deferred | None:
     """The result of an operator, not computed yet; None where it is better computed at once."""
     operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    if line := lacks(DEFERRED):
+        warn(line, "distconv")
+        return None
     if any(x.requires_grad or x.layout != torch.strided for x in operands):
         return None
     device = max(operands, key=Tensor.dim).device

@@ -23,6 +23,7 @@ from distconv.model.calls import elsewhere, note_call
 from distconv.model.compiled import original
 from distconv.model.direct.paths import is_open
 from distconv.model.whole_calls import is_for_whole, run_whole
+from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
 from distconv.settings.parts import read, read_memory
@@ -97,6 +98,7 @@ def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
 
 def read_way(parts: str, memory: str | float | None) -> Way:
     """The parts and the limit of their memory, in bytes. ValueError, one line, for what is not accepted."""
+    require(IN_TURN, *((FOLLOWED,) if memory is not None or parts == AUTO else ()))
     limit = read_memory(memory)
     if parts != AUTO:
         return read(parts), limit

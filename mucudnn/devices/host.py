@@ -56,7 +56,7 @@ class Host(Device):
     def switches() -> tuple[object, ...]:
         return (
             torch.get_num_threads(),
-            torch._C._get_deterministic_algorithms(),
+            torch.are_deterministic_algorithms_enabled(),
             torch._C._get_mkldnn_enabled(),
             torch._C._get_fp32_precision_getter("mkldnn", "conv"),
         )

@@ -13,8 +13,10 @@ from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call, memory_format, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
+from mucudnn.private_names import GPUS, UNPATCHED, lacks, require
 from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.session import Session
+from mucudnn.warning import warn
 
 _UNDECIDED: Any = object()
 _BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}
@@ -31,6 +33,8 @@ def install(session: Session | None) -> Session | None:
         The session that served before.
     """
     global _library, _session
+    if session is None and _library is not None:
+        require(UNPATCHED)
     with _lock:
         before, _session = _session, session
         if session is not None and _library is None:
@@ -54,6 +58,9 @@ def marks_local_work(device_type: str) -> bool:
 def _register() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for key, device in SERVED.items():
+        if device is not Host and (line := lacks(GPUS)):
+            warn(f"torch computes convolutions on GPUs: {line}")
+            continue
         # Taken before the registration: afterwards these names mean the shim.
         forward = stock_kernel("convolution", key)
         backward = stock_kernel("convolution_backward", key)

@@ -31,7 +31,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
-    if type(input) is not Activation or input.share is not None or torch._C._is_any_autocast_enabled():
+    if type(input) is not Activation or input.share is not None or torch.is_autocast_enabled(input.device.type):
         return NotImplemented
     if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
         return NotImplemented

@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 from distconv.model.direct.activation import Activation, activation, from_dtensor
 from distconv.model.direct.chains.call import unchained
 from distconv.model.direct.where import Where
+from distconv.private_names import CHECKPOINTS, lacks, refused
 from distconv.tensors.replacements import replace, until_put_back
 
 
@@ -79,6 +80,9 @@ def open_checkpoints(within_this_run: Callable[[Callable[..., Any]], Callable[..
     Args:
         within_this_run: makes, of the function that computes again, one that does so in what runs now.
     """
+    if line := lacks(CHECKPOINTS):
+        replace(torch.utils.checkpoint, "checkpoint", refused(line))
+        return
     frame: Any = torch.utils.checkpoint._CheckpointFrame
     begin = frame.__init__
 

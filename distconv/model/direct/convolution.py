@@ -135,7 +135,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             call = plans[key] = _call(x._place, *places, dtypes, arguments)
         if call is None:
             return NotImplemented
-        converts = torch._C._is_any_autocast_enabled()
+        converts = torch.is_autocast_enabled(own.device.type)
         if not call.alone and converts:
             return NotImplemented
 

@@ -94,7 +94,7 @@ class Convolution(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.plan = plan
         y = convolved(plan, x, weight, bias)
-        return y.clone() if y._is_view() else y  # a part of a tensor could not be changed in place
+        return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

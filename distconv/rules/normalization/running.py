@@ -214,11 +214,13 @@ def _write(waiting: Sequence[tuple[_Move, Any] | _Found], gather: bool = True) -
         if sharded is not None and not gather:
             continue
         buffers = [each.buffer for each in alike]
-        values = list(torch._foreach_mul([each.value for each in alike], [each.factor for each in alike]))
+        values = list(
+            torch.ops.aten._foreach_mul.ScalarList([each.value for each in alike], [each.factor for each in alike])
+        )
         if sharded is not None:
             mesh, axes = sharded
             values = gathered(mesh, axes, values, tuple(buffer.shape[0] for buffer in buffers))
-        torch._foreach_lerp_(buffers, values, momentum)
+        torch.ops.aten._foreach_lerp_.Scalar(buffers, values, momentum)
 
 
 def _combine(found: list[_Found]) -> list[tuple[_Move, Any]]:

@@ -14,6 +14,7 @@ from torch import nn
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 
+from distconv.private_names import COMPILED, lacks
 from distconv.rules.registry import method
 from distconv.rules.whole import whole_value
 from distconv.tensors.dtensors import wrap
@@ -56,7 +57,8 @@ def reduced(stock_method: Any, x: DTensor, protocol: int) -> Any:
 @method("untyped_storage")
 def untyped_storage(stock_method: Any, x: DTensor) -> Any:
     """That of this rank's shard: two DTensors share it where one process's tensors would."""
-    if TracingContext.try_get() is not None:  # torch.compile keeps apart what a tensor and its shard seem to hold
+    traced = not lacks(COMPILED) and TracingContext.try_get() is not None
+    if traced:  # torch.compile keeps apart what a tensor and its shard seem to hold
         return stock_method(x)
     return x._local_tensor.untyped_storage()
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distconv.private_names import PRINTED, lacks
 from distconv.rules.registry import method
 from distconv.rules.whole import whole_value
 from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
@@ -51,5 +52,5 @@ def _with_suffix(written: str, suffix: str) -> str:
     """A tensor's text with one more property, on a line of its own where the last one would grow too long."""
     body, last = written[:-1], written[:-1].rpartition("\n")[2]
     indent = len("tensor(")
-    fits = len(last) + 2 + len(suffix) + 1 <= torch._tensor_str.PRINT_OPTS.linewidth
+    fits = not lacks(PRINTED) and len(last) + 2 + len(suffix) + 1 <= torch._tensor_str.PRINT_OPTS.linewidth
     return f"{body}, {suffix})" if fits else f"{body},\n{' ' * indent}{suffix})"

@@ -93,7 +93,7 @@ def padded(local: Tensor, plan: PaddingPlan, mode: str) -> Tensor:
     for which in plan.exchanges:
         made = carried(made, which)
     # Inference tensors do not know whether they are views.
-    shares = made._is_view() or made.untyped_storage()._cdata == local.untyped_storage()._cdata
+    shares = made._base is not None or made.untyped_storage() is local.untyped_storage()
     return made.clone() if shares else made
 
 

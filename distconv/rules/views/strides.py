@@ -29,7 +29,7 @@ def strided(func: Any, *args: Any, **kwargs: Any) -> DTensor:
     """Whole on every rank: a view of a whole tensor, and of what was gathered where it is sharded and small."""
     arguments = named(func, args, kwargs)
     x = arguments["self"]
-    if arguments["storage_offset"] and (x._is_view() or x.is_inference()):
+    if arguments["storage_offset"] and (x._base is not None or x.is_inference()):
         why = "positions in the memory of a tensor that may be a view of another; accepted: no offset"
         raise refuse(func, why, whole_helps=False)
     distributed = [value for value in arguments.values() if isinstance(value, DTensor)]

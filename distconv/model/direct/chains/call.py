@@ -278,7 +278,7 @@ class _Return(torch.autograd.Function):
     def forward(ctx: Any, grad: Tensor, which: Exchange) -> Tensor:
         ctx.which = which
         y = which.adjoint(grad)
-        return y.clone() if y is grad or y._is_view() else y
+        return y.clone() if y is grad or y._base is not None else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -95,7 +95,7 @@ class _Local(torch.autograd.Function):
         ctx.plan, ctx.arguments = plan, arguments
         with _local_work(plan, x):
             y = kernels.convolution(plan.onednn, x, weight, bias, arguments)
-        return y.clone() if y._is_view() else y  # a part of a tensor could not be changed in place
+        return y.clone() if y._base is not None else y  # a part of a tensor could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
