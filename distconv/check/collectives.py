@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.utils._pytree import tree_leaves
 
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 
 class _Ended:

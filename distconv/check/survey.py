@@ -25,7 +25,7 @@ from distconv.rules.registry import stand_ins
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import make_mesh
 from distconv.tensors.user_lines import in_one_line
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 Inputs = Sequence[tuple[int, ...]]
 

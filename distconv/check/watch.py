@@ -20,7 +20,7 @@ from distconv.check.findings import Layer, Refusal
 from distconv.check.stand_in import first_of_ours, recorded, stand_in
 from distconv.tensors.memory import Memory
 from distconv.tensors.refusal import UnsupportedOperation
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 GRADIENTS = "gradients of parameters"
 OUTSIDE = "outside of the model"

@@ -17,7 +17,7 @@ import stat
 import threading
 import time
 
-from mucudnn.at_fork import renewed
+from mucudnn.process.at_fork import renewed
 
 _NUMBER_BYTES = 8
 

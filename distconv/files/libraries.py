@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from distconv.files.functions import Files
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 Translate = Callable[[str, str], str]
 """From a path and a mode ("r", "r+", "a", "w") to the path that a library may open."""

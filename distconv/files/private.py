@@ -21,7 +21,7 @@ from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
 from distconv.files.spawned import spawned_with
 from distconv.files.view import View
-from mucudnn.substitution import environment, substituted
+from mucudnn.process.substitution import environment, substituted
 
 APART = ("/dev/", "/proc/", "/sys/")
 

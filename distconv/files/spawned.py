@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 
 class _Beginning:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from distconv.turns.world import is_part
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 MOST_REMEMBERED = 256
 """The number of latest collectives whose completion is known."""

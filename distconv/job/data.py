@@ -23,8 +23,8 @@ from distconv.private_names import LOADING, READING, lacks, refused, require
 from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
 from distconv.settings.partition import shards_data
-from mucudnn.substitution import substituted
-from mucudnn.warning import tell
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import tell
 
 BATCHES = 32
 """The ranks agree on their random state at least once in so many batches."""

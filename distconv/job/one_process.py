@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distconv.job.group_of_one import NAMES, GroupOfOne, answer, data_parallel_of_one, requested
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
 """Modules whose questions are answered as things are: those that distribute the script."""

@@ -18,8 +18,8 @@ import numpy
 import numpy.random.bit_generator
 import torch
 
-from mucudnn.at_fork import renewed
-from mucudnn.substitution import substituted
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.substitution import substituted
 
 State = tuple[torch.Tensor, tuple[Any, ...], Any, torch.Tensor | None]
 

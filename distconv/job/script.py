@@ -33,7 +33,7 @@ from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn
 from mucudnn import program
-from mucudnn.warning import tell
+from mucudnn.process.warning import tell
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session

@@ -24,9 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from distconv.job.attempt import prefix
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_held
+from mucudnn.process.warning import tell
 from mucudnn.reporting.gain import gained
 from mucudnn.sizes import format_bytes
-from mucudnn.warning import tell
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session

@@ -15,7 +15,7 @@ from distconv.reading.share import Share
 from distconv.reading.store import Key, Store
 from distconv.settings import StoreOption
 from distconv.tensors.gathering.memory import free_on_host
-from mucudnn.warning import tell
+from mucudnn.process.warning import tell
 
 GIB = 1 << 30
 

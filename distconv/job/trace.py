@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 
 from distconv.job.summary import at_good_end
 from distconv.transfer.account import ACCOUNT
-from mucudnn.substitution import environment
+from mucudnn.process.substitution import environment
 
 STEPS = 10
 """The number of recorded optimizer steps; a program without any is recorded as a whole."""

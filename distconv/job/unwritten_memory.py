@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from distconv.private_names import SCRIPTED, UNWRITTEN, lacks
-from mucudnn.substitution import substituted
-from mucudnn.warning import warn
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import warn
 
 _MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
 _FILL_THEMSELVES = ("torch", "distconv", "mucudnn")

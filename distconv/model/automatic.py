@@ -27,7 +27,7 @@ from distconv.model.choosing import (
 from distconv.model.strategy import Strategy
 from distconv.tensors.mesh import MeshToChoose, make_mesh
 from distconv.tensors.mesh_options import channel_algorithms
-from mucudnn.warning import tell
+from mucudnn.process.warning import tell
 
 
 def choose(

@@ -30,8 +30,8 @@ from distconv.model.graph_statistics import move_statistics_last
 from distconv.tensors.mesh import whole_group
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.graph_merges import merging
-from mucudnn.substitution import substituted
-from mucudnn.warning import warn
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import warn
 
 
 class NotCompiled(Exception):

@@ -15,7 +15,7 @@ from distconv import settings
 from distconv.model.direct.activation import Activation
 from distconv.model.direct.chains.call import Choice, chained
 from distconv.model.direct.chains.choice import Prices
-from mucudnn.recent import Recent
+from mucudnn.process.recent import Recent
 
 PRICES = {"cpu": Prices(exchange=3e-4, brought=1e-9, operation=5e-11, written=2e-10)}
 """By kind of device, round numbers: what two processes on one machine, and one of its cores, take."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.settings.partition import AXES, Kind, nested_ownership
-from mucudnn.warning import tell
+from mucudnn.process.warning import tell
 
 _told: set[str] = set()
 

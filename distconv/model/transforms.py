@@ -24,7 +24,7 @@ from distconv.model.direct.paths import LEAVES, paths
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.tensors.mesh import is_ours
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 OF_FUNCTIONS = ("vmap", "grad", "grad_and_value", "jacrev", "jacfwd", "hessian")
 """Give a function in place of another."""

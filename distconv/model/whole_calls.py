@@ -29,8 +29,8 @@ from distconv.model.transforms import is_transformed, outside_of_transforms
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.tracing import is_traced
-from mucudnn.substitution import substituted
-from mucudnn.warning import warn
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import warn
 
 _FUNCTIONS = (
     *((torch.jit, name) for name in ("trace", "trace_module", "_get_trace_graph")),

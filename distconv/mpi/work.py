@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distconv.mpi.absence import Absence
 from distconv.mpi.backend import mpi_lock
-from mucudnn.at_fork import renewed
+from mucudnn.process.at_fork import renewed
 
 PROGRESS_SECONDS = 2e-4  # between two looks of the progress thread at what is in flight
 

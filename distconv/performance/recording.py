@@ -29,7 +29,7 @@ from distconv.performance.imagined import empty_shard
 from distconv.performance.without_data import made
 from distconv.tensors.dtensors import wrap
 from mucudnn.networks.layers import without_data
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 
 def record_step(

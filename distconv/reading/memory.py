@@ -15,7 +15,7 @@ from distconv.reading.expression import Expression, empty, whole
 from distconv.reading.source import fetched
 from distconv.reading.statistic import is_known
 from distconv.tensors.user_lines import program_lines
-from mucudnn import warning
+from mucudnn.process import warning
 
 Step = Callable[[Any], Any]
 """Makes a view: of an array or a tensor another one that shares its memory."""

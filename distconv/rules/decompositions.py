@@ -26,7 +26,7 @@ from distconv.tensors.mesh import is_ours
 from distconv.tensors.refusal import UnsupportedOperation, complete, operands_of, refuse
 from distconv.tensors.replacements import replace
 from distconv.tensors.user_lines import asked_for
-from mucudnn.warning import warn
+from mucudnn.process.warning import warn
 
 _TABLES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
 """The tables in which DTensor keeps its operators; their names differ between releases."""

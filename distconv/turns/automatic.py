@@ -18,9 +18,9 @@ from distconv.settings.partition import AXES, Kind, Partition
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed, follow, kind_of
+from mucudnn.process.warning import tell
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
-from mucudnn.warning import tell
 
 _chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Choice]] = weakref.WeakKeyDictionary()
 

@@ -32,7 +32,7 @@ from distconv.turns.call import call_in_turn
 from distconv.turns.group import Meetings
 from distconv.turns.pager import Paged, Pager, instead
 from distconv.turns.parts import parts_of
-from mucudnn.substitution import substituted
+from mucudnn.process.substitution import substituted
 
 _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,

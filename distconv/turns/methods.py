@@ -19,8 +19,8 @@ from torch import nn
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace
 from distconv.turns.random_numbers import RandomNumbers
-from mucudnn.substitution import substituted
-from mucudnn.warning import tell
+from mucudnn.process.substitution import substituted
+from mucudnn.process.warning import tell
 
 NAMES = ("decode",)
 """An encode is not among them: it may give an object of its own, in which parts would remain."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distconv.turns.heap import Excess
 from distconv.turns.places import File, Pinned, Place
-from mucudnn.at_fork import renewed
+from mucudnn.process.at_fork import renewed
 
 LEAST = 1 << 16
 """Smaller storages stay, and are not counted."""

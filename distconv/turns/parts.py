@@ -28,7 +28,7 @@ from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
 from distconv.turns.world import Part, enter, know_groups, meshes
-from mucudnn.at_fork import renewed
+from mucudnn.process.at_fork import renewed
 
 T = TypeVar("T")
 

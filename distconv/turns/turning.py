@@ -34,7 +34,7 @@ from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
-from mucudnn.warning import tell
+from mucudnn.process.warning import tell
 
 M = TypeVar("M", bound=nn.Module)
 

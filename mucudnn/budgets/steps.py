@@ -16,10 +16,10 @@ import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from mucudnn.at_fork import renewed
 from mucudnn.budgets.memory import Recorder
 from mucudnn.optimizer import Timeline, common
-from mucudnn.recent import Recent
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
 
 RECORDED = 2
 """The number of steps that are recorded before there are budgets. Two, because if gradients accumulate over two steps,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mucudnn.devices.device import Work
-from mucudnn.substitution import environment
+from mucudnn.process.substitution import environment
 
 _MARK = "mucudnn mark"
 

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Hashable
 from functools import cached_property
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.problem import ConvProblem, Shape
 from mucudnn.optimizer import Costs, Forecast
+from mucudnn.process.at_fork import renewed
 from mucudnn.providers import STOCK
 from mucudnn.timing.logbook import Environment, settlements
 from mucudnn.timing.store import Store

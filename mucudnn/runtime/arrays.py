@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import DTYPE_BYTES, ConvProblem, Direction, Shape
 from mucudnn.devices import KINDS, Gpu, device_of
+from mucudnn.process.at_fork import renewed
 from mucudnn.providers import stock_result
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session

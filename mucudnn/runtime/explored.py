@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.devices import Stopwatch
 from mucudnn.optimizer import Exploration, Key, OverheadBudget, Trial
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
+from mucudnn.process.at_fork import renewed
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.pooled_launches import PooledLaunches

@@ -10,15 +10,15 @@ from time import perf_counter
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Shape
 from mucudnn.devices import Device
 from mucudnn.planning.plan import Plan
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.warning import warn
 from mucudnn.reporting.record import Record
 from mucudnn.timing.schedule import LaunchError, Schedule, check
-from mucudnn.warning import warn
 
 MOST_ADOPTED = 4096
 

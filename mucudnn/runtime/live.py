@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import Stopwatch, device_of
@@ -17,8 +16,9 @@ from mucudnn.planning.experience import Experience
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.search import is_too_short
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
 from mucudnn.providers import STOCK, stock_call
-from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.explored import Explored, LiveBudget, is_worth
 from mucudnn.runtime.pooled_launches import PooledLaunches

@@ -12,14 +12,15 @@ from functools import partial
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call
 from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
 from mucudnn.planning.planner import Planner
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
+from mucudnn.process.warning import warn
 from mucudnn.providers import stock_result
 from mucudnn.providers.cudnn.library import CudnnError
-from mucudnn.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment, Outcome
 from mucudnn.runtime.fixed_limit import FixedLimit
@@ -30,7 +31,6 @@ from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
 from mucudnn.timing.board import Board
 from mucudnn.timing.store import Store
-from mucudnn.warning import warn
 
 Within = Callable[[Call, int], FixedLimit | Live | None]
 """What computes a call within so many bytes; `None` where that cannot be."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.budgets.total import Ledger, Shares
 from mucudnn.convolution.call import Call
 from mucudnn.optimizer import Division
 from mucudnn.planning.plan import Plan
-from mucudnn.recent import Recent
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.call import Call, memory_format, torch_format
 from mucudnn.convolution.problem import Direction
 from mucudnn.devices import SERVED, Device, Host
 from mucudnn.private_names import GPUS, UNPATCHED, lacks, require
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.warning import warn
 from mucudnn.providers import is_torchs_own, stock_kernel
 from mucudnn.runtime.session import Session
-from mucudnn.warning import warn
 
 _UNDECIDED: Any = object()
 _BIAS_SUMS = {dims: (0, *range(2, dims)) for dims in range(2, 6)}

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.budgets.memory import recorder
 from mucudnn.budgets.steps import Steps
 from mucudnn.convolution.call import Call
 from mucudnn.convolution.problem import ConvProblem, Direction
 from mucudnn.devices import device_of
 from mucudnn.optimizer import Timeline
-from mucudnn.recent import Recent
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
 from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Moment
 from mucudnn.runtime.fixed_limit import FixedLimit

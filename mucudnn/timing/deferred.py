@@ -6,7 +6,7 @@ import atexit
 import threading
 from collections.abc import Callable, Mapping
 
-from mucudnn.at_fork import in_child, renewed
+from mucudnn.process.at_fork import in_child, renewed
 from mucudnn.timing.database import Launches
 
 PERIOD = 1.0

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mucudnn.at_fork import in_child, renewed
 from mucudnn.optimizer import Option
-from mucudnn.recent import Recent
+from mucudnn.process.at_fork import in_child, renewed
+from mucudnn.process.recent import Recent
+from mucudnn.process.warning import warn
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
 from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, told
 from mucudnn.timing.deferred import Deferred
-from mucudnn.warning import warn
 
 MOST_KEYS = 8192
 """What so many tables keep of keys stays in memory, too; of launches only where there is no file."""

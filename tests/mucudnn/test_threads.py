@@ -17,12 +17,12 @@ from torch.nn import functional
 
 import mucudnn
 from mucudnn.budgets.total import Ledger
+from mucudnn.process.substitution import environment, substituted
 from mucudnn.runtime import arrays, fixed_limit, shim
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.live import Live
 from mucudnn.runtime.session import Session
 from mucudnn.runtime.shared_total import Layers
-from mucudnn.substitution import environment, substituted
 from mucudnn.timing import clock
 from mucudnn.timing.measurement import Measurement
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from tqdm import tqdm
 
-from mucudnn.warning import tell
+from mucudnn.process.warning import tell
 
 
 def test_a_line_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from distconv.tensors.dtensors import row_major_spec
 from distconv.tensors.layouts import dim_axes, local_shape, owners
-from mucudnn.recent import Recent
+from mucudnn.process.recent import Recent
 
 MOST_PLANS = 1024
 """The most calls whose decisions are kept, for inputs of one layout."""

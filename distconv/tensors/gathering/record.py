@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.tensors.gathering.memory import free_everywhere
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
+from mucudnn.process.warning import tell
 from mucudnn.sizes import format_bytes
-from mucudnn.warning import tell
 
 MUCH = 16 << 20
 """A line of the script that gathers more bytes than this at a time causes a warning."""

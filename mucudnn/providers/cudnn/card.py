@@ -9,8 +9,8 @@ from ctypes import c_void_p
 
 import torch
 
-from mucudnn.at_fork import renewed
 from mucudnn.devices.gpu import current_device, empty_strided
+from mucudnn.process.at_fork import renewed
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.library import Library, library
 

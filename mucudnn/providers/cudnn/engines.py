@@ -6,9 +6,10 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.convolution.tile import Part, Tile, dims, extent, tile
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
 from mucudnn.providers.cudnn.allowed import erratum, is_deterministic, is_tf32, refusal
 from mucudnn.providers.cudnn.backend import Behavior, HeuristicMode
 from mucudnn.providers.cudnn.configuration import Configuration
@@ -21,7 +22,6 @@ from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.cudnn.proposals import Proposal, offered, ranked
 from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
 from mucudnn.providers.provider import Archive
-from mucudnn.recent import Recent
 
 SIZES = (1, 16, 256)
 """Mini-batches for which the heuristic is asked: what it proposes for one may be what fits at another."""

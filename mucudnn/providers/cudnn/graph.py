@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ctypes import c_void_p
 from dataclasses import dataclass
 
-from mucudnn.at_fork import renewed
 from mucudnn.convolution.problem import Role
+from mucudnn.process.at_fork import renewed
 from mucudnn.providers.cudnn.backend import (
     CROSS_CORRELATION,
     DATA_TYPES,

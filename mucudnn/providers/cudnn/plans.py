@@ -8,9 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
-from mucudnn.at_fork import renewed
+from mucudnn.process.at_fork import renewed
+from mucudnn.process.recent import Recent
 from mucudnn.providers.cudnn.library import CudnnError
-from mucudnn.recent import Recent
 
 MOST_KNOWN = 65536
 """Plans of which the workspace, or the refusal, is remembered."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mucudnn.at_fork import renewed
+from mucudnn.process.at_fork import renewed
 
 _ABSENT: Any = object()
 _lock = renewed(threading.Lock())
