@@ -81,7 +81,7 @@ class Registrations:
             self._register_rule(name)
 
     def add_kernel(self, name: str, kernel: Callable[..., Any]) -> None:
-        """``kernel(as_before, keyset, *args, **kwargs)`` where autograd runs; `as_before` is torch's own."""
+        """``kernel(as_before, keyset, *args, **kwargs)`` where autograd runs; `as_before(keyset, ...)` is torch's."""
         self._kernels[name] = kernel
         if self._in_place:
             self._register_kernel(name)
@@ -115,10 +115,35 @@ class Registrations:
     def _register_kernel(self, name: str) -> None:
         library = torch.library.Library("aten", "IMPL")
         for key in KEYS:
-            run = functools.partial(self._kernels[name], torch.library.get_kernel(name, key))
+            run = functools.partial(self._kernels[name], _as_before(name, key))
             library.impl(name.removeprefix("aten::"), run, key, with_keyset=True)
         self._undo += [functools.partial(_forget_dispatch, name), lambda: library._destroy()]
         _forget_dispatch(name)
+
+
+def _as_before(name: str, key: str) -> Callable[..., Any]:
+    """``call(keyset, *args, **kwargs)`` of the kernel at a key before ours, while which other threads of Python run.
+
+    Torch's own stands at the key of other devices, too, by which the dispatcher calls it. One that another library has
+    put before torch's is called itself, which keeps Python's lock.
+    """
+    kernel = torch.library.get_kernel(name, key)
+    if repr(kernel) != repr(torch.library.get_kernel(name, "AutogradOther")):
+        return kernel.call_boxed
+    own, others = getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.AutogradOther
+    redispatch = operator(name.removeprefix("aten::")).redispatch
+
+    @functools.lru_cache(maxsize=64)
+    def elsewhere(numbered: int) -> Any:
+        keyset = torch._C.DispatchKeySet.from_raw_repr(numbered)
+        return None if keyset.has(torch._C.DispatchKey.Python) else keyset.remove(own).add(others)
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        keys = elsewhere(keyset.raw_repr())
+        # Of a subclass, or beneath a mode, Python computes; torch's dispatcher for graphs would call itself for ever.
+        return kernel.call_boxed(keyset, *args, **kwargs) if keys is None else redispatch(keys, *args, **kwargs)
+
+    return call
 
 
 def _forget_dispatch(name: str) -> None:

@@ -99,7 +99,7 @@ def above_autograd(name: str) -> Callable[[H], H]:
         def kernel(as_before: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
             # Most calls are of plain tensors, of which the set of keys tells at once.
             if not (keyset.has(_SUBCLASS) and has_ours((*args, *kwargs.values()))):
-                return as_before.call_boxed(keyset, *args, **kwargs)
+                return as_before(keyset, *args, **kwargs)
             mesh = _mesh((*args, *kwargs.values()))
             assert mesh is not None, "one of them is ours"
             try:
@@ -108,11 +108,11 @@ def above_autograd(name: str) -> Callable[[H], H]:
                 for check in checks:
                     check(stock_operator, given, kwargs)
                 found = function(*given, **{name: _plain(value) for name, value in kwargs.items()})
-                return as_before.call_boxed(keyset, *args, **kwargs) if found is NotImplemented else found
+                return as_before(keyset, *args, **kwargs) if found is NotImplemented else found
             except Exception as error:
                 if isinstance(error, UnsupportedOperation):
                     if may_run_whole(error):
-                        return as_before.call_boxed(keyset, *args, **kwargs)
+                        return as_before(keyset, *args, **kwargs)
                     complete(error, stock_operator, list(operands_of((*args, *kwargs.values()))), asked_for)
                 if not stand_ins:
                     raise
