@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from collectives import Collectives
+from ranks import Ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import distconv
 from distconv.model import idle
+from distconv.model.parallelize import distributed_script
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.settings.partition import Partition
 
@@ -33,3 +41,31 @@ def test_idle_ranks_are_told_once(monkeypatch: pytest.MonkeyPatch, capsys: pytes
             idle.tell_idle("UNet", mesh, [torch.ones(samples), torch.ones(samples, 3, 4, 4)])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("distconv: UNet is called with (1, 3, 4, 4): under sample=2 only 1 of 2 ranks hold a part")
+
+
+def validated(partition: str) -> tuple[list[bool], list[str], Tensor]:
+    """Of images of 16, 32 and 16 rows, the last two after a step: whether they ran whole; what was sent; a result."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).double()
+    x = torch.randn(2, 2, 16, 16, dtype=torch.float64)
+    larger = torch.randn(1, 2, 32, 16, dtype=torch.float64)
+    with distributed_script(distconv.init(partition, device_type="cpu")):
+
+        def whole(given: Tensor) -> bool:
+            with torch.no_grad():
+                return not isinstance(model(given), DTensor)
+
+        before = whole(x[:1])
+        model(x).square().mean().backward()
+        found = [before, whole(larger)]
+        with Collectives() as collectives, torch.no_grad():
+            result = model.eval()(x[:1])
+        return [*found, not isinstance(result, DTensor)], collectives.called, distconv.whole_state(result)
+
+
+@pytest.mark.parametrize(("partition", "whole"), [("sample=2,height=2", [0, 0, 1]), ("sample=4", [1, 1, 1])])
+def test_a_single_image_is_validated_whole(ranks: Callable[[int], Ranks], partition: str, whole: list[int]) -> None:
+    ((_, _, expected),) = ranks(1).run(validated, "sample=1")
+    for found, sent, result in ranks(4).run(validated, partition):
+        assert (found, sent) == (list(map(bool, whole)), [])
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
