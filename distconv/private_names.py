@@ -257,6 +257,7 @@ def check() -> None:
     mucudnn.private_names.demand("distconv", NAMES)
 
 
+@functools.cache
 def lacks(feature: str) -> str:
     """Why a feature is off, in one line; empty where torch has all that it needs."""
     return mucudnn.private_names.lacks(feature, NAMES)
@@ -265,8 +266,8 @@ def lacks(feature: str) -> str:
 def require(*features: str) -> None:
     """MissingName where one of these features is off."""
     check()
-    for feature in features:
-        mucudnn.private_names.require(feature, NAMES)
+    for line in filter(None, map(lacks, features)):
+        raise MissingName(line)
 
 
 def refused(line: str) -> Callable[..., Any]:

@@ -113,16 +113,15 @@ def demand(package: str, names: Sequence[Name]) -> None:
         _stand_in(name.path, _line(name.features[0], [name.path]))
 
 
-@functools.cache
-def lacks(feature: str, names: tuple[Name, ...] = NAMES) -> str:
+def lacks(feature: str, names: Sequence[Name] = NAMES) -> str:
     """Why a feature is off, in one line; empty where torch has all that it needs."""
     paths = [name.path for name in _missing(names) if feature in name.features]
     return _line(feature, paths) if paths else ""
 
 
-def require(feature: str, names: tuple[Name, ...] = NAMES) -> None:
+def require(feature: str) -> None:
     """MissingName where a feature is off."""
-    if line := lacks(feature, names):
+    if line := lacks(feature):
         raise MissingName(line)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distconv.job.group_of_one import NAMES, GroupOfOne, answer, data_parallel_of_one, requested
+from distconv.job.mesh_of_one import meshes_of_one
 from mucudnn.process.substitution import substituted
 
 _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
@@ -53,6 +54,7 @@ def one_process() -> Iterator[None]:
         _hidden(os.environ),
         substituted(dist, **script.answers()),
         data_parallel_of_one(script.default_group),
+        meshes_of_one(lambda: _is_inside(sys._getframe(2))),
         substituted(mpi, COMM_WORLD=mpi.COMM_SELF) if mpi is not None else contextlib.nullcontext(),
     ):
         yield

@@ -73,7 +73,8 @@ def test_a_group_of_one_process_is_the_scripts_own():
     plain = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, check=True)
     done = launch("alone", 2, "--partition", "height=2", script)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == plain.stdout and plain.stdout.count("\n") == 4
+    assert done.stdout == plain.stdout and plain.stdout.count("\n") == 8
+    assert done.stderr.count("in its world of one process, so each rank computes all of it") == 2
 
 
 # In one process.

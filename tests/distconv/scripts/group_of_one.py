@@ -1,10 +1,13 @@
 """Trains as scripts do that also run without a launcher: in a process group of one process."""
 
+import copy
 import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -34,5 +37,15 @@ for x in DataLoader(data, batch_size=2, sampler=DistributedSampler(data)):  # ty
     (again,) = torch.distributed.nn.all_gather(y)
     found += [f"{number.item():.10f}" for number in (loss, outputs[0].norm(), again.norm())] + objects
 print(*found, *model.state_dict())
+mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+dist.all_reduce(ones := torch.ones(1), group=mesh.get_group("b"))
+print(mesh.size(), mesh["a"].get_local_rank(), ones.item())
+wide, x = torch.nn.Conv2d(2, 3, 3), torch.ones(1, 2, 6, 6)
+whole = wide(x).square().sum()
+for alone in (fully_shard(copy.deepcopy(wide)), FullyShardedDataParallel(copy.deepcopy(wide), device_id="cpu")):
+    loss = alone(x).square().sum()
+    loss.backward()
+    print(torch.equal(loss, whole), *(tuple(value.shape) for value in alone.state_dict().values()))
+print(*(tuple(p.to_local().shape) for p in fully_shard(wide).parameters()))
 dist.destroy_process_group()
 print(dist.is_initialized())
