@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +39,14 @@ def folded(sums: Tensor) -> Tensor:
     if sums.numel() > BLOCK:
         return checksum(sums)
     return (sums * _weights(sums.device).flip(0)[: sums.numel()]).sum()
+
+
+def checksums(words: Tensor, lengths: Sequence[int]) -> Tensor:
+    """One checksum for each run of a list of words, int64 of shape (runs,). No run has more than BLOCK of them."""
+    weights = torch.cat([_weights(words.device)[:length] for length in lengths])
+    ends = torch.tensor(lengths, device=words.device).cumsum(0)
+    sums = (words.to(torch.int64) * weights).cumsum(0)[ends - 1]
+    return sums.diff(prepend=sums.new_zeros(1))
 
 
 def _words(x: Tensor) -> Tensor:

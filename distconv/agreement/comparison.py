@@ -89,7 +89,8 @@ class Comparison:
         store = dist.distributed_c10d._get_default_store()
         name = f"distconv/agreement/{self._ranks[0]}-{len(self._ranks)}/{self._serial}/"
         sums = _together(self._noted, torch.device("cpu")).tolist()
-        mine = [Note(each.site, value, each.shard) for each, value in zip(self._noted, sums, strict=True)]
+        sites = [(site, each.shard) for each in self._noted for site in each.within or [each.site]]
+        mine = [Note(site, value, shard) for (site, shard), value in zip(sites, sums, strict=True)]
         store.set(f"{name}{dist.get_rank()}", json.dumps([asdict(note) for note in mine]))
         try:
             store.wait([f"{name}{rank}" for rank in self._ranks], ANSWER)
@@ -118,11 +119,11 @@ def _agree(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _together(noted: Sequence[Note[Tensor]], device: torch.device) -> Tensor:
-    """Their checksums, int64 of shape (n,)."""
+    """Their checksums, int64 of shape (n,), as many as there are sites."""
     if not noted:
         return torch.zeros(0, dtype=torch.int64, device=device)
     # To the host a copy that is not waited for would be read before it is made.
-    return torch.stack([each.checksum.to(device, non_blocking=device.type != "cpu") for each in noted])
+    return torch.cat([each.checksum.to(device, non_blocking=device.type != "cpu").view(-1) for each in noted])
 
 
 def _fingerprint(noted: Sequence[Note[Tensor]]) -> int:

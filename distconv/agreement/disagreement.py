@@ -37,11 +37,14 @@ class Note(Generic[C]):
 
     Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded. The
     checksum is a tensor on the device where it was computed, or, once ranks tell each other their notes, a number.
+
+    within: the sites in this one, where the checksum is a list of theirs.
     """
 
     site: Site
     checksum: C
     shard: int = 0
+    within: Sequence[Site] = ()
 
 
 REMEDY = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,10 @@ class Ledger:
         site = Site(what, tuple(x.shape), str(x.dtype), script_line() if line is None else line)
         with torch.no_grad():
             self._noted.append(Note(site, checksum(x)))
+
+    def note_together(self, what: str, sites: Sequence[Site], checksums: Tensor) -> None:
+        """The same for many tensors, of which the checksums are there."""
+        self._noted.append(Note(Site(what, tuple(checksums.shape), "", ""), checksums, within=sites))
 
     def note_once(self, what: str, x: Tensor) -> None:
         """The same for a tensor that several functions read: noted at the first, unless it has changed since."""

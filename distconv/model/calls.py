@@ -37,6 +37,7 @@ from distconv.model.meeting import brought
 from distconv.model.results import handed_over
 from distconv.model.running import Run, as_direct, begun, entered, inside, meshes_of
 from distconv.model.shard_gather import to_shards
+from distconv.model.state_check import checked
 from distconv.model.transforms import is_transformed
 from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.private_names import COMPILED, lacks
@@ -163,11 +164,12 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         containers = Containers(given, (args, kwargs))
         chains = halos(module, args, kwargs) if direct else contextlib.nullcontext()
         if fixed is None:
-            with entered(begun(module, {}, mesh, direct)), chains:
+            run = begun(module, {}, mesh, direct)
+            with _checked(module, run), entered(run), chains:
                 result = _call_uncompiled(module, *args, **kwargs)
         else:
             run = begun(module, known, mesh, direct, meets=not fixed.uniform)
-            with entered(run), chains:
+            with _checked(module, run), entered(run), chains:
                 result = _nested(module, fixed, run, args, kwargs)
         result = _as_dtensors(result)
         containers.give_back(_as_dtensors)
@@ -175,6 +177,12 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     finally:
         if recording:
             checks.remove(user_lines.keep_line)
+
+
+def _checked(module: nn.Module, run: Run) -> contextlib.AbstractContextManager[None]:
+    """A context in which a run's parameters and buffers are checked; what backward computes again is not."""
+    is_call = torch._C._current_graph_task_id() == -1
+    return checked(module, run.modules, run.uses, run.mesh) if is_call else contextlib.nullcontext()
 
 
 def _as_dtensors(result: Any) -> Any:

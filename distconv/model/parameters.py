@@ -52,6 +52,9 @@ class Replaced(nn.Parameter):
         return repr(current(self))
 
 
+LEFT = "_distconv_left"
+"""The attribute of a sharded parameter's local tensor, for the memory that it had before and that others still have."""
+
 _successors: Any = WeakIdKeyDictionary()
 """The parameter in whose place each replaced one was."""
 
@@ -114,8 +117,13 @@ def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
 def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     """Lets a parameter go, but for what a graph that was made before still needs of it, and brings it."""
     old.grad = None
+    memory = old.untyped_storage()
     late = nn.Parameter(torch.empty(0, dtype=old.dtype, device=old.device))
     hand_on(late if swapped(old, late) else old, new)  # type: ignore[arg-type]
+    del late
+    if torch._C._storage_Use_Count(memory._cdata) > 1:  # somebody has a view of it, or an array
+        left = torch.empty(0, dtype=new.dtype, device=memory.device).set_(memory)
+        setattr(new._local_tensor, LEFT, left)  # type: ignore[attr-defined]
     old.__dict__ = new.__dict__
     old.__class__ = Replaced
     _successors[old] = new

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.activation import Activation, as_dtensors
 from distconv.model.direct.parameters import DATA
+from distconv.model.direct.paths import running
 from distconv.model.shard_gather import whole
 from distconv.private_names import RESHAPED, require
 from distconv.rules.whole import whole_value
@@ -107,6 +108,11 @@ def open_replacement() -> None:
         else:
             DATA.__set__(x, value)
 
+    def data_of_plain(x: Tensor) -> Any:
+        if running.uses is not None:
+            running.uses.given_out.add(id(x))
+        return DATA.__get__(x)
+
     def set_data_of_plain(x: Tensor, value: Tensor) -> None:
         if isinstance(value, DTensor) and is_ours(value.device_mesh):
             (value,) = as_dtensors([value])
@@ -124,7 +130,7 @@ def open_replacement() -> None:
         return make(cls, data, requires_grad)
 
     replacements.replace(nn.Parameter, "__new__", new)
-    replacements.replace(Tensor, "data", property(DATA.__get__, set_data_of_plain))
+    replacements.replace(Tensor, "data", property(data_of_plain, set_data_of_plain))
     replacements.replace(DTensor, "data", property(DATA.__get__, set_data))
 
 

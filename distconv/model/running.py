@@ -25,12 +25,10 @@ from distconv.model.direct.parameters import in_use
 from distconv.model.direct.paths import running
 from distconv.model.meeting import Meeting
 from distconv.model.parameters import Replaced, current
-from distconv.model.state_check import check_parameters
 from distconv.model.uses import Uses
 from distconv.rules.normalization.running import waiting
 from distconv.tensors.gathering.calls import model_call
 from distconv.tensors.mesh import is_ours, is_the_programs
-from distconv.tensors.mesh_options import uncompared
 from distconv.tensors.replacements import until_put_back, when_put_back
 
 
@@ -106,8 +104,6 @@ def entered(run: Run) -> Iterator[None]:
     try:
         with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting:
             yield
-        if run.mesh not in uncompared:
-            check_parameters(run.modules, run.uses)
     finally:
         inside.run, running.uses = outer
 

@@ -1,57 +1,223 @@
-"""The check behind a model's call: its parameters are still the ones that its layers have computed with.
+"""The check around a model's call: its parameters and buffers have changed only by what its layers have computed with.
 
 `distconv.model.direct.parameters` sees whatever changes a parameter by torch's functions. What it cannot see, such as a
-parameter put straight into a module's dict of parameters, would leave gradients that are not summed over the ranks.
+parameter put straight into a module's dict of parameters, would leave gradients that are not summed over the ranks, and
+what is written to its memory past torch would be lost where a rank computes with a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from distconv.model.parameters import current
+from distconv.agreement.checksum import checksum
+from distconv.agreement.disagreement import Site
+from distconv.agreement.ledger import ledger
+from distconv.agreement.samples import Key, Samples
+from distconv.model.direct.activation import Activation
+from distconv.model.parameters import LEFT, current
 from distconv.model.uses import Uses
 from distconv.settings import value
 from distconv.tensors.mesh import is_the_programs
+from distconv.tensors.mesh_options import batch_norm_statistics, uncompared
 from distconv.tensors.refusal import UnsupportedOperation
 
+Place = tuple[weakref.ref[nn.Module], str, str]
+"""A module, its dict of parameters or of buffers, and the name there."""
 
-def check_parameters(modules: Iterable[nn.Module], uses: Uses) -> None:
-    """Compares the parameters of a model with those that were used in its call, by identity and by memory.
+TENSORS = 32
+"""So many parameters and buffers are looked at in a call."""
 
-    Which differ follows from what the program has done, so all ranks raise the same error. Nothing is sent.
+_UNCOUNTED = ("running_mean", "running_var")
+"""Buffers that torch's own batch norm moves without counting that as a change."""
 
-    Args:
-        modules: the model and all modules in it.
-        uses: of the call that has ended.
+
+class _State:
+    """Some parameters and buffers at one time, as this rank has them. A sharded one may stand twice: see `LEFT`."""
+
+    def __init__(self, of: Sequence[Place]) -> None:
+        found = [(place, getattr(place[0](), place[1], {}).get(place[2])) for place in of]
+        self.places = [place for place, x in found if x is not None and type(x) is not Activation]
+        own: list[Tensor] = [x for _, x in found if x is not None and type(x) is not Activation]
+        self.ids = list(map(id, own))
+        self.here: list[Tensor] = [x._local_tensor if isinstance(x, DTensor) else x for x in own]
+        self.versions = _versions(own)
+        self.sharded = [at for at, (x, here) in enumerate(zip(own, self.here, strict=True)) if x is not here]
+        if self.sharded:  # such a one counts what is done to it, or to what this rank has of it
+            self.versions = list(map(operator.add, self.versions, _versions(self.here)))
+        for at in self.sharded:
+            left = getattr(self.here[at], LEFT, None)
+            if left is not None:
+                self.places.append(self.places[at])
+                self.ids.append(self.ids[at])
+                self.versions.append(self.versions[at])
+                self.here.append(left)
+        self.pointers = [x.data_ptr() for x in self.here]
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was changed; those made in inference mode are not counted, and have -1."""
+    try:
+        return [x._version for x in tensors]
+    except RuntimeError:
+        return [-1 if x.is_inference() else x._version for x in tensors]
+
+
+class _Turn:
+    """What is looked at in one call."""
+
+    def __init__(self) -> None:
+        self.places: Sequence[Place] = ()
+        self.samples = Samples()
+        self.sites: tuple[Any, dict[Key, Site]] = None, {}
+        """The sites of what is whole on every rank, and for which state they are."""
+
+
+class _Kept:
+    """What is kept of a model from call to call."""
+
+    def __init__(self) -> None:
+        self._turns: list[_Turn] = []
+        self._next = 0
+        self.late: Callable[[], None] | None = None
+        """Compares what a device has read in the call before."""
+
+    def turn(self, modules: Sequence[nn.Module]) -> _Turn:
+        """The next one."""
+        if self._next >= len(self._turns):
+            held = [(weakref.ref(each), each) for each in modules if each._parameters or each._buffers]
+            found = [(owner, "_parameters", name) for owner, each in held for name in each._parameters]
+            found += [(owner, "_buffers", name) for owner, each in held for name in each._buffers]
+            starts = range(0, max(len(found), 1), TENSORS)
+            self._turns = [*self._turns, *(_Turn() for _ in starts)][: len(starts)]
+            for each, start in zip(self._turns, starts, strict=True):
+                each.places = found[start : start + TENSORS]
+            self._next = 0
+        self._next += 1
+        return self._turns[self._next - 1]
+
+
+_kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: DeviceMesh) -> Iterator[None]:
+    """A context in which a model runs, that checks what has become of its parameters and buffers.
+
+    Compares them with those before the call, by identity, by memory, by how often torch has changed them, and by some
+    elements: `TENSORS` of them, in larger models the next ones in each call. What differs follows from what the program
+    has done, so all ranks raise the same error. Nothing is sent: what was changed is noted, and compared among the
+    ranks before an optimizer steps. On a device, elements of a call that records gradients are compared when the model
+    is called next, so that nothing waits. Parts in turn check theirs themselves.
 
     Raises:
-        UnsupportedOperation: names the parameter, and says what is accepted.
+        UnsupportedOperation: names what was changed, and says what is accepted.
     """
-    if value("check") == "off":
+    first = next(iter(uses.parameters), None)
+    if value("check") == "off" or mesh in uncompared or first is None or isinstance(first, FakeTensor):
+        yield
         return
+    kept = _kept.setdefault(model, _Kept())
+    late, kept.late = kept.late, None
+    if late is not None:
+        late()
+    turn = kept.turn(modules)
+    samples = turn.samples
     with torch._C.DisableTorchFunctionSubclass():
-        for module in modules:
-            for name, own in module._parameters.items():
-                if own is None or is_the_programs(own):
-                    continue
-                parameter = current(own)
-                roots = uses.roots(parameter)
-                if roots is None:
-                    how = "was put into the module's dict while the model ran"
-                elif any(_elsewhere(root, parameter) for root in roots):
-                    how = "was given other memory while the model ran, by no function of torch"
-                else:
-                    continue
-                raise UnsupportedOperation(
-                    f"parameter {name!r} {tuple(parameter.shape)} of {type(module).__name__} {how}; accepted:"
-                    f" module.{name} = ..., register_parameter, .data = ..., set_, and functions in place"
+        before = _State(turn.places)
+        samples.of(before.here, before.ids, before.pointers)
+        words = samples.read()
+    yield
+    with torch._C.DisableTorchFunctionSubclass():
+        now = _State(turn.places)
+        _find_unknown(model, now, uses)
+        if now.ids == before.ids and now.pointers == before.pointers:
+            after = samples.read()
+            find = functools.partial(samples.changed, words, after)
+        else:
+            texts = samples.texts(words)
+            samples.of(now.here, now.ids, now.pointers)
+            after = samples.read()
+            find = functools.partial(_changed, texts, samples.texts(after))
+        compare = functools.partial(_refuse_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find)
+        if torch.is_grad_enabled() and any(each.is_cuda for each in after):
+            kept.late = compare
+        else:
+            compare()
+        for parameter, copy, was in uses.copies:
+            if checksum(copy) != was:
+                name = next((name for name, x in model.named_parameters() if x is parameter), "")
+                raise _refused(
+                    "parameter", name, model, "was handed to another library as a copy, which was written to"
                 )
+        noted = ledger(mesh)
+        if noted is None:
+            return
+        if uses.given_out or (now.ids, now.pointers, now.versions) != (before.ids, before.pointers, before.versions):
+            own_statistics = batch_norm_statistics.get(mesh) == "local"
+            of = now.ids, now.pointers, own_statistics
+            if turn.sites[0] != of:
+                turn.sites = of, _sites(model, now, own_statistics)
+            sites = turn.sites[1]
+            for keys, sums in samples.sums(after):
+                chosen = [at for at, key in enumerate(keys) if key in sites]
+                of_these = [sites[keys[at]] for at in chosen]
+                if chosen:
+                    noted.note_together(f"what {type(model).__name__} has after a call", of_these, sums[chosen])
 
 
-def _elsewhere(root: Tensor, parameter: Tensor) -> bool:
-    own = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return root.data_ptr() != own.data_ptr() and root.shape == own.shape
+def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
+    """Refuses a parameter that the call has not seen coming."""
+    for own, place in zip(now.ids, now.places, strict=True):
+        if own not in uses.meshes and place[1] == "_parameters":
+            x = place[0]()._parameters[place[2]]  # type: ignore[union-attr]
+            if not is_the_programs(x) and id(current(x)) not in uses.meshes:  # type: ignore[arg-type]
+                raise _refused(*_named(model, place), model, "was put into the module's dict")
+
+
+def _changed(before: dict[Key, bytes], after: dict[Key, bytes]) -> list[Key]:
+    return [key for key, text in after.items() if before.get(key, text) != text]
+
+
+def _refuse_unseen(model: Any, before: _State, now: _State, seen: set[int], find: Callable[[], list[Key]]) -> None:
+    """Refuses what was changed, is none of ``seen``, and was not counted as changed by torch."""
+    changed = find()
+    earlier = dict(zip(before.ids, before.versions, strict=True)) if changed else {}
+    for own, _ in changed:
+        at = now.ids.index(own)
+        if earlier.get(own) == now.versions[at] >= 0 and own not in seen and now.places[at][2] not in _UNCOUNTED:
+            kind, path = _named(model(), now.places[at])
+            raise _refused(kind, path, model(), "was written to, by no function of torch on it,")
+
+
+def _named(model: nn.Module, place: Place) -> tuple[str, str]:
+    """ "parameter" or "buffer", and the path."""
+    owner, kind, name = place
+    path = next((path for path, module in model.named_modules() if module is owner()), "")
+    return kind[1:-1], f"{path}.{name}" if path else name
+
+
+def _sites(model: nn.Module, now: _State, only_parameters: bool) -> dict[Key, Site]:
+    found: dict[Key, Site] = {}
+    for at, (own, pointer, x) in enumerate(zip(now.ids, now.pointers, now.here, strict=True)):
+        kind, path = _named(model, now.places[at])
+        if id(x) == own and not (only_parameters and kind == "buffer"):
+            found[own, pointer] = Site(f"{kind} {path} of {type(model).__name__}", tuple(x.shape), str(x.dtype), "")
+    return found
+
+
+def _refused(kind: str, path: str, model: nn.Module, how: str) -> UnsupportedOperation:
+    return UnsupportedOperation(
+        f"{kind} {path} of {type(model).__name__} {how} while the model ran; accepted: module.{path.rpartition('.')[2]}"
+        f" = ..., register_{kind}, .data = ..., set_, and functions of torch in place on it or its .data"
+    )

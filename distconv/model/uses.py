@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from distconv.agreement.checksum import checksum
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.parameters import enter, used
+from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
 from distconv.model.direct.where import where
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
 from distconv.private_names import HOOKED, lacks
 from distconv.rules.operands.derived import rebind
+from distconv.rules.values.numbers import copies
 
 
 class Uses:
@@ -34,13 +37,17 @@ class Uses:
     def __init__(self, model: nn.Module, parameters: Mapping[Tensor, DeviceMesh], direct: bool) -> None:
         self.parameters = list(parameters)
         # By id: a tensor's hash is one, found by way of Python. The model holds its parameters.
-        self._meshes = {id(parameter): mesh for parameter, mesh in parameters.items()}
+        self.meshes = {id(parameter): mesh for parameter, mesh in parameters.items()}
         self._direct = direct
         self._made: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         """By parameter: what functions are given, the tensor of this rank that it was made of, and its version then."""
         self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
         """By parameter: all that functions were given so far, and what it was made of."""
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
+        self.given_out: set[int] = set()
+        """The ids of parameters and buffers whose data the model has asked for."""
+        self.copies: list[tuple[Tensor, Tensor, Tensor]] = []
+        """Sharded parameters, the copies that other libraries have of them, and the checksums of these."""
         self._late = not torch.is_grad_enabled()
         """Whether a parameter that is trained may lack a source."""
         if not self._late:
@@ -55,8 +62,8 @@ class Uses:
 
     def adopt(self, parameter: Tensor, mesh: DeviceMesh) -> None:
         """A parameter that the model has made while it runs is in use from now on."""
-        if type(parameter) in (nn.Parameter, DTensor) and id(parameter) not in self._meshes:
-            self._meshes[id(parameter)] = mesh
+        if type(parameter) in (nn.Parameter, DTensor) and id(parameter) not in self.meshes:
+            self.meshes[id(parameter)] = mesh
             self._late = True
             self.parameters.append(parameter)
             enter(parameter)
@@ -72,7 +79,7 @@ class Uses:
             unchanged = version is None or root._version == version
             if unchanged and (not self._late or root.requires_grad or not torch.is_grad_enabled()):
                 return given
-        elif id(parameter) not in self._meshes:
+        elif id(parameter) not in self.meshes:
             return parameter
         with torch._C.DisableTorchFunctionSubclass():
             return self._make(parameter)
@@ -80,7 +87,7 @@ class Uses:
     def _make(self, parameter: Tensor) -> Tensor:
         """What stands for a parameter from now on: at its first use, and after changes."""
         key = id(parameter)
-        mesh, source = self._meshes[key], self._sources.get(key)
+        mesh, source = self.meshes[key], self._sources.get(key)
         if source is None and self._late and torch.is_grad_enabled() and parameter.requires_grad:
             self._enter(new_bucket_plans({parameter: mesh}))
             source = self._sources[key]
@@ -97,11 +104,12 @@ class Uses:
         self._before.setdefault(key, []).append((found, root))
         return found
 
-    def roots(self, parameter: Tensor) -> list[Tensor] | None:
-        """The tensors of this rank that functions were given for a parameter; None where it is not known here."""
-        if id(parameter) not in self._meshes:
-            return None
-        return [] if self._meshes[id(parameter)] in kinds else [root for _, root in self._before.get(id(parameter), ())]
+    def copied(self, x: DTensor, copy: Tensor) -> None:
+        """Another library gets a copy of a distributed tensor: it is kept, where that is a parameter's."""
+        memory = x._local_tensor.untyped_storage()._cdata
+        for parameter in self.parameters:
+            if isinstance(parameter, DTensor) and parameter._local_tensor.untyped_storage()._cdata == memory:
+                self.copies.append((parameter, copy, checksum(copy)))
 
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
@@ -123,6 +131,14 @@ class Uses:
             for alias in aliases:
                 rebind(alias, own)
             self._made.pop(key, None)
+
+
+def _copied(x: DTensor, copy: Tensor) -> None:
+    if running.uses is not None:
+        running.uses.copied(x, copy)
+
+
+copies.append(_copied)
 
 
 def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:

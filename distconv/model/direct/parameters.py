@@ -62,6 +62,8 @@ class InUse:
 
     @property
     def data(self) -> Any:
+        if running.uses is not None:
+            running.uses.given_out.add(id(self))
         with _as_ever([self]):
             found = DATA.__get__(self)
         if isinstance(found, DTensor):  # as torch, without a version in common: autograd does not count what is written

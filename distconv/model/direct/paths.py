@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 H = TypeVar("H", bound=Callable[..., Any])
 
@@ -29,7 +30,12 @@ def path(*functions: Any) -> Callable[[H], H]:
 
 
 class Parameters(Protocol):
-    """What stands for the parameters of a model that runs."""
+    """What stands for the parameters of a model that runs.
+
+    given_out: the ids of tensors whose `data` the model has asked for, and may have changed without being counted.
+    """
+
+    given_out: set[int]
 
     def __call__(self, parameter: Tensor) -> Tensor:
         """Of a parameter, the activation or DTensor that functions are given."""
@@ -39,6 +45,9 @@ class Parameters(Protocol):
 
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed."""
+
+    def copied(self, x: DTensor, copy: Tensor) -> None:
+        """Another library gets a copy of a distributed tensor."""
 
 
 class _Thread(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,16 @@ from distconv.rules.whole import whole_value
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.transfer.local_part import everywhere
 from distconv.transfer.partial_sums import added
+
+copies: list[Callable[[DTensor, Tensor], None]] = []
+"""Each is called with a tensor and the whole copy of it that another library gets, which may write to it."""
+
+
+def _copied(what: str, x: DTensor) -> Tensor:
+    whole = whole_value(what, x.detach()).clone()
+    for tell in copies:
+        tell(x, whole)
+    return whole
 
 
 @rule("aten::_local_scalar_dense")
@@ -41,13 +52,13 @@ def as_array(stock_method: Any, x: DTensor, *, force: bool = False) -> Any:
     """An array of the whole tensor, whose memory no tensor shares."""
     if x.requires_grad and not force:
         raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-    return whole_value(".numpy()", x).clone().numpy(force=force)
+    return _copied(".numpy()", x).numpy(force=force)
 
 
 @method("__dlpack__")
 def as_capsule(stock_method: Any, x: DTensor, **options: Any) -> Any:
     """The whole tensor for another library."""
-    return whole_value(".__dlpack__()", x.detach()).clone().__dlpack__(**options)
+    return _copied(".__dlpack__()", x).__dlpack__(**options)
 
 
 @method("__dlpack_device__")

@@ -157,6 +157,10 @@ def test_it_can_be_turned_off(ranks: Callable[[int], Ranks]) -> None:
     assert [(line, stepped) for line, stepped, _ in ranks(4).run(with_check_off)] == [(None, 3)] * 4
 
 
+def written_by_one(norm: Any, _: Any) -> None:
+    norm.running_mean.add_(1)
+
+
 def other(partition: str, what: str) -> Any:
     """Trains for up to 30 steps, in which rank 3 does `what`; the line, and the steps done before it."""
     mesh = distconv.init(partition, device_type="cpu")
@@ -165,6 +169,8 @@ def other(partition: str, what: str) -> Any:
     with ended() as found, distributed_script(mesh):
         model = net(seed=5 if odd and what == "weights" else 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if what == "written":
+            model[1].register_forward_pre_hook(written_by_one if odd else lambda *_: None)
         for step in range(30):
             if what == "load" and step == 1:
                 state = distconv.whole_state(model.state_dict())
@@ -195,6 +201,12 @@ def test_what_is_loaded_is_compared_at_the_next_call(ranks: Callable[[int], Rank
     (line, stepped), *rest = ranks(4).run(other, partition, "load")
     assert line.startswith("buffer 1.running_mean of Sequential, shape (4,), torch.float32, is not the same"), line
     assert "rank 3 differs from rank 0." in line and stepped == 1 and rest == [(line, 1)] * 3
+
+
+def test_a_buffer_that_a_rank_writes_differently_is_found_before_the_step(ranks: Callable[[int], Ranks]) -> None:
+    (line, stepped), *rest = ranks(4).run(other, PARTITIONS[0], "written")
+    assert line.startswith("buffer 1.running_mean of Sequential, shape (4,), torch.float32, is not the same"), line
+    assert "rank 3 differs from rank 0." in line and stepped == 0 and rest == [(line, 0)] * 3
 
 
 @pytest.mark.parametrize("partition, alike", [(PARTITIONS[0], 0), (PARTITIONS[1], 1)])
