@@ -49,6 +49,7 @@ NAMES = (
     Name("torch.Tensor._version", "whether a tensor was changed in place since"),
     Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor that it holds"),
     Name("torch._C.DispatchKey", "the keys at which a rule stands"),
+    Name("torch._C.DispatchKeySet.from_raw_repr", "the keys with which torch goes on beneath a rule"),
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
     Name("torch._C._DisableTorchDispatch", "what the check of a model reads is none of its operators"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
