@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from distconv.agreement.ledger import ledger, settle
 from distconv.model.meeting import brought
 from distconv.model.shard_gather import cut, gather, whole
+from distconv.tensors.autograd_nodes import GIVEN_RESULTS
 from distconv.tensors.layouts import added_up
 from distconv.tensors.mesh import is_ours
 
@@ -27,6 +28,7 @@ LARGEST_PLAIN = 64 << 10
 """Bytes of the largest result that a script is given as a plain tensor."""
 
 
+@GIVEN_RESULTS
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: DTensor, what: str) -> Tensor:

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import DTensor
 from torch.fx import _symbolic_trace
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from distconv.model.direct.paths import LEAVES, paths
+from distconv.model.result_gradients import made
 from distconv.model.shard_gather import gather
 from distconv.private_names import TRANSFORMS, lacks, require
 from distconv.tensors.mesh import is_ours
@@ -58,24 +60,31 @@ def transforms_of_whole_tensors() -> Iterator[None]:
         for library, names in ((torch.func, (*OF_FUNCTIONS, *OF_VALUES)), (torch, ("vmap",))):
             wrapped = {name: _WRAPPERS[name in OF_VALUES](getattr(library, name)) for name in names}
             undo.enter_context(substituted(library, **wrapped))
-        undo.enter_context(substituted(torch.autograd, grad=_one_by_one(torch.autograd.grad)))
+        undo.enter_context(substituted(torch.autograd, grad=_of_results(torch.autograd.grad)))
         for name in ("jacobian", "hessian"):
             looping = _looping(getattr(torch.autograd.functional, name))
             undo.enter_context(substituted(torch.autograd.functional, **{name: looping}))
         yield
 
 
-def _one_by_one(real: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.grad`; a batch of gradients of the outputs, of which torch makes one call, is taken apart."""
+def _of_results(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.grad`, also with respect to a result of a model by another; a batch of gradients of the outputs,
+    of which torch makes one call, is taken apart.
+    """
 
     @functools.wraps(real)
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = (inputs,) if isinstance(inputs, Tensor | GradientEdge) else tuple(inputs)
+        found = [made(x) for x in given]
+        if any(edge is not x for (edge, _), x in zip(found, given, strict=True)):
+            grads = grad(outputs, [edge for edge, _ in found], grad_outputs, *args, **kwargs)
+            return tuple(None if g is None else back(g) for g, (_, back) in zip(grads, found, strict=True))
         if not kwargs.pop("is_grads_batched", False):
             return real(outputs, inputs, grad_outputs, *args, **kwargs)
-        given = tree_leaves(grad_outputs)
+        slices_of = tree_leaves(grad_outputs)
         args = (True, *args[1:])  # the graph is needed again
         kwargs.pop("retain_graph", None)
-        each = [real(outputs, inputs, slices, *args, **kwargs) for slices in zip(*given, strict=True)]
+        each = [real(outputs, inputs, slices, *args, **kwargs) for slices in zip(*slices_of, strict=True)]
         return tuple(None if found[0] is None else torch.stack(found) for found in zip(*each, strict=True))
 
     LEAVES.add(grad)  # by which name torch finds it, too

@@ -32,3 +32,6 @@ PARAMETER_VIEWS = Kind()
 
 LAYOUT_CHANGES = Kind()
 """What makes a DTensor of the same values: no operator of the program."""
+
+GIVEN_RESULTS = Kind()
+"""What makes of a model's result the tensor that a script is given."""

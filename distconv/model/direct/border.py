@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from distconv.model.direct.where import Where, where
 from distconv.rules.operands.own_parts import apply as apply
 from distconv.rules.whole.copies import watch_changes
-from distconv.tensors.autograd_nodes import LAYOUT_CHANGES
+from distconv.tensors.autograd_nodes import GIVEN_RESULTS, LAYOUT_CHANGES
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import undoes_shard
 from distconv.transfer.local_part import local_as
@@ -35,6 +35,7 @@ def own_part(grad: Tensor, place: Where) -> Tensor:
 
 
 @LAYOUT_CHANGES
+@GIVEN_RESULTS
 class FromRoot(torch.autograd.Function):
     """The DTensor of what this rank has."""
 

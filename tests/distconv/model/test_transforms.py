@@ -37,6 +37,29 @@ def penalized(net: nn.Module, x: Tensor) -> Any:
     return torch.autograd.grad(jacobian.square().sum() + net(x).square().mean(), list(net.parameters()))
 
 
+class Steps(nn.Module):
+    """What the first layers make, what the others make of it, and both once more, changed."""
+
+    def __init__(self, net: nn.Sequential) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        middle = self.net[:2](x)
+        y = self.net[2:](middle)
+        return middle, y, middle.flatten(1) * 2, y.sum(1)
+
+
+def of_results(net: nn.Sequential, x: Tensor) -> Any:
+    """The gradients of parameters by the gradients of results of a model by others, and by what is made of both."""
+    middle, y, flat, total = Steps(net)(x)
+    by_middle, by_y = torch.autograd.grad(
+        total.square().sum() + (middle * flat.sum()).sum(), (middle, y), create_graph=True
+    )
+    loss = by_middle.square().sum() + by_y.square().mean() + y.mean()
+    return [by_middle.detach(), by_y.detach(), *torch.autograd.grad(loss, list(net.parameters()))]
+
+
 def clipped(net: nn.Module, x: Tensor) -> Any:
     """The weights after a step by gradients of single samples, clipped."""
 
@@ -76,6 +99,8 @@ WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "batch of gradients": batched,
     "vectorized Jacobian": lambda net, x: of_autograd.jacobian(net, x[:1], vectorize=True),
     "penalty": penalized,
+    "gradients of results": of_results,
+    "gradients of large results": lambda net, x: of_results(net, x.repeat(1, 1, 8, 8)),
     "gradients of samples": clipped,
 }
 
