@@ -18,7 +18,7 @@ def solve(graph: Graph, time_limit: float = 600.0) -> list[int] | None:
     """The candidate of each node with the least sum, proven; None where no choice is finite.
 
     One variable for each candidate, and for each edge one for each pair of candidates, whose sums along rows and
-    columns are those of the candidates (the local polytope; Alpa, Zheng et al. 2022, linearises edges alike).
+    columns are those of the candidates (the local polytope; Alpa, Zheng et al. 2022, linearises edges in the same way).
 
     Raises:
         ModuleNotFoundError: without PuLP.

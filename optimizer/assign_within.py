@@ -19,10 +19,10 @@ Node = TypeVar("Node", bound=Hashable)
 Numbers = npt.NDArray[np.float64]
 
 MOST_BRANCHES = 20
-"""Parts of the choices that are looked into before the best known is taken, with its gap, unless told otherwise."""
+"""Parts of the choices that are looked into before the best known is taken, with its gap, by default."""
 
 TOLERANCE = 1e-3
-"""A choice better by a smaller fraction is not searched for, unless told otherwise: seconds are known less exactly."""
+"""A choice better by a smaller fraction is not searched for, by default: seconds are known less exactly."""
 
 _ROUNDING = 1e-12
 """Sums of floating-point seconds are no more exact."""
@@ -82,7 +82,7 @@ def assign_within(
         bytes: for every node, those of each candidate.
         limit: bytes.
         most_branches: how many parts are looked into. A number rather than a time, so that all ranks of a job that
-            decide on the same numbers decide alike.
+            decide on the same numbers decide the same.
         tolerance: a choice better by at most this fraction is not searched for.
 
     Returns:
@@ -98,7 +98,7 @@ def assign_within(
         if size.shape != cost.shape or not (np.isfinite(size).all() and (size >= 0).all()):
             raise ValueError(f"bytes[{node!r}]: accepted is a number, 0 or more, for each of {len(cost)} candidates")
     if width(graph) > MOST_ENTRIES:
-        raise ValueError("moves: within a limit of bytes, accepted is a narrow graph; too many nodes meet in this one")
+        raise ValueError("moves: within a limit of bytes, accepted is a narrow graph; this one is too wide")
     search = _Search(graph, sizes, limit, max(tolerance, _ROUNDING))
     best, bound = search.run(most_branches)
     return Within(dict(zip(nodes, best.chosen, strict=True)), best.seconds, best.bytes, min(bound, best.seconds))
@@ -141,7 +141,7 @@ class _Search:
         assert self.best is not None, "the lightest choice fits"
         numbers = itertools.count(1)
         parts = [_Part(0.0, 0, (), 0.0)]
-        passed = math.inf  # the least bound of a part that was not looked into, as it holds little that is better
+        passed = math.inf  # the least bound of a part that was not looked into, as little in it is better
         branches = 0
         while parts:
             part = heapq.heappop(parts)

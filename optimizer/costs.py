@@ -14,8 +14,8 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.float64]
 
 SURE = 1.0
-"""Standard deviations within which a forecast is taken to hold, once many groups are known: 84 of 100 launches do not
-take less. Two would hold for 98, and double what planning takes for a gain of about 1 % of a step."""
+"""Standard deviations within which a forecast is taken to be right, once many groups are known: 84 of 100 launches do
+not take less. Two would be right for 98, and double what planning takes for a gain of about 1 % of a step."""
 
 SLOPE = 0.3
 """The standard deviation of a power of a size before anything was timed."""
@@ -38,7 +38,7 @@ class Forecast(NamedTuple):
 
     Attributes:
         seconds: the median of the forecast.
-        uncertainty: the factor, at least 1, within which the forecast is nearly sure to hold.
+        uncertainty: the factor, at least 1, within which the forecast is nearly surely right.
     """
 
     seconds: float
@@ -63,7 +63,7 @@ class Costs:
 
         Args:
             kind: of launches that are compared.
-            group: of launches that have in common what sizes do not tell.
+            group: of launches that share an unknown factor beside their sizes.
             sizes: positive, always as many of a kind, in one order; time grows with the first.
             seconds: that it took, positive.
         """
@@ -142,7 +142,7 @@ class _Kind:
             total = between + within
             off = np.abs(left) / math.sqrt(total)
             weights = np.minimum(1.0, BLUNT / np.maximum(off, 1e-9)) if turn else np.ones(len(y))
-            # Launches of a group tell the same again as far as their errors are shared.
+            # Launches of a group repeat each other as far as their errors are shared.
             weights = weights / (1 + (counts[places] - 1) * between / total)
             information = (x.T * weights) @ x / total
             covariance = np.asarray(np.linalg.inv(information + before), dtype=np.float64)

@@ -63,7 +63,7 @@ def solve(groups: Sequence[Group], total: int, most_states: float = math.inf, pa
 
     A sweep over the groups keeps every partial choice that no other dominates in bytes and seconds and that may still
     lead to something better than the best complete choice known, by the bound of its linear relaxation. The relaxation
-    of any partial choice, rounded down, is a complete choice too, so that bound and best choice soon meet. (Dynamic
+    of any partial choice, rounded down, is a complete choice too, so that bound and best choice soon agree. (Dynamic
     programming with bounds, as in Pisinger, "A minimal algorithm for the multiple-choice knapsack problem", 1995.)
 
     Args:

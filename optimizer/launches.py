@@ -18,7 +18,7 @@ BETWEEN = 1.1
 """Per sample, a launch of a size between two measured ones is at most so many times as fast as the faster of these."""
 
 VAGUE = 2.25
-"""Of a forecast that is more uncertain than this factor the smallest launch that tells enough is tried first."""
+"""Of a forecast that is more uncertain than this factor the smallest informative launch is tried first."""
 
 LAUNCHING = 1e-3
 """What a launch of the baseline's algorithm is expected to take beside its work, in units of the baseline."""
@@ -36,7 +36,7 @@ class Variant:
         extent: of the whole along the dim.
         workspaces: {size of a part: bytes}, for the sizes that may be tried.
         seconds: expected time of the whole.
-        uncertainty: the factor, at least 1, within which the expected time is nearly sure to hold.
+        uncertainty: the factor, at least 1, within which the expected time is nearly surely right.
         rests: for the baseline only, {size: bytes} of what is left of the whole beside a part of another variant.
         least: {size: seconds} that the whole takes at least in parts of a size, whatever was timed; where it is known.
     """
@@ -70,7 +70,7 @@ class Launches:
         Args:
             baseline: the algorithm that computes the rest of a call beside a trial.
             seconds: {launch: times measured before}; new times are added to it.
-            smallest_first: whether the first launch of an algorithm is the smallest that tells enough.
+            smallest_first: whether the first launch of an algorithm is the smallest informative one.
         """
         self.variants = [variant for variant in variants if variant.workspaces]
         self.seconds: dict[Key, list[float]] = {} if seconds is None else seconds

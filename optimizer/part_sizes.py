@@ -12,7 +12,7 @@ MOST_ATTEMPTS = 4
 class PartSizes:
     """The sizes of an algorithm's parts, and the bytes that these need.
 
-    What is not asked for is interpolated between the sizes that were: expected bytes tell what is worth asking for, and
+    What is not asked for is interpolated between the sizes that were: expected bytes show what is worth asking for, and
     are never a promise, since the needs of some algorithms neither grow steadily nor grow at all.
 
     Attributes:

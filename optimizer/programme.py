@@ -10,7 +10,7 @@ from typing import Any
 from mucudnn.optimizer.knapsack import Group, Solution, relaxed
 
 SOLVERS = {"HiGHS": "pulp highspy", "CBC": "pulp"}
-"""The solvers by name, the preferred first, and the packages that bring them."""
+"""The solvers by name, the preferred first, and the packages that contain them."""
 
 _SCALE = 1e4
 """The total and the seconds are scaled to this number: solvers keep constraints, and prove optima, to about 1e-7."""
@@ -37,7 +37,7 @@ def command(solver: str, time_limit: float) -> Any:
 def solve(groups: Sequence[Group], total: int, solver: str, time_limit: float) -> Solution:
     """The choice with the least sum of seconds whose bytes add up to `total` at most.
 
-    Groups that are alike share their variables, which then count how many of them take an item.
+    Equal groups share their variables, which then count how many of them take an item.
 
     Args:
         groups: their lightest items together fit the total.
@@ -65,9 +65,9 @@ def _solved(
     """The items that the solver finds, and whether they are proven best; `seconds`, about their sum, sets the scale."""
     import pulp
 
-    alike: dict[tuple[bytes, bytes], list[int]] = {}
+    equal: dict[tuple[bytes, bytes], list[int]] = {}
     for index, group in enumerate(groups):
-        alike.setdefault((group.bytes.tobytes(), group.seconds.tobytes()), []).append(index)
+        equal.setdefault((group.bytes.tobytes(), group.seconds.tobytes()), []).append(index)
 
     problem = pulp.LpProblem("workspace_division", pulp.LpMinimize)
     variables = [
@@ -75,22 +75,22 @@ def _solved(
             pulp.LpVariable(f"x{kind}_{item}", 0, len(members), "Integer")
             for item in range(len(groups[members[0]].bytes))
         ]
-        for kind, members in enumerate(alike.values())
+        for kind, members in enumerate(equal.values())
     ]
     terms = [
         (variable, groups[members[0]].seconds[item], groups[members[0]].bytes[item])
-        for members, items in zip(alike.values(), variables, strict=True)
+        for members, items in zip(equal.values(), variables, strict=True)
         for item, variable in enumerate(items)
     ]
     problem += pulp.LpAffineExpression([(variable, float(_SCALE * s / seconds)) for variable, s, _ in terms])
     problem += pulp.LpAffineExpression([(variable, float(_SCALE * b / total)) for variable, _, b in terms]) <= _SCALE
-    for members, items in zip(alike.values(), variables, strict=True):
+    for members, items in zip(equal.values(), variables, strict=True):
         problem += pulp.lpSum(items) == len(members)
     problem.solve(command(solver, time_limit))
     if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None, False
     items = [0] * len(groups)
-    for members, counts in zip(alike.values(), variables, strict=True):
+    for members, counts in zip(equal.values(), variables, strict=True):
         taken = [item for item, count in enumerate(counts) for _ in range(round(count.value()))]
         for index, item in zip(members, taken, strict=True):
             items[index] = item

@@ -19,7 +19,7 @@ MOST_STATES = 10_000_000
 """Partial choices after which the exact method gives up and a solver takes over, where one is installed."""
 
 TIME_LIMIT = 60.0
-"""Seconds after which the best sharing known is taken, with its gap, unless told otherwise."""
+"""Seconds after which the best sharing known is taken, with its gap, by default."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def command(options: Any) -> int:
     place = find_place(os.environ)
     ranks = options.nproc or (os.cpu_count() or 1 if place is None else place.size)
     if ranks is None:
-        raise BadInput("the launcher does not tell how many ranks there are: give --nproc N")
+        raise BadInput("the launcher does not say how many ranks there are: give --nproc N")
     if ranks < 1:
         raise BadInput(f"--nproc {ranks}: accepted: 1 or more")
     output = Path(options.output or here()).absolute()

@@ -87,7 +87,7 @@ def listening(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_gloo(environment: Mapping[str, str]) -> str:
-    """The interface that Gloo listens at unless told otherwise: that of the machine's own name."""
+    """The interface that Gloo listens at by default: that of the machine's own name."""
     if "GLOO_SOCKET_IFNAME" in environment:
         return f"{environment['GLOO_SOCKET_IFNAME']}, as GLOO_SOCKET_IFNAME says"
     name = socket.gethostname()

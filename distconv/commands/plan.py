@@ -52,7 +52,7 @@ def add_options(parser: Any) -> None:
         help="plan for the divisors of --ranks too, and take the fastest: more ranks then never make a step slower",
     )
     parser.add_argument(
-        "--memory", metavar="BYTES", help="the most that a rank may hold: parameters, optimizer, activations (16GiB)"
+        "--memory", metavar="BYTES", help="the most that a rank may use: parameters, optimizer, activations (16GiB)"
     )
     parser.add_argument(
         "--optimizer",
@@ -133,7 +133,7 @@ def _fastest(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) ->
         if options.ranks % ranks == 0:
             try:
                 found.append(_planned(options, asked, graph, machine, ranks))
-            except ValueError as error:  # what so many cannot do: hold the network, say
+            except ValueError as error:  # what so many cannot do: fit the network, say
                 refused.append(error)
     if not found:
         raise refused[0]

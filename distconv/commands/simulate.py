@@ -168,5 +168,5 @@ def _show(machine: str, found: list[dict[str, Any]], wide: bool) -> None:
         for point in found
         if "refused" in point
     ]
-    told = f"machine: {machine}; kernels by a roofline, messages by latency and bandwidth"
-    show(sys.stdout, told, table, *refused, wide=wide)
+    assumed = f"machine: {machine}; kernels by a roofline, messages by latency and bandwidth"
+    show(sys.stdout, assumed, table, *refused, wide=wide)

@@ -137,7 +137,7 @@ class FirstRank:
             self._before.copy_in(self._before.at(kept), kept)
 
     def _note_empty(self, path: str) -> None:
-        """Notes a path that is about to be removed. What `before` has of an empty folder is then all that it held."""
+        """Notes a path that is about to be removed. What `before` has of an empty folder is then all that was in it."""
         self.note(path)
         if is_folder(path) and not posix.listdir(path):
             self._before.hide(path)

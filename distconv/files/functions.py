@@ -180,9 +180,9 @@ class Functions:
             if not isinstance(path, bytes):
                 path = os.fspath(path)
                 if dir_fd is None and follow_symlinks:
-                    told = view.plainly(path, lambda at: real(at, *args, **named))
-                    if told is not None:
-                        return told[0]
+                    result = view.plainly(path, lambda at: real(at, *args, **named))
+                    if result is not None:
+                        return result[0]
             return slowly(path, args, dir_fd, follow_symlinks and name != "readlink", named)
 
         def access(*args: Any, **named: Any) -> bool:
@@ -259,7 +259,7 @@ class Functions:
 
 
 def _told(path: Any, action: Callable[[], Any], second: Any = None) -> Any:
-    """The action; an error of the file system tells the path as the program wrote it."""
+    """The action; an error of the file system names the path as the program wrote it."""
     try:
         return action()
     except OSError as error:

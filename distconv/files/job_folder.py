@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER_VARIABLE = "DISTCONV_FILES"
-"""Where `distconv run` tells the ranks that it starts of the job's folder, which it removes when they have ended."""
+"""The variable by which `distconv run` gives its ranks the job's folder, which it removes when they have ended."""
 
 KEY_BYTES = 32
 _KEY = "key"
@@ -32,7 +32,7 @@ _locks: dict[str, int] = {}
 def make_folder(job: str = "") -> str:
     """A new folder for a job, among the temporary files; folders that jobs of this machine have left are removed.
 
-    It has a file that only its owner can read: a new random key, and `job`, which tells this job from others.
+    It has a file that only its owner can read: a new random key, and `job`, which distinguishes this job from others.
     """
     begin = _beginning()
     for left in Path(tempfile.gettempdir()).glob(f"{begin}*"):

@@ -23,9 +23,9 @@ _NUMBER_BYTES = 8
 
 
 class Layer:
-    """Two trees that mirror absolute paths: `there` holds what is there, `gone` an empty file for what is not.
+    """Two trees that mirror absolute paths: `there` has what is there, `gone` an empty file for what is not.
 
-    A path beneath one that is gone is gone with it. A folder in either tree says nothing but that something lies
+    A path beneath one that is gone is gone with it. A folder in either tree says only that something is
     beneath it; one in `there` is also a folder of the layer. `changes` is another number after every change
     that any process makes in the layer.
     """
@@ -128,12 +128,12 @@ class Layer:
         return {entry.name for entry in entries(self.there + folder)}
 
     def touches(self, folder: str) -> bool:
-        """Whether the layer says anything of a folder or what lies in it."""
+        """Whether the layer has anything of a folder or its contents."""
         return _reaches(self.there + folder) or _reaches(self.gone + folder)
 
 
 def status_at(path: str) -> os.stat_result | None:
-    """What lstat tells of a real path; None where it tells nothing."""
+    """The result of lstat of a real path; None where it has none."""
     try:
         return posix.lstat(path)
     except OSError:
@@ -164,7 +164,7 @@ def link_at(path: str) -> str | None:
 
 
 def entries(folder: str) -> list[os.DirEntry[str]]:
-    """What a real folder holds; nothing where there is no such folder."""
+    """The names in a real folder; none where there is no such folder."""
     try:
         with posix.scandir(folder) as found:
             return list(found)

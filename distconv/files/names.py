@@ -11,9 +11,9 @@ _MOST_LINKS = 40
 
 
 class Names:
-    """Absolute paths in a file system whose symbolic links `link_at` tells: a link's text, None for anything else.
+    """Absolute paths in a file system whose symbolic links `link_at` gives: a link's text, None for anything else.
 
-    Folders' paths are remembered; `forget` when links or folders may have changed. Paths beneath `root` stand for the
+    Folders' paths are remembered; `forget` when links or folders may have changed. Paths beneath `root` mean the
     same paths without it.
     """
 

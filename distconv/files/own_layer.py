@@ -48,7 +48,7 @@ class OwnLayer:
         )
 
     def for_writing(self, path: str, *, create: bool = True, exclusive: bool = False, content: bool = True) -> str:
-        """Where this rank may write the file of a path; what it held is there, where `content` is to be kept."""
+        """Where this rank may write the file of a path; its contents are there, where `content` is to be kept."""
         if self.is_apart(path):
             return path
         status = self.view.status(path)
@@ -129,7 +129,7 @@ class OwnLayer:
         return self.view.steadily(path, action)
 
     def scan(self, folder: str, written: Any) -> Iterator[os.DirEntry[Any]] | None:
-        """What posix.scandir gives of a folder, by its path as it was written; None where the disk cannot tell."""
+        """What posix.scandir gives of a folder, by its path as it was written; None where the disk does not say."""
         if self.is_apart(folder):
             return posix.scandir(written)
         try:
@@ -145,7 +145,7 @@ class OwnLayer:
         return self.view.list(folder)
 
     def _status(self, path: str) -> os.stat_result:
-        """What lstat tells of a path. FileNotFoundError or NotADirectoryError where there is nothing."""
+        """The result of lstat of a path. FileNotFoundError or NotADirectoryError where there is nothing."""
         status = self.view.status(path)
         if status is None:
             raise self.view.missing(path)
@@ -172,14 +172,14 @@ class OwnLayer:
         self._own.changed()
 
     def _bring_up(self, path: str, *, content: bool = True) -> str:
-        """The path in the rank's own layer of a file or link that is there, with what it holds."""
+        """The path in the rank's own layer of a file or link that is there, with its contents."""
         own = self._own.at(path)
         if not self._own.has(path):
             self._copy_up(path, content=content, check=True)
         return own
 
     def _copy_up(self, path: str, *, content: bool = True, check: bool = False) -> None:
-        """Copies what lies beneath the layer into it; with `check` only what may be written."""
+        """Copies what is beneath the layer into it; with `check` only what may be written."""
         while True:
             found = self.view.beneath(path)
             if found is None:

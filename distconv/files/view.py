@@ -35,7 +35,7 @@ class View:
     def plainly(
         self, path: str, action: Callable[[str], T], undo: Callable[[T], None] | None = None
     ) -> tuple[T] | None:
-        """The action's result where the file system alone can tell it: for files in folders that no layer touches.
+        """The action's result where the file system alone can give it: for files in folders that no layer touches.
 
         None where it cannot. `path` is as the program wrote it. This is the short way for a program's data.
         """
@@ -116,7 +116,7 @@ class View:
                 undo(result)
 
     def status(self, path: str) -> os.stat_result | None:
-        """What lstat tells of an absolute path; None where there is nothing."""
+        """The result of lstat of an absolute path; None where there is nothing."""
         while True:
             found = self.find(path)
             if found is None:
@@ -154,7 +154,7 @@ class View:
 
     def _listed(self, folder: str, is_hidden: bool) -> set[str]:
         found: set[str] = set()
-        # Real names first: what the first rank has changed since is then told by `before`.
+        # Real names first: what the first rank has changed since is then known by `before`.
         if not self.own.hides(folder):
             if not is_hidden:
                 found = {entry.name for entry in entries(folder)}
@@ -185,7 +185,7 @@ class View:
         return found if self.is_untouched(folder) else None
 
     def is_untouched(self, folder: str) -> bool:
-        """Whether no layer says anything of a folder or what lies in it."""
+        """Whether no layer has anything of a folder or its contents."""
         changes = self._changes()
         if self._untouched.get(folder) == changes:
             return True

@@ -157,7 +157,7 @@ class Samples:
             batch = batch.batch
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Slab | Unread | torch.Tensor)]
         shapes = str([(tuple(leaf.shape[1:]), str(_dtype(leaf))) for leaf in leaves])
-        told = hash(tuple(leaf.told for leaf in leaves if not isinstance(leaf, torch.Tensor))) & 0xFFFFFFFF
+        told = hash(tuple(leaf.checksum for leaf in leaves if not isinstance(leaf, torch.Tensor))) & 0xFFFFFFFF
         indices = cut.indices if following is None else f"{cut.indices} and then {following.indices}"
         return self._agreed(Batch(BATCH, indices, shapes, told, self._share.of_samples, is_open=is_open))
 

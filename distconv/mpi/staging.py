@@ -88,7 +88,7 @@ def room_for(parts: Sequence[Tensor]) -> Tensor:
 
 
 def deal(room: Tensor, parts: Sequence[Tensor]) -> Callable[[], None]:
-    """Copies what lies in the room into the tensors, when communication is done."""
+    """Copies the staged bytes into the tensors, when communication is done."""
 
     def copy() -> None:
         for part, piece in zip(parts, room.split(sizes(parts)), strict=True):

@@ -22,9 +22,9 @@ def init_process_group(
 ) -> Store:
     """torch.distributed.init_process_group over MPI.COMM_WORLD; rank, size and store come from MPI itself.
 
-    store_port: on rank 0, the port of a TCPStore that another process of its machine holds; None: rank 0 holds one.
+    store_port: on rank 0, the port of a TCPStore in another process of its machine; None: rank 0 makes one.
 
-    With another `backend` ("gloo", "nccl"), MPI only brings the ranks together. Returns the store.
+    With another `backend` ("gloo", "nccl"), MPI only connects the ranks. Returns the store.
     From then on an uncaught exception on one rank ends all ranks, which would wait for it forever otherwise.
     """
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
@@ -48,14 +48,14 @@ def _abort_after(report: Callable[..., Any]) -> Callable[..., None]:
     return hook
 
 
-def _store(world: MPI.Intracomm, held: int | None) -> Store:
+def _store(world: MPI.Intracomm, port_there: int | None) -> Store:
     if world.size == 1:
         return HashStore()
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     host = LOOPBACK if node.size == world.size else world.bcast(socket.gethostname())
     node.Free()
     server = None
-    if world.rank == 0 and held is None:
+    if world.rank == 0 and port_there is None:
         server = listening_store(host, 0)
-    port = world.bcast(server.port if server is not None else held)
+    port = world.bcast(server.port if server is not None else port_there)
     return server or TCPStore(host, port, is_master=False, wait_for_workers=False)

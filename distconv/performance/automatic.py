@@ -238,9 +238,9 @@ def answer(question: Question, kept: Kept) -> Choice:
 
 def main(question: str, output: str) -> int:
     """Answers a question, or says in one line why it cannot; both as JSON."""
-    told = json.loads(question)
+    asked = json.loads(question)
     try:
-        choice = answer(Question(**{**told, "arguments": tuple(told["arguments"])}), Kept(kept_here()))
+        choice = answer(Question(**{**asked, "arguments": tuple(asked["arguments"])}), Kept(kept_here()))
         found = {"strategy": dict(choice.strategy), "told": str(choice)}
     except (program.NotFound, NothingChosen, ValueError) as error:
         found = {"refusal": " ".join(str(error).split())}

@@ -39,14 +39,14 @@ SQUARE = 1024
 COPIED = 2**26
 
 SMALL_SQUARE, MANY = 256, 20
-"""Of products that ranks compute while a message is under way, each well under a millisecond, and how many tell one's
+"""Of products that ranks compute while a message is under way, each well under a millisecond, and how many give one's
 time."""
 
 LEAST_SUMS, MOST_LOST = 0.1, 0.95
 """Bounds of what is measured, so that noise makes no message take no time, and no kernel all of it."""
 
 STEPS = ((1, 32, 112), (2, 64, 56), (4, 128, 28))
-"""Samples of a rank, channels, and rows and columns of networks whose steps tell how much longer kernels and messages
+"""Samples of a rank, channels, and rows and columns of networks whose steps show how much longer kernels and messages
 take there than alone."""
 
 MOST_STRETCH = 1.5
@@ -57,7 +57,7 @@ CONVOLUTIONS = (
     ((4, 128, 28, 28), (128, 128, 3, 3)),
     ((2, 16, 32, 32, 32), (32, 16, 3, 3, 3)),
 )
-"""Inputs and weights that stand for a network's convolutions."""
+"""Inputs and weights that represent a network's convolutions."""
 
 
 def calibrate() -> Machine:

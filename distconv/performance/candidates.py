@@ -15,7 +15,7 @@ from distconv.settings.partition import AXES, Kind, Partition
 from mucudnn.spelling import meant
 
 MOST = 40
-"""Partitions that are looked at in detail, unless told otherwise."""
+"""Partitions that are looked at in detail, by default."""
 
 
 def partitions(ranks: int, ndim: int, axes: Sequence[str] | None = None) -> list[Partition]:
@@ -97,7 +97,7 @@ def worthwhile(graph: LayerGraph, found: Sequence[Partition], most: int = MOST) 
 
 
 def _taken(layer: Layer, partition: Partition) -> float:
-    """Elements that a rank holds of a layer's input or receives."""
+    """Elements of a layer's input that are local to a rank or received."""
     if not fits(layer, partition):
         return float(math.prod(layer.input))
     local = [*layer.input]
@@ -141,7 +141,7 @@ def fixed_layers(graph: LayerGraph, strategy: Strategy) -> dict[str, tuple[Parti
     found: dict[str, tuple[Partition, str | None]] = {}
     used = set()
     for name, layer in graph.layers.items():
-        if decided := strategy.partition(layer.around if layer.is_meeting else name):
+        if decided := strategy.partition(layer.around if layer.is_join else name):
             pattern, partition = decided
             used.add(pattern)
             found[name] = partition, strategy.algorithm(pattern)

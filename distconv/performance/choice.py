@@ -37,7 +37,7 @@ class Row:
         name: of the layer.
         partition: chosen for it.
         cost: under it.
-        moves: seconds to bring its inputs there, and gradients back.
+        moves: seconds to redistribute its inputs to that mesh, and gradients back.
         runner_up: the partition that would be the best instead of it, the other layers as they are.
         price: seconds that a step would then take longer.
     """
@@ -208,7 +208,7 @@ class Planner:
         sizes = {name: [cost.bytes(self.states) for cost in self.costs[name]] for name in names}
         room = math.inf
         for _ in range(5):
-            # Bytes of single layers leave out what they share; the whole step tells, and the room is set by it.
+            # Bytes of single layers leave out what they share; the whole step shows it, and the room follows from that.
             try:
                 found = assign_reusing(ways, self.moves, sizes, room)
             except DoesNotFit:

@@ -85,7 +85,7 @@ def _start(threads: int) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "distconv.performance.co_runners"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # whoever measures has run the kernel before, and tells what becomes of it
+        stderr=subprocess.DEVNULL,  # whoever measures has run the kernel before, and reports what becomes of it
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         start_new_session=True,  # Ctrl-C reaches whoever measures, whose end they notice
     )
@@ -95,19 +95,19 @@ def main() -> None:
     """Runs each kernel that it reads from its input until it reads a stop; ends at the end of its input."""
     from distconv.performance.calls import prepared
 
-    told: Any = sys.stdin.buffer
+    requests: Any = sys.stdin.buffer
     while True:
         try:
-            call = pickle.load(told)
+            call = pickle.load(requests)
         except EOFError:
             return
         run = prepared(call)
         run()
         _answer()
-        while not select.select([told], [], [], 0)[0]:
+        while not select.select([requests], [], [], 0)[0]:
             run()
         try:
-            pickle.load(told)  # nothing else is sent before this is answered
+            pickle.load(requests)  # nothing else is sent before this is answered
         except EOFError:
             return
         _answer()

@@ -74,10 +74,10 @@ def layer_cost(
     """The costs of a layer on a mesh.
 
     Args:
-        recorded: its step, recorded alone; the reason where it cannot run so; None for a meeting that nothing follows.
+        recorded: its step, recorded alone; the reason where it cannot run so; None for a join that nothing follows.
         trains: whether backward follows.
     """
-    met = (1 + trains) * _meeting(layer, mesh, machine) if layer.is_meeting else 0.0
+    met = (1 + trains) * _join_seconds(layer, mesh, machine) if layer.is_join else 0.0
     if recorded is None:
         return Cost(met, 0.0, 0.0, 0.0, 0.0)
     if isinstance(recorded, str):
@@ -92,7 +92,7 @@ def layer_cost(
         compute=met + times.total - times.exposed,
         exchange=times.exposed,
         gradients=math.fsum(seconds * start.bytes for seconds, start in zip(per_byte, gradients, strict=True)),
-        memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_meeting else layer.input, mesh)),
+        memory=max(0.0, recorded.saved - local_bytes(layer.output if layer.is_join else layer.input, mesh)),
         parameters=recorded.parameters,
         divided=tuple(_divided(alone, machine, met, times.total)),
         hidden=times.hidden,
@@ -121,10 +121,10 @@ def without(step: Step, kind: str) -> tuple[Step, list[Start]]:
     return replace(step, events=tuple(left)), found
 
 
-def _meeting(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
+def _join_seconds(layer: Layer, mesh: DeviceMesh, machine: Machine) -> float:
     """Seconds: forward reads all inputs and writes the output; backward, of their gradients, takes as long."""
     size = local_bytes(layer.output, mesh)
-    one = machine.kernel_seconds(Kernel("meeting", 0, int(size * (layer.inputs + 1))))
+    one = machine.kernel_seconds(Kernel("join", 0, int(size * (layer.inputs + 1))))
     return max(one, machine.host.operator) if machine.host.asynchronous else one + machine.host.operator
 
 
@@ -162,13 +162,13 @@ def moved_bytes(shape: Sequence[int], meshes: Sequence[DeviceMesh]) -> tuple[Num
 def move_seconds(
     shape: Sequence[int], meshes: Sequence[DeviceMesh], machine: Machine, both_ways: bool = True
 ) -> Numbers:
-    """Seconds to bring an activation from one mesh to another, and its gradient back, for all pairs: (from, to)."""
+    """Seconds to redistribute an activation from one mesh to another, and its gradient back, by pair: (from, to)."""
     sizes, sources = moved_bytes(shape, meshes)
     ranks = meshes[0].size()
     node, network = machine.node, machine.network
     share = min(1.0, (node.ranks - 1) / max(1, ranks - 1))  # of the other ranks, those on the same node
     latency = share * node.latency + (1 - share) * network.latency
-    # Sent at once over both ways; the bytes come from any rank of the job alike.
+    # Sent at once over both ways; the bytes come from all ranks of the job in equal parts.
     busiest = np.maximum(share * sizes / node.bandwidth, (1 - share) * sizes * node.ranks / network.bandwidth)
     copies = np.where(
         sizes > 0, 3 * machine.device.kernel + machine.host.operator + 4 * sizes / machine.device.bandwidth, 0

@@ -57,7 +57,7 @@ def divided_here(machine: Machine) -> Machine:
     """
     if machine.measured is None:
         raise ValueError(
-            f"--workspaces: the file of {machine.name} tells no times of divisions; accepted: --machine here"
+            f"--workspaces: the file of {machine.name} has no times of divisions; accepted: --machine here"
         )
     return replace(machine, divided=Divisions(machine.threads or torch.get_num_threads()))
 

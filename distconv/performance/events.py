@@ -90,7 +90,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """The rank needs what a collective brings."""
+    """The rank needs the result of a collective."""
 
     number: int
 
@@ -106,7 +106,7 @@ class Step:
         events: of forward and backward, in order.
         rank: which rank it is.
         saved: bytes of the activations that forward keeps for backward, those of parameters left out.
-        parameters: bytes of the parameters that the rank holds.
+        parameters: bytes of the rank's local parameters.
     """
 
     events: tuple[Event, ...]

@@ -106,8 +106,8 @@ def first_call(run: Callable[[], object]) -> ModelCall:
     model, given = found
     if shapes := _shapes(given):
         return ModelCall(model, shapes, trains=watch.training is not None)
-    name, told = type(model).__name__, ", ".join(map(_word, given)) or "nothing"
-    raise NoModel(f"{name} is called with {told}; accepted: tensors of numbers, one of them (N, C, ...)")
+    name, values = type(model).__name__, ", ".join(map(_word, given)) or "nothing"
+    raise NoModel(f"{name} is called with {values}; accepted: tensors of numbers, one of them (N, C, ...)")
 
 
 def _shapes(given: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:

@@ -82,7 +82,7 @@ class Measured:
         self._known, self._doubted = {}, True
 
     def forget(self, kept: Kept) -> None:
-        """Kernels are measured anew where ``kept``, which holds the times from here on, has none of them."""
+        """Kernels are measured anew where ``kept``, to which their times are added, has none of them."""
         self.kept, self._known = kept, {}
 
 

@@ -17,20 +17,20 @@ INPUT = "(input)"
 
 
 class NoGraph(ValueError):
-    """A model whose layers cannot be told: one line."""
+    """A model whose layers cannot be listed: one line."""
 
 
 @dataclass
 class Layer:
-    """What is partitioned in one way: a module with the norms and activations that follow it, or a meeting of tensors.
+    """What is partitioned in one way: a module with the norms and activations after it, or a join of several tensors.
 
     Attributes:
-        name: of the first module; of a meeting, such as a residual sum, of the module around it, with a number.
-        modules: the names of all its modules in the order of their calls; of a meeting, those that follow it.
-        around: of a meeting, the name of the module in whose code it is; "" is the model itself.
+        name: of the first module; of a join, such as a residual sum, of the module around it, with a number.
+        modules: the names of all its modules in the order of their calls; of a join, those that follow it.
+        around: of a join, the name of the module in whose code it is; "" is the model itself.
         input: the shape of its input.
         output: the shape of its output.
-        inputs: how many tensors meet; 1 where none do.
+        inputs: how many tensors join; 1 where there is no join.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Layer:
     inputs: int = 1
 
     @property
-    def is_meeting(self) -> bool:
+    def is_join(self) -> bool:
         return self.inputs > 1
 
 
@@ -125,11 +125,11 @@ def trace(model: nn.Module, *shapes: Sequence[int]) -> LayerGraph:
 
 
 def _words(shapes: Sequence[Sequence[int]]) -> str:
-    told = " and ".join(str(tuple(shape)) for shape in shapes)
-    return f"an input {told}" if len(shapes) == 1 else f"inputs {told}"
+    given = " and ".join(str(tuple(shape)) for shape in shapes)
+    return f"an input {given}" if len(shapes) == 1 else f"inputs {given}"
 
 
-def alike(model: nn.Module, layer: Layer) -> str:
+def equal_in(model: nn.Module, layer: Layer) -> str:
     """A text that is the same for layers that cost the same."""
     parts = [str(model.get_submodule(name)) for name in layer.modules]
     return f"{parts} {layer.input} {layer.output} {layer.inputs}"
@@ -140,7 +140,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _follows(module: nn.Module, before: Tensor, after: Any) -> bool:
-    """Whether it is a norm, an activation or the like, which best lies as what it reads."""
+    """Whether it is a norm, an activation or the like, whose best layout is that of what it reads."""
     wide = any(parameter.dim() > 1 for parameter in module.parameters())
     return not wide and isinstance(after, Tensor) and after.shape == before.shape
 
@@ -185,7 +185,7 @@ def _called(tracing: _Tracing, name: str, module: nn.Module, inputs: list[Tensor
         raise NoGraph(f"layer {name} ({type(module).__name__}) takes {len(inputs)} tensors; accepted: layers of one")
     x, source = inputs[0], tracing.source(inputs[0])
     before = tracing.layers.get(source or "")
-    if name in tracing.of_module:  # called again: it lies as it did before
+    if name in tracing.of_module:  # called again: its layout is that of the first call
         owner = tracing.of_module[name]
         tracing.connect(inputs, owner)
     elif before is not None and _follows(module, x, result):
@@ -220,7 +220,7 @@ class _Meetings(TorchFunctionMode):
             tracing.give(result, sources[0])
             return result
         around = tracing.around[-1] if tracing.around else ""
-        count = sum(1 for layer in tracing.layers.values() if layer.is_meeting and layer.around == around)
+        count = sum(1 for layer in tracing.layers.values() if layer.is_join and layer.around == around)
         name = f"{around or 'model'}#{count + 1}"
         largest = max(inputs, key=lambda x: math.prod(x.shape))
         tracing.layers[name] = Layer(

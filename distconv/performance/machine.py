@@ -60,7 +60,7 @@ class Host:
         slows: how many times as long a message takes while the rank computes, at least 1, where kernels are not
             asynchronous: those who carry messages wait for a core then. 1 where adapters carry them.
         stretch: how many times as long kernels and messages take within a step as those that are run over and over, at
-            least 1: there caches hold other things, memory comes anew, and ranks wait for the slowest one.
+            least 1: there caches have other contents, memory is new, and ranks wait for the slowest one.
     """
 
     operator: float
@@ -110,7 +110,7 @@ class Machine:
 
     Attributes:
         name: for people.
-        measured: tells the seconds of a kernel, None for one that it does not know; where it is None itself, and for
+        measured: gives the seconds of a kernel, None for one that it does not know; where it is None itself, and for
             such kernels, the roofline of the device does.
         threads: that a rank has where kernels are measured on a processor, so that those are measured which it takes.
     """

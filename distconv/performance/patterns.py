@@ -17,10 +17,10 @@ def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, str]) -> 
         layers: {layer: its partition, perhaps with a channel algorithm, as a strategy says it}.
     """
     of_module = {module: layers[name] for name, layer in graph.layers.items() for module in layer.modules}
-    meetings: dict[str, str] = {}
+    joins: dict[str, str] = {}
     for name, layer in graph.layers.items():
-        if layer.is_meeting:
-            meetings.setdefault(layer.around, layers[name])
+        if layer.is_join:
+            joins.setdefault(layer.around, layers[name])
     outer = layers[
         graph.first[0] if math.prod(graph.input) >= math.prod(graph.layers[graph.last].output) else graph.last
     ]
@@ -30,7 +30,7 @@ def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, str]) -> 
         within = {
             text
             for inner, _ in module.named_modules(prefix=name)
-            for text in (of_module.get(inner), meetings.get(inner))
+            for text in (of_module.get(inner), joins.get(inner))
             if text is not None
         }
         if len(within) == 1 and name:
@@ -38,8 +38,8 @@ def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, str]) -> 
             return
         for child, inner in module.named_children():
             visit(f"{name}.{child}" if name else child, inner)
-        if name and name in meetings:
-            found[name] = meetings[name]
+        if name and name in joins:
+            found[name] = joins[name]
 
     visit("", model)
     found = {pattern: text for pattern, text in found.items() if text != outer} if _is_flat(found) else found
@@ -47,5 +47,5 @@ def patterns(model: nn.Module, graph: LayerGraph, layers: Mapping[str, str]) -> 
 
 
 def _is_flat(found: Mapping[str, str]) -> bool:
-    """Whether no pattern lies within another one, so that any may be left to ``*``."""
+    """Whether no pattern is part of another one, so that any may be left to ``*``."""
     return not any(a != b and a.startswith(f"{b}.") for a in found for b in found)

@@ -51,8 +51,8 @@ def plan_figure(plan: Plan, rows: Sequence[Row], uniform: Sequence[Plan], machin
     figure.suptitle(f"{ranks} ranks, {machine.name}", fontsize=8, x=0.01, ha="left")
     colours = _colours([str(row.partition) for row in rows])
     start = 0
-    for partition, alike in groupby(rows, key=lambda row: str(row.partition)):
-        end = start + len(list(alike))
+    for partition, group in groupby(rows, key=lambda row: str(row.partition)):
+        end = start + len(list(group))
         strip.barh(0, end - start, left=start, height=1, color=colours.get(partition, _OTHER), edgecolor="white")
         start = end
     strip.set_ylim(-0.5, 0.5)
@@ -111,7 +111,7 @@ def scaling_figure(points: Sequence[Mapping[str, Any]], machine: str, *, weak: b
     """Steps on growing numbers of ranks, and what share of them is of use.
 
     Args:
-        points: with ``ranks``, ``series``, ``seconds``, ``samples_per_second``, and what `simulate` tells beside.
+        points: with ``ranks``, ``series``, ``seconds``, ``samples_per_second``, and what `simulate` reports beside.
         weak: whether the batch grows with the ranks.
     """
     figure = Figure(figsize=(WIDTH, 2.9), layout="constrained")

@@ -61,12 +61,12 @@ def record_step(
         else:
             parallelize(model, mesh, strategy, batch_norm=batch_norm)
         inputs = [empty_shard(mesh, shape, dtype).requires_grad_(wants_gradient) for shape in shapes]
-        held = {_storage(p): _local(p).nbytes for p in model.parameters()}
+        parameters = {_storage(p): _local(p).nbytes for p in model.parameters()}
         saved: dict[int, int] = {}
 
         def keep(tensor: Tensor) -> Tensor:
             local = _local(tensor)
-            if _storage(tensor) not in held:
+            if _storage(tensor) not in parameters:
                 saved[_storage(tensor)] = local.untyped_storage().nbytes()
             return tensor
 
@@ -80,7 +80,7 @@ def record_step(
                     result = model(*entered)
                 outputs = [y for y in tree_leaves(result) if isinstance(y, Tensor) and y.requires_grad]
                 torch.autograd.backward(outputs, [_like(y) for y in outputs])
-    return Step(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(held.values()))
+    return Step(tuple(messages.events), dist.get_rank(), sum(saved.values()), sum(parameters.values()))
 
 
 class _Entrance(torch.autograd.Function):
@@ -143,7 +143,7 @@ class _Messages:
         return None
 
     def noting(self, name: str) -> Callable[..., _Work | None]:
-        """What stands in for a function of torch.distributed."""
+        """The substitute of a function of torch.distributed."""
         kind, place = _COLLECTIVES[name]
         signature = inspect.signature(getattr(dist, name))
 
@@ -151,9 +151,9 @@ class _Messages:
             given = signature.bind(*args, **kwargs).arguments
             counted = tree_leaves(list(given.values())[place])
             sent = [count * counted[0].element_size() for count in given.get("input_split_sizes") or ()]
-            told = "gradients" if kind == "all_reduce" and self.of_gradients else kind
+            name = "gradients" if kind == "all_reduce" and self.of_gradients else kind
             size = sum(x.nbytes for x in counted)
-            return self.start(told, given.get("group"), size, sent, given.get("async_op", False))
+            return self.start(name, given.get("group"), size, sent, given.get("async_op", False))
 
         return collective
 

@@ -11,7 +11,7 @@ from distconv.model.layers import layer_of
 from distconv.model.strategy import Strategy, layer_text
 from distconv.performance.events import Step
 from distconv.performance.imagined import mesh_of
-from distconv.performance.layers import LayerGraph, alike
+from distconv.performance.layers import LayerGraph, equal_in
 from distconv.performance.recording import record_step
 from distconv.settings.channels import weight_dims
 from distconv.settings.partition import Partition, shards_channels
@@ -34,7 +34,9 @@ class Recordings:
         """
         self.model, self.graph, self.batch_norm, self.trains = model, graph, batch_norm, trains
         self.faults: dict[Partition, str] = {}
-        self.kinds = {name: f"{name not in graph.first} {alike(model, layer)}" for name, layer in graph.layers.items()}
+        self.kinds = {
+            name: f"{name not in graph.first} {equal_in(model, layer)}" for name, layer in graph.layers.items()
+        }
         self._layers: dict[tuple[str, Partition, str | None], Step | str | None] = {}
         self._whole: dict[tuple[tuple[str, str], ...], Step | str] = {}
 
@@ -53,7 +55,7 @@ class Recordings:
         return [None, *sorted(ways.values())]
 
     def layer(self, name: str, partition: Partition, algorithm: str | None = None) -> Step | str | None:
-        """A layer alone; the reason where it cannot run so; None for a meeting that nothing follows."""
+        """A layer alone; the reason where it cannot run so; None for a join that nothing follows."""
         key = self.kinds[name], partition, algorithm
         if key not in self._layers:
             self._layers[key] = self._alone(name, partition, algorithm)
@@ -64,7 +66,7 @@ class Recordings:
         if not layer.modules:
             return None
         modules = nn.Sequential(*(self.model.get_submodule(each) for each in layer.modules))
-        shape = layer.output if layer.is_meeting else layer.input
+        shape = layer.output if layer.is_join else layer.input
         strategy = None if algorithm is None else Strategy.parse({"*": layer_text(partition, algorithm)})
         return self._recorded(modules, partition, (shape,), strategy, wants_gradient=name not in self.graph.first)
 

@@ -67,7 +67,7 @@ def _alone(machine: Machine, start: Start, rank: int) -> float:
     if together == ranks:
         latency, bandwidth, sums = node.latency, node.bandwidth, node.sums
     else:
-        # Groups that have fewer ranks on a node than it holds share its adapter with their like.
+        # Groups with fewer ranks on a node than run there share its adapter with other such groups.
         latency, bandwidth = network.latency, min(node.bandwidth, network.bandwidth * together / node.ranks)
         sums = network.sums
     steps = {"all_reduce": 2, "gradients": 2, "all_gather": 1, "reduce_scatter": 1}.get(start.kind)

@@ -210,7 +210,7 @@ def _real_all(value: Any, why: str) -> Any:
 
 
 numpy_array, numpy_asarray, numpy_ascontiguousarray = numpy.array, numpy.asarray, numpy.ascontiguousarray
-"""As they are where nothing stands in for them."""
+"""The functions themselves where they have no substitutes."""
 
 
 class NotLazy(Exception):
@@ -218,7 +218,7 @@ class NotLazy(Exception):
 
 
 def dims_apart(ndim: int) -> numpy.ndarray:
-    """An array whose extents, from 2 on, tell its dims apart. It takes no memory."""
+    """An array whose extents, from 2 on, all differ. It takes no memory."""
     return numpy.broadcast_to(0, tuple(range(2, 2 + ndim)))
 
 
@@ -258,7 +258,7 @@ def _computed(ufunc: Any, inputs: Sequence[Any], options: dict[str, Any], out: S
     operands = [_operand(value) for value in inputs]
     if not any(isinstance(operand, Expression) for operand in operands):
         return None
-    # Of no elements it tells the dtype, and fails as it would with them.
+    # Without elements it gives the dtype, and fails as it would with them.
     tried = [
         numpy.empty((0,) if operand.shape else (), operand.dtype) if hasattr(operand, "shape") else operand
         for operand in operands

@@ -20,7 +20,7 @@ def are_large(dataset: Any) -> bool:
 
 
 def are_plain(dataset: Any) -> bool:
-    """Whether the file holds the bytes of chunks as memory does."""
+    """Whether the bytes of chunks are in the file as in memory."""
     import h5py
 
     return not dataset.id.get_create_plist().get_nfilters() and dataset.id.get_type().equal(

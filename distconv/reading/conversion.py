@@ -24,14 +24,14 @@ CUBE = 64
 """The most elements of a chunk along a dim of space, for an unknown partition."""
 
 SUFFIXES = (".npy", ".nii", ".nii.gz")
-"""Of files that hold one array, and of which a folder makes one array, a sample each."""
+"""Of files with one array each, and of which a folder makes one array, a sample each."""
 
 
 def chunk_shape(shape: Sequence[int], itemsize: int, partition: Partition | None) -> tuple[int, ...]:
     """The chunks for an array (samples, ..., depth, height, width): no chunk is read by two ranks of the partition.
 
     The last three dims are those of space, as many as there are; the first of a larger array counts samples, of which a
-    chunk holds one.
+    chunk has one.
     """
     ndim = len(shape)
     space = range(max(ndim - 3, 0), ndim)
@@ -49,7 +49,7 @@ def chunk_shape(shape: Sequence[int], itemsize: int, partition: Partition | None
     while math.prod(chunk) * itemsize > CHUNK_BYTES:
         longest = max(range(ndim), key=lambda dim: (chunk[dim] > 1 and chunk[dim] % 2 == 0, chunk[dim]))
         if chunk[longest] == 1 or chunk[longest] % 2:
-            break  # an odd share cut in two would lie across the ranks
+            break  # an odd share cut in two would belong to two ranks
         chunk[longest] //= 2
     return tuple(chunk)
 
@@ -136,8 +136,8 @@ def convert(
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Writes the arrays into a new group of Zarr in the folder `target`, which appears when it is complete.
 
-    `progress` is told the bytes as they are written. Returns name, shape and chunks of each. ValueError where the
-    target is there.
+    `progress` is called with the bytes as they are written. Returns name, shape and chunks of each. ValueError where
+    the target is there.
     """
     import zarr
     from zarr.codecs import Crc32cCodec, ZstdCodec

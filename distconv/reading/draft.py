@@ -17,11 +17,11 @@ from distconv.reading.view import Region
 
 @dataclass(frozen=True)
 class Unread:
-    """A rank's part of a batch, `shape` (samples, ...) without the cuts; `told` as in `Slab`."""
+    """A rank's part of a batch, `shape` (samples, ...) without the cuts; `checksum` as in `Slab`."""
 
     expression: Expression
     shape: tuple[int, ...]
-    told: int
+    checksum: int
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from distconv.reading.source import Source
 from distconv.reading.view import Arrangement, Region, View, slices
 
 Fetch = Callable[[Source, Region], numpy.ndarray]
-"""Reads a region of what a file holds."""
+"""Reads a region of an array in a file."""
 
 
 class Expression(abc.ABC):
@@ -57,10 +57,10 @@ class Expression(abc.ABC):
         for child in self.children:
             yield from child.needs(wanted)
 
-    def tells(self) -> Iterator[str]:
+    def described(self) -> Iterator[str]:
         """What the expression is made of, as text. Ranks that read the same data get the same text."""
         for child in self.children:
-            yield from child.tells()
+            yield from child.described()
 
     def sources(self) -> Iterator[Source]:
         for child in self.children:
@@ -83,7 +83,7 @@ def zeros(shape: Sequence[int], dtype: Any) -> Any:
 
 
 class Stored(Expression):
-    """An array as a file holds it."""
+    """An array as it is in a file."""
 
     def __init__(self, source: Source) -> None:
         self.source, self.shape, self.dtype = source, source.shape, source.dtype
@@ -94,7 +94,7 @@ class Stored(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield self.source, wanted
 
-    def tells(self) -> Iterator[str]:
+    def described(self) -> Iterator[str]:
         yield str(self.source)
 
     def sources(self) -> Iterator[Source]:
@@ -114,8 +114,8 @@ class Viewed(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from self.parent.needs(self.view.region(wanted))
 
-    def tells(self) -> Iterator[str]:
-        yield from super().tells()
+    def described(self) -> Iterator[str]:
+        yield from super().described()
         yield f"{self.view.dims}{self.view.fixed}"
 
 
@@ -181,11 +181,11 @@ class Computed(Expression):
         for child in self.children:
             yield from child.needs(_broadcast(child.shape, wanted))
 
-    def tells(self) -> Iterator[str]:
+    def described(self) -> Iterator[str]:
         yield self.name
         for operand in self.operands:
             if isinstance(operand, Expression):
-                yield from operand.tells()
+                yield from operand.described()
             elif isinstance(operand, numpy.ndarray | torch.Tensor):
                 yield f"{tuple(operand.shape)}"
 

@@ -50,12 +50,12 @@ def of_a_library(error: BaseException) -> str | None:
     room, file = "", ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        room = room if name == "distconv" else name  # which may stand in for `open`
-        held = frame.f_locals
+        room = room if name == "distconv" else name  # which may substitute `open`
+        names = frame.f_locals
         if frame.f_code.co_qualname == "File.__init__":
-            file = os.fsdecode(held["name"]) if isinstance(held.get("name"), str | bytes | os.PathLike) else file
+            file = os.fsdecode(names["name"]) if isinstance(names.get("name"), str | bytes | os.PathLike) else file
         else:
-            file = getattr(getattr(held.get("self"), "file", None), "filename", file)
+            file = getattr(getattr(names.get("self"), "file", None), "filename", file)
     if room not in _LIBRARIES:
         return None
     text = _text(error)

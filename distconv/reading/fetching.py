@@ -30,15 +30,15 @@ class Slab:
 
     Attributes:
         local: what was read.
-        told: a checksum of what files and which part of them the samples are made of.
+        checksum: of what files and which part of them the samples are made of.
     """
 
     local: Tensor
     shape: tuple[int, ...]
-    told: int
+    checksum: int
 
     def pin_memory(self, device: Any = None) -> Slab:
-        return Slab(self.local.pin_memory(), self.shape, self.told)
+        return Slab(self.local.pin_memory(), self.shape, self.checksum)
 
 
 @dataclass(frozen=True)
@@ -135,13 +135,13 @@ class Fetching:
             if not _is_stacked(leaf.expression):
                 ((expression, region, sample),) = pieces
                 with self.around(sample), _at(list(indices)):
-                    return Slab(expression.read(region, part), leaf.shape, leaf.told)
+                    return Slab(expression.read(region, part), leaf.shape, leaf.checksum)
             whole = self.share.region(leaf.shape)
             local = empty([len(positions) for positions in whole], leaf.expression.dtype)
             for place, (expression, region, sample) in enumerate(pieces):
                 with self.around(sample), _at(sample):
                     local[place] = expression.read(region, part)
-            return Slab(local, leaf.shape, leaf.told)
+            return Slab(local, leaf.shape, leaf.checksum)
 
         return tree_map(finished, batch)
 
@@ -192,7 +192,7 @@ def _unread(leaf: Any) -> Any:
         return leaf
     if leaf.present is not None:
         return leaf.present
-    return Unread(leaf.expression, tuple(leaf.shape), zlib.crc32("\n".join(leaf.expression.tells()).encode()))
+    return Unread(leaf.expression, tuple(leaf.shape), zlib.crc32("\n".join(leaf.expression.described()).encode()))
 
 
 def _is_stacked(expression: Expression) -> bool:

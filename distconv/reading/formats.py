@@ -11,7 +11,7 @@ import numpy
 
 from distconv.reading.array import LazyArray, is_lazy
 from distconv.reading.expression import Stored
-from distconv.reading.memory import tell
+from distconv.reading.memory import report_whole_read
 from distconv.reading.source import Hdf5, Raw, Source, ZarrStore, depth, reading, shown
 
 LEAST = 256
@@ -56,8 +56,8 @@ def of_memmap(read: Any) -> Any:
 
 
 def _chosen(source: Source | str, key: Any, path: str, name: str, read: Callable[[], Any]) -> Any:
-    """What `key` chooses of an array in a file, lazily; read at once where it is small, or for the reason that stands
-    in place of a source, which is told."""
+    """What `key` chooses of an array in a file, lazily; read at once where it is small, or for the reason that is
+    given in place of a source, which is reported."""
     made = source if isinstance(source, str) else lazy(source, key)
     if not isinstance(made, str):
         return made
@@ -67,7 +67,7 @@ def _chosen(source: Source | str, key: Any, path: str, name: str, read: Callable
         else:
             found = read()
     if type(found) is not LazyArray and isinstance(found, numpy.ndarray) and found.ndim > 1 and found.size >= LEAST:
-        tell(made, [f"{shown(path)}: {name}" if name else shown(path)])
+        report_whole_read(made, [f"{shown(path)}: {name}" if name else shown(path)])
     return found
 
 

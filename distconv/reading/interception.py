@@ -166,7 +166,7 @@ def _of_torch(make: Any) -> Any:
 
 
 def _named(names: Callable[[Any, Any], tuple[str, str]]) -> Callable[[Any], Any]:
-    """For functions that open something: an exception tells what."""
+    """For functions that open something: an exception says what."""
 
     def make(function: Any) -> Any:
         @functools.wraps(function)

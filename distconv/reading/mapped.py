@@ -21,7 +21,7 @@ def whole_of(value: Any) -> Any:
 
 
 def stand_ins() -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """{name: stand-in} for the methods that numpy.memmap inherits from numpy.ndarray."""
+    """{name: substitute} for the methods that numpy.memmap inherits from numpy.ndarray."""
     of_arrays = {name for name in vars(LazyArray) if hasattr(numpy.ndarray, name)} | METHODS.keys()
     for name in sorted(name for name in of_arrays if not name.startswith("_")):
         method = getattr(numpy.ndarray, name)

@@ -20,18 +20,18 @@ from mucudnn.process import warning
 Step = Callable[[Any], Any]
 """Makes a view: of an array or a tensor another one that shares its memory."""
 
-_told: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 
 
 class Memory:
-    """The memory of one array: what it will hold, what it holds once it is read, and who looks at it."""
+    """The memory of one array: its expression, its values once it is read, and who refers to it."""
 
     def __init__(self, expression: Expression) -> None:
         self.expression = expression
         self.content: Any = None
         self._holders: list[weakref.ref[Lazy]] = []
 
-    def hold(self, holder: Lazy) -> None:
+    def add(self, holder: Lazy) -> None:
         self._holders = [*filter(lambda each: each() is not None, self._holders), weakref.ref(holder)]
 
     def is_shared(self, holder: Lazy) -> bool:
@@ -50,7 +50,7 @@ class Lazy:
     def look(self, expression: Expression, memory: Memory | None = None, steps: tuple[Step, ...] = ()) -> None:
         """At a memory of its own, if none is given."""
         self.expression, self.memory, self.steps, self.content = expression, memory or Memory(expression), steps, None
-        self.memory.hold(self)
+        self.memory.add(self)
 
     @property
     def present(self) -> Any:
@@ -58,7 +58,7 @@ class Lazy:
         return None if self.memory.content is None else self.read("")
 
     def fake(self) -> Any:
-        """An array or a tensor that lies in memory as the one that this is would; nothing touches its elements."""
+        """An array or a tensor with the strides that this one would have in memory; nothing touches its elements."""
         return self._seen(empty(self.memory.expression.shape, self.memory.expression.dtype))
 
     def _seen(self, content: Any) -> Any:
@@ -74,7 +74,7 @@ class Lazy:
                 if not self.memory.is_shared(self):
                     self.look(self.expression)
                 if not is_known(self.memory.expression):
-                    tell(why, self.memory.expression.sources())
+                    report_whole_read(why, self.memory.expression.sources())
                 content = self.memory.expression.read(whole(self.memory.expression.shape), fetched)
                 if isinstance(content, numpy.ndarray) and not content.flags.writeable:
                     content = content.copy()  # what is kept stays as it is
@@ -114,13 +114,13 @@ class Number(Lazy):
         return str(self.read("str"))
 
 
-def tell(why: str, read: Iterable[object]) -> None:
+def report_whole_read(why: str, read: Iterable[object]) -> None:
     """One line about an operation that needs the whole of what is read, once for each line of the script and
     operation."""
     worker = torch.utils.data.get_worker_info()
     lines = list(program_lines(sys._getframe(1)))
     place = next((line for line, own in lines if own), lines[0][0] if lines else "a DataLoader")
-    if (place, why) not in _told and (worker is None or worker.id == 0):
-        _told.add((place, why))
+    if (place, why) not in _reported and (worker is None or worker.id == 0):
+        _reported.add((place, why))
         source = next((f" of {source}" for source in read), "")
         warning.tell(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it")

@@ -44,7 +44,7 @@ def run_elements(shape: Sequence[int], region: Region) -> int:
 
 
 def read(descriptor: int, offset: int, shape: Sequence[int], dtype: numpy.dtype[Any], region: Region) -> numpy.ndarray:
-    """A region of an array whose first element lies at `offset` and whose last dim runs fastest. OSError where the file
+    """A region of an array whose first element is at `offset` and whose last dim runs fastest. OSError where the file
     ends before."""
     result = numpy.empty([len(at) for at in region], dtype)
     target = result.reshape(-1).view(numpy.uint8)

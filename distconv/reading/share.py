@@ -16,7 +16,7 @@ from distconv.settings.partition import AXES, Interval, Kind, ownership
 class Share:
     """A rank's place on a mesh, for data (samples, ...).
 
-    Samples are sharded by dim 0; dims of space count from the end, so labels without channels lie as the images do.
+    Samples are sharded by dim 0; dims of space count from the end, so labels without channels have the images' layout.
     Axes that shard channels leave data as it is: a model takes its channels itself.
 
     Attributes:
@@ -53,13 +53,13 @@ class Share:
 
     @property
     def cuts_samples(self) -> bool:
-        """Whether a sample lies on several ranks."""
+        """Whether a sample is sharded over several ranks."""
         return any(
             AXES[name].kind is Kind.SPACE and size > 1 for name, size in zip(self.names, self.sizes, strict=True)
         )
 
     def placements(self, ndim: int) -> tuple[Placement, ...]:
-        """How a batch of `ndim` dims lies on the mesh."""
+        """The placements of a batch of `ndim` dims on the mesh."""
         result: list[Placement] = []
         for name in self.names:
             axis = AXES[name]

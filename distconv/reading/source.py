@@ -44,7 +44,7 @@ def shown(path: str) -> str:
 
 
 class Keeper(Protocol):
-    """An object that may already hold parts of arrays in files."""
+    """An object that may already have parts of arrays in files."""
 
     def part(self, source: Source, wanted: Region) -> numpy.ndarray: ...
 
@@ -65,7 +65,7 @@ depth = Depth()
 
 
 def fetched(source: Source, wanted: Region) -> numpy.ndarray:
-    """A region of an array, from the file or from what this thread's keeper holds. It may be read-only."""
+    """A region of an array, from the file or from this thread's keeper. It may be read-only."""
     return source.read(wanted) if depth.keeper is None else depth.keeper.part(source, wanted)
 
 
@@ -88,7 +88,7 @@ class Source(abc.ABC):
 
     Attributes:
         path: of the file; of a folder where the format is one.
-        key: the name of the array in it; "" where it holds only one.
+        key: the name of the array in it; "" where there is only one.
     """
 
     path: str
@@ -139,7 +139,7 @@ class Hdf5(Source):
         is_cut = any(len(at) < extent for at, extent in zip(region[1:], self.shape[1:], strict=True))
         with no_read_ahead(array.file.id.get_vfd_handle()) if is_cut else contextlib.nullcontext():
             if chunks.are_whole(region, self.shape, array.chunks) and chunks.are_plain(array):
-                with contextlib.suppress(RuntimeError, OSError):  # one is not in the file: HDF5 knows what it holds
+                with contextlib.suppress(RuntimeError, OSError):  # one is not in the file: HDF5 knows its contents
                     return chunks.read(array, region)
             return array[slices(region)]
 
@@ -148,7 +148,7 @@ class Hdf5(Source):
 def no_read_ahead(descriptor: int) -> Iterator[None]:
     """A context in which the disk delivers only the requested parts of a file.
 
-    Ranks that read a slab of every sample would otherwise bring their neighbours' slabs as well.
+    Ranks that read a slab of every sample would otherwise read their neighbours' slabs as well.
     """
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     try:
@@ -189,7 +189,7 @@ def _zarr(path: str, key: str, stamp: Stamp) -> Any:
 
 @dataclass(frozen=True)
 class Raw(Source):
-    """An array that lies in a file as it lies in memory.
+    """An array whose bytes in a file are those in memory.
 
     Attributes:
         offset: of its first element in the file, in bytes.
@@ -211,7 +211,7 @@ class Raw(Source):
         mapped, descriptor = array
         turned = slice(None, None, 1 if self.order == "C" else -1)  # so that the last dim runs fastest
         shape, box = self.shape[turned], region[turned]
-        # A map brings what lies around each page that it is asked for.
+        # A map reads what is around each page that is asked for.
         if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE:
             part = runs.read(descriptor, self.offset, shape, self.dtype, box)
             return part if self.order == "C" else part.transpose()

@@ -50,7 +50,7 @@ class Statistic(Expression):
     ) -> None:
         self.parent, self.children, self.name, self.args, self.options = parent, (parent,), name, args, options
         self._strides = None if strides is None else tuple(strides)
-        # Extents that tell the dims apart: what is left of them says which dims the result has.
+        # Extents by which the dims differ: what is left of them says which dims the result has.
         tried = self._call(zeros(range(2, 2 + len(parent.shape)), parent.dtype))
         lead = numpy.shape(args[0] if args else options["q"]) if name in _QUANTILES else ()
         rest = tuple(tried.shape)[len(lead) :]
@@ -85,9 +85,9 @@ class Statistic(Expression):
     def _needs(self, wanted: Region) -> Iterator[tuple[Source, Region]]:
         yield from ()  # the ranks read it together
 
-    def tells(self) -> Iterator[str]:
+    def described(self) -> Iterator[str]:
         yield f"{self.name} {self.args} {self.options}"
-        yield from super().tells()
+        yield from super().described()
 
 
 def identity(value: Any) -> str:
@@ -214,7 +214,7 @@ def asked(parent: Expression, strides: Sequence[int] | None, name: str, args: An
 
 
 def _is_plain(values: Sequence[Any]) -> bool:
-    """Whether arguments are numbers, texts and small arrays of numbers, which a digest tells apart."""
+    """Whether arguments are numbers, texts and small arrays of numbers, which a digest distinguishes."""
     return all(
         value is None
         or isinstance(value, bool | int | float | str | numpy.generic | numpy.dtype | torch.dtype | type)

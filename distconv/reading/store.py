@@ -114,7 +114,7 @@ class Store:
         self.drop_batch()
 
     def drop_batch(self) -> None:
-        """Forgets what was asked and brought for a batch."""
+        """Forgets what was asked and read for a batch."""
         self._asked, self._brought = {}, {}
 
     def _give_up(self, keys: set[Key]) -> None:
@@ -137,7 +137,7 @@ class Store:
         self.bytes += own.nbytes - freed
 
     def parts_of(self, samples: Iterable[Sample]) -> list[tuple[Key, Any]]:
-        """What is kept of these samples, as far as it is what the files still hold."""
+        """What is kept of these samples, as far as the files still have it."""
         found = []
         for sample in samples:
             for key in self._of.get(sample, ()):

@@ -16,7 +16,7 @@ from distconv.reading.view import View
 from distconv.tensors.refusal import UnsupportedOperation
 
 from_numpy = torch.from_numpy
-"""As it is where nothing stands in for it."""
+"""The function itself where it has no substitute."""
 
 
 HANDLERS: dict[str, Callable[..., Any]] = {}

@@ -93,7 +93,7 @@ def _dim(dim: Any, ndim: int) -> int:
 
 
 def _reordered(name: str, x: LazyTensor, *args: Any, **options: Any) -> Any:
-    """The dims in the order in which torch's function puts those of a tensor whose extents tell them apart."""
+    """The dims in the order in which torch's function puts those of a tensor whose extents all differ."""
     apart = torch.empty(tuple(range(1, x.dim() + 1)), device="meta")
     order = [extent - 1 for extent in getattr(apart, name)(*args, **options).shape]
     return x.view_as_lazy(lambda view: view.permute(order), lambda tensor: tensor.permute(order))
@@ -153,7 +153,7 @@ def _joined(name: str, tensors: Any, dim: Any = 0, **options: Any) -> Any:
         odd = next((place for place, item in enumerate(items) if item.shape != usual), 0)
         for source in items[odd].expression.sources():
             note(error, shown(source.path), source.key, odd)
-        if stacked and items[odd].shape != usual:  # torch says it so of tensors that hold something
+        if stacked and items[odd].shape != usual:  # torch says it so of tensors with elements
             error.args = (
                 f"stack expects each tensor to be equal size, but got {[*usual]} and, here, {[*items[odd].shape]}",
             )

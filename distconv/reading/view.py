@@ -96,7 +96,7 @@ class View:
         return kept and kept.index(tuple(None if extent == 1 else slice(None) for extent in shape))
 
     def region(self, wanted: Region) -> Region:
-        """The region of the array that holds a region of the view, which has elements."""
+        """The region of the array that contains a region of the view, which has elements."""
         positions: dict[int, range] = {dim: range(at, at + 1) for dim, at in self.fixed}
         for dim, chosen in zip(self.dims, wanted, strict=True):
             if dim is not None:

@@ -54,12 +54,12 @@ def add_settings(parser: Parser, *names: str) -> None:
     for name in names or OPTIONS:
         setting = SETTINGS[name]
         default = setting.default()
-        told = f"{setting.variable}{f', else {default}' if default is not None else ''}"
+        default_of = f"{setting.variable}{f', else {default}' if default is not None else ''}"
         parser.add_argument(
             *flags(name),
             type=_checked(name),
             metavar=setting.metavar,
-            help=f"{setting.meaning}: {setting.accepted} (default: {told})".replace("%", "%%"),
+            help=f"{setting.meaning}: {setting.accepted} (default: {default_of})".replace("%", "%%"),
         )
 
 

@@ -44,6 +44,6 @@ def _bench(arguments: Any) -> int:
         print_json([name | values for name, values in zip(named, to_json(records), strict=True)])
     else:
         names = [f"{layer.name}{f' x{layer.count}' if layer.count > 1 else ''}" for layer in met]
-        told = summary(records, [layer.count for layer in met])
-        show(sys.stdout, table(records, names, arguments.wide), told, wide=arguments.wide)
+        sentence = summary(records, [layer.count for layer in met])
+        show(sys.stdout, table(records, names, arguments.wide), sentence, wide=arguments.wide)
     return 0

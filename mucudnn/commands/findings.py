@@ -61,13 +61,13 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
 
 def wrong_results(store: Store) -> list[str]:
     """The algorithms whose results were wrong, in words, as far as the database knows."""
-    told = []
+    found = []
     for key, terms, faults in settlements(store):
         if terms == WRONG:
             problem = ConvProblem.from_launch_key(key, 1)
             of = f"{problem.direction} of {problem} on {key['device']} with {key['libraries']}"
-            told += [f"{algorithm}: {of} computed {fault}" for algorithm, fault in faults.items()]
-    return told
+            found += [f"{algorithm}: {of} computed {fault}" for algorithm, fault in faults.items()]
+    return found
 
 
 def check_shim() -> str:

@@ -43,9 +43,9 @@ def of_a_run(outcome: Outcome) -> str:
     return page("What mucudnn chose", body)
 
 
-def of_a_database(tables: Sequence[Table], told: str) -> str:
-    """The page about the times that a database holds."""
-    return page("Times on record", f"<p>{escape(told)}</p>\n" + "\n".join(map(as_html, tables)))
+def of_a_database(tables: Sequence[Table], sentence: str) -> str:
+    """The page about the times in a database."""
+    return page("Times on record", f"<p>{escape(sentence)}</p>\n" + "\n".join(map(as_html, tables)))
 
 
 def page(title: str, body: str) -> str:

@@ -72,16 +72,14 @@ def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
     """The convolutions, and the times on which the command is to decide; what is missing is measured where asked for.
 
     Without `--batch`, and where nothing is on record for the network's usual number of samples, it is the number on
-    record, which a line on stderr tells.
+    record, as a line on stderr reports.
 
     Raises:
         NotFound: where there are none.
         SettingError: where torch's own scratch memory is to count, which is not on record.
     """
     if chosen.count_stock:
-        raise SettingError(
-            "count_stock=on: accepted here is off, as a database does not keep what torch's kernels hold"
-        )
+        raise SettingError("count_stock=on: accepted here is off, as a database does not keep what torch's kernels use")
     met, store = layers_of(arguments), Store(chosen.database)
     if arguments.measure:
         layers.measure(met, chosen, store)

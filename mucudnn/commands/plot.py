@@ -49,11 +49,11 @@ def _plot(arguments: Any) -> int:
         from mucudnn.networks import pictures
 
         drawn: dict[str, Callable[[], Any]] = {}
-        told: list[str] = []
+        notices: list[str] = []
         if arguments.network is not None:
             chosen = settings(arguments)
             found = plan(*recorded(arguments, chosen), chosen)
-            told = missing(found)
+            notices = missing(found)
             if found.rows:
                 drawn |= {
                     "desirable": lambda: pictures.desirable_sets(found),
@@ -76,6 +76,6 @@ def _plot(arguments: Any) -> int:
                         print(folder / f"{name}.{suffix}")
         except OSError as error:
             raise NotFound(f"cannot write to --output {folder}: {error.strerror}") from error
-    for sentence in told:
+    for sentence in notices:
         print(sentence)
     return 0 if drawn else 1

@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         "report",
         _report,
         "show what a run has chosen, or the times in the database",
-        "Shows the records that `run --report FILE` wrote, or, without FILE, the times that the database holds.",
+        "Shows the records that `run --report FILE` wrote, or, without FILE, the times in the database.",
         "plans.json",
         "plans.json --html report.html",
         "--database times.sqlite --json",
@@ -47,22 +47,22 @@ def _report(arguments: Any) -> int:
                 print_json(to_json(outcome.records))
             else:
                 tables = [table(outcome.records, wide=arguments.wide)] if outcome.records else []
-                told = summary(outcome.records, met=outcome.met)
-                show(sys.stdout, *tables, told, *outcome.notices, wide=arguments.wide)
+                sentence = summary(outcome.records, met=outcome.met)
+                show(sys.stdout, *tables, sentence, *outcome.notices, wide=arguments.wide)
             return 0
         chosen = settings(arguments)
     store = Store(chosen.database)
     contents = store.contents()
     counts = store.counts()
-    told = f"{store.path} holds {counts.launches} launches of {counts.problems} convolutions."
+    sentence = f"{store.path} holds {counts.launches} launches of {counts.problems} convolutions."
     if arguments.html is not None:
-        Path(arguments.html).write_text(page.of_a_database(known_tables(contents), told))
+        Path(arguments.html).write_text(page.of_a_database(known_tables(contents), sentence))
     elif arguments.json:
         names = ("extent", "algorithm", "seconds", "workspace")
         launches = [[{name: getattr(each, name) for name in names} for each in options] for _, options in contents]
         print_json([{"key": key, "launches": of} for (key, _), of in zip(contents, launches, strict=True)])
     else:
-        show(sys.stdout, *known_tables(contents), told, wide=arguments.wide)
+        show(sys.stdout, *known_tables(contents), sentence, wide=arguments.wide)
     return 0
 
 

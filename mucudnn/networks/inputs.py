@@ -31,10 +31,10 @@ def whole_inputs(model: nn.Module, given: Sequence[Shape], batch: int | None, us
         refusals.append(_refusal(model, given))
         if refusals[-1] is None:
             return tuple(given)
-    told = " and ".join(",".join(map(str, shape)) for shape in given)
+    given_shapes = " and ".join(",".join(map(str, shape)) for shape in given)
     asked = "" if batch is None else f" with --batch {batch}"
     why = "; as the whole input: ".join(map(str, refusals))
-    raise NotFound(f"{type(model).__name__} does not take --input {told}{asked}; as one sample: {why}")
+    raise NotFound(f"{type(model).__name__} does not take --input {given_shapes}{asked}; as one sample: {why}")
 
 
 def _refusal(model: nn.Module, shapes: Sequence[Shape]) -> str | None:

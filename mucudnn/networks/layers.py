@@ -49,7 +49,7 @@ class LayerCall:
 
 
 def find(name: str) -> Network:
-    """The network that a name stands for.
+    """The network of a name.
 
     Args:
         name: "package.module:attribute", "path/file.py:attribute", or a key of `mucudnn.networks.models.NETWORKS`. The

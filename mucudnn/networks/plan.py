@@ -17,10 +17,10 @@ from mucudnn.sizes import format_bytes
 
 @dataclass(frozen=True)
 class Row:
-    """Kernels of one layer and direction that are computed alike.
+    """Kernels of one layer and direction that are computed the same way.
 
     Attributes:
-        layer: the layer; its count is that of all its kernels, whether computed alike or not.
+        layer: the layer; its count is that of all its kernels, whether computed the same way or not.
         count: kernels that are computed this way.
         choice: how.
         choices: what there was to choose from.

@@ -7,7 +7,7 @@ class CosmoFlow(nn.Module):
     """CosmoFlow (Mathuriya et al., SC 2018) as scaled to larger cubes by Oyama et al. (arXiv:2007.12856, 2020).
 
     Takes (N, channels, size, size, size), gives (N, parameters) in (-1.2, 1.2). Seven convolutions, the fourth with
-    stride 2; as many of them, from the first, are followed by an average pooling as bring the cube to 2 voxels a
+    stride 2; as many of them, from the first, are followed by an average pooling as reduce the cube to 2 voxels a
     side: five at 128, seven at 512. So the number of parameters is that of the paper, 9.44 million, at every size.
 
     width: filters of the first convolution; they double up to 16 times that.

@@ -132,7 +132,7 @@ WHOLES: dict[str, Callable[[Any], Any]] = {
 def test_what_needs_the_whole_is_exact_and_told(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     from distconv.reading import memory
 
-    memory._told.clear()
+    memory._reported.clear()
     expected = WHOLES[name](WHOLE.copy())
     with lazily():
         found = WHOLES[name](array())
