@@ -129,7 +129,7 @@ def add_options(run: Any) -> None:
     run.add_argument(
         "--summary",
         action=argparse.BooleanOptionalAction,
-        help="print at the end, on stderr, what the ranks held, sent and waited for, in two to four lines (default: on "
+        help="print at the end, on stderr, what the ranks kept, sent and waited for, in two to four lines (default: on "
         "a terminal)",
     )
     run.add_argument(

@@ -1,4 +1,4 @@
-"""The keys of a job in the store at which its ranks meet: each attempt of torchrun to run the job has its own."""
+"""The keys of a job in its ranks' store: each attempt of torchrun to run the job has its own."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ class Agreement:
                 raise ReadError(batch.fault)
             return batch.is_open
         own = torch.tensor(batch.numbers(), dtype=torch.int64, device="cpu")
-        told = own.new_empty(len(self._ranks) * own.numel())
-        all_gather(told, own, self._group)
-        rows = told.view(len(self._ranks), -1).tolist()
+        gathered = own.new_empty(len(self._ranks) * own.numel())
+        all_gather(gathered, own, self._group)
+        rows = gathered.view(len(self._ranks), -1).tolist()
         faults = [rank for rank, row in zip(self._ranks, rows, strict=True) if row[0] == FAULT]
         if faults:
             raise ReadError(self._texts(batch.fault)[faults[0]])
@@ -90,14 +90,14 @@ class Agreement:
 
     def _texts(self, own: str) -> dict[int, str]:
         """The texts of all ranks, by rank. Collective."""
-        told: list[str] = [""] * len(self._ranks)
-        dist.all_gather_object(told, own, group=self._group)
-        return dict(zip(self._ranks, told, strict=True))
+        gathered: list[str] = [""] * len(self._ranks)
+        dist.all_gather_object(gathered, own, group=self._group)
+        return dict(zip(self._ranks, gathered, strict=True))
 
 
 def _line(what: str, texts: dict[int, str], one: int, other: int) -> str:
-    told = ", ".join(f"rank {rank} has {_short(texts[rank])}" for rank in (one, other))
-    return f"{what} is not the same on every rank: {told}"
+    differing = ", ".join(f"rank {rank} has {_short(texts[rank])}" for rank in (one, other))
+    return f"{what} is not the same on every rank: {differing}"
 
 
 def _short(text: str) -> str:

@@ -34,7 +34,7 @@ class Begun:
     Attributes:
         name: of the function that began it.
         group: the name of its group.
-        number: among the collectives of its group, counted from 1: all ranks of the group count alike.
+        number: among the collectives of its group, counted from 1: all ranks of the group count in the same way.
         since: of time.monotonic(), when it began.
     """
 
@@ -46,9 +46,9 @@ class Begun:
         self._work: Callable[[], Any] | None = None
 
     def returned(self, work: Any) -> None:
-        """The function has returned: the collective is complete, or `work` is what tells when it is."""
+        """The function has returned: the collective is complete, or `work` says when it is."""
         if work is not None:
-            self._work = weakref.ref(work)  # what nobody holds any more nobody waits for
+            self._work = weakref.ref(work)  # nobody waits for work that is not referred to any more
         self._returned = True
 
     def is_complete(self) -> bool:

@@ -30,7 +30,7 @@ _DRAWN_AT_ONCE = (
 
 
 class OwnIndices:
-    """A batch sampler's batches, each cut to this rank's interval; `cuts` tells what those to come were.
+    """A batch sampler's batches, each cut to this rank's interval; `cuts` gives what those to come were.
 
     Attributes:
         number: of the data set.

@@ -37,7 +37,7 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     """A context in which every rank of `mesh` draws the same batches from any DataLoader, as one process would.
 
     Before a batch that draws random numbers all ranks take the random state of the mesh's first rank, so that shuffling
-    and augmentation stay alike even where a script has drawn something else on one rank. A loader with workers draws
+    and augmentation stay the same even where a script has drawn something else on one rank. A loader with workers draws
     none in this process, and one whose second batch draws none is taken to go on like that: for these the ranks agree
     at the first batch and after each `BATCHES`.
 
@@ -58,29 +58,29 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
         with substituted(DataLoader, __iter__=refused(line)):
             yield None
         return
-    alike = _Alike(mesh)
-    ranks = 1 if alike.group is None else ranks_here(alike.group)
+    same_draws = _SameDraws(mesh)
+    ranks = 1 if same_draws.group is None else ranks_here(same_draws.group)
     samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     begun: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
     """By iterator, how many batches it has given, and whether they draw random numbers in this process."""
 
     def iterate(loader: DataLoader[Any]) -> Any:
-        alike()
+        same_draws()
         if not shard and dist.get_rank() == 0:
             _tell_of_workers(loader.num_workers, ranks, len(os.sched_getaffinity(0)))
         return samples.begin(loader, begin) if samples else begin(loader)
 
     def next_batch(iterator: Any) -> Any:
         if samples:
-            alike()
+            same_draws()
             batch = samples.take(iterator, following)
             if iterator._num_workers == 0:  # reading drew random numbers in this process, for its samples
-                alike()
+                same_draws()
             return batch
         number, draws = begun.get(iterator, (0, iterator._num_workers == 0))
         if draws or number % BATCHES == 0:
-            alike()
+            same_draws()
         before = as_text(state_of_generators()) if draws and number == 1 else None  # the first also seeds the sampler
         batch = following(iterator)
         if before is not None:
@@ -103,7 +103,7 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
 
 
 def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
-    """What to tell of a DataLoader whose workers on all ranks of a machine are more than its cores, where fewer help.
+    """A line about a DataLoader whose workers on all ranks of a machine are more than its cores, where fewer help.
 
     They are not made fewer by themselves: which worker reads a batch decides what random augmentation draws.
     """
@@ -118,12 +118,12 @@ def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def _tell_of_workers(workers: int, ranks: int, cores: int) -> None:
-    told = too_many_workers(workers, ranks, cores) if ranks > 1 else None
-    if told:
-        tell(f"distconv: {told}")
+    line = too_many_workers(workers, ranks, cores) if ranks > 1 else None
+    if line:
+        tell(f"distconv: {line}")
 
 
-class _Alike:
+class _SameDraws:
     """Gives every rank of a mesh the random state of its first rank: one broadcast, in a group of its own."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

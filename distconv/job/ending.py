@@ -27,12 +27,12 @@ from distconv.tensors.user_lines import line_of
 from mucudnn import program
 
 CAUSE_SECONDS = 6.0  # within which it becomes known why another rank does not answer any more
-ALIKE_SECONDS = 1.0  # within which the first rank fails, where it fails as another rank did
+SAME_ERROR_SECONDS = 1.0  # within which the first rank fails, where it fails as another rank did
 FAILURE_SECONDS = 1.0  # within which a failure becomes known, where ranks are known that ended well
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
 _STAND_INS = (*files.__path__, *(str(Path(__file__).with_name(name)) for name in ("one_process.py", "random_state.py")))
-"""The modules of stand-ins for functions of Python and torch: their errors count as Python's and torch's."""
+"""The modules of substitutes for functions of Python and torch: their errors count as Python's and torch's."""
 
 # What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
 _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
@@ -47,9 +47,9 @@ WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpec
 class Ending:
     """The end of this rank: its exit code, and whether it reports the reason.
 
-    A failure is shown once: by the first rank that fails, or by rank 0 where that one fails alike, as most errors of a
-    script do. A rank that fails only because another one has gone says nothing about itself; it tells how the other
-    one ended, where that one's watcher has not told yet, and has the same exit code.
+    A failure is shown once: by the first rank that fails, or by rank 0 where that one fails with the same error, as
+    most scripts do. A rank that fails only because another one has gone says nothing about itself; it reports how the
+    other one ended, where that one's watcher has not done so yet, and has the same exit code.
     """
 
     def __init__(self, rank: int, shown: TextIO, *, reads_parts: bool = False) -> None:
@@ -59,7 +59,7 @@ class Ending:
         self._rank, self._shown, self._reads_parts = rank, shown, reads_parts
 
     def explain(self, error: BaseException) -> None:
-        """Sets the exit code for an exception that ended the script, and tells of it if this rank is to tell."""
+        """Sets the exit code for an exception that ended the script, and reports it if this rank is to do so."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may come twice: from the terminal, and from the launcher
         try:
             self._explain(error)
@@ -85,40 +85,40 @@ class Ending:
         else:
             self.code = 1
             if lost_another(error):
-                told = self._cause_told()
+                reported = self._cause_reported()
             else:
-                told = self._first_rank_tells("".join(traceback.format_exception_only(error)))
-            if not told:
+                reported = self._first_rank_reports("".join(traceback.format_exception_only(error)))
+            if not reported:
                 line = _of_a_file(error) if self._reads_parts else None
                 self._show(as_python_prints(error) if line is None else line, whose=True)
 
-    def _first_rank_tells(self, error: str) -> bool:
-        """Whether rank 0 fails with the same error, and so tells of it as of the script's, not of one rank's."""
+    def _first_rank_reports(self, error: str) -> bool:
+        """Whether rank 0 fails with the same error, and so reports it as the script's error, not as one rank's."""
         if self.notices is None:
             return False
         self.notices.fail(self._rank, error)
         begin = time.monotonic()
-        while self._rank and time.monotonic() - begin < ALIKE_SECONDS and not self.notices.told():
+        while self._rank and time.monotonic() - begin < SAME_ERROR_SECONDS and not self.notices.reported():
             if (first := self.notices.error(0)) is not None:
                 return first == error
             time.sleep(0.02)
         return False
 
-    def _cause_told(self) -> bool:
-        """Whether it is known which rank has gone; if so, it has been told when this returns."""
+    def _cause_reported(self) -> bool:
+        """Whether it is known which rank has gone; if so, that has been reported when this returns."""
         if self.notices is None:
             return False
         begin = time.monotonic()
         while (waited := time.monotonic() - begin) < CAUSE_SECONDS:
-            told = self.notices.told()
+            reported = self.notices.reported()
             ended = {rank: code for rank, code in self.notices.endings().items() if rank != self._rank}
             failed = [rank for rank, code in ended.items() if code]
-            if told or failed or (ended and waited > FAILURE_SECONDS):
+            if reported or failed or (ended and waited > FAILURE_SECONDS):
                 culprit = next(iter(failed or ended), None)
                 if culprit is not None:
                     # The culprit has noted its end, but its process may outlast this one, whose code is then the job's.
                     self.code = shell_code(ended[culprit]) or self.code
-                    if not told:
+                    if not reported:
                         self._show(f"distconv: {how_it_ended(culprit, self.notices.size, ended[culprit])}\n")
                 return True
             time.sleep(0.05)
@@ -132,7 +132,7 @@ class Ending:
             self._shown.flush()
 
     def leave(self, mpi: bool) -> None:
-        """Closes what this rank holds. A rank that failed ends here."""
+        """Closes what this rank has open. A rank that failed ends here."""
         _flush()
         if self.notices is not None:
             self.notices.record(self._rank, self.code)
@@ -195,14 +195,14 @@ def _of_a_file(error: BaseException) -> str | None:
 
 
 def as_python_prints(error: BaseException) -> str:
-    """As python prints it: from the script's first line on, to the last one that is not a stand-in's."""
+    """As python prints it: from the script's first line on, to the last one that is not of a substitute."""
     trace = program.from_program(error.__traceback__)
     _cut_stand_ins(trace)
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
 def _cut_stand_ins(trace: TracebackType | None) -> None:
-    last = None  # the last frame that belongs to no stand-in
+    last = None  # the last frame that belongs to no substitute
     while trace is not None:
         if not trace.tb_frame.f_code.co_filename.startswith(_STAND_INS):
             last = trace

@@ -2,8 +2,8 @@
 
 A signal reaches the ranks at slightly different moments. Suppose a handler sets a flag that the script checks after
 each step: it would end one rank a step before another, which then waits for it. So a handler waits for the next point
-that all ranks reach alike, the end of an optimizer's step. The ranks tell each other how many steps they have finished,
-none continues before all have told, and the handler runs after the step that follows the largest number.
+that all ranks reach, the end of an optimizer's step. The ranks publish how many steps they have finished,
+none continues before all have done so, and the handler runs after the step that follows the largest number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Handler = Callable[[int, FrameType | None], Any]
 def common_handlers(store: Store, rank: int, size: int) -> Iterator[None]:
     """A context in which the main thread's signal handlers run on all `size` ranks after the same optimizer step.
 
-    That holds for SIGINT (KeyboardInterrupt, too), SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2. A rank that takes no
+    That is so for SIGINT (KeyboardInterrupt, too), SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2. A rank that takes no
     step runs the handler after NO_STEP_SECONDS. Where `size` is 1 nothing changes.
     """
     if size == 1:
@@ -52,7 +52,7 @@ class _CommonHandlers:
         self._store, self._rank, self._size = store, rank, size
         self._install, self._installed_for = signal.signal, signal.getsignal
         self._handlers: dict[int, Handler] = {}  # the script's own
-        self._lock = renewed(threading.RLock())  # a handler may interrupt the main thread while that holds it
+        self._lock = renewed(threading.RLock())  # a handler may interrupt the main thread while that has it
         self._steps = 0
         self._longest = 0.0  # seconds from the end of a step to the end of the next
         self._ended: float | None = None  # when the last one ended
@@ -130,7 +130,7 @@ class _CommonHandlers:
             self._store.set(f"{key}/{self._rank}", str(self._steps))
 
     def _target(self, key: str) -> int:
-        """After how many steps the handler runs: one more than the largest number that a rank has told."""
+        """After how many steps the handler runs: one more than the largest number that a rank has published."""
         deadline = time.monotonic() + AGREE_SECONDS
         keys = [f"{key}/{rank}" for rank in range(self._size)]
         with contextlib.suppress(dist.DistError):

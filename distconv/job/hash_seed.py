@@ -42,8 +42,8 @@ def common_seed(environment: Mapping[str, str]) -> str:
     """The user's own seed, or one that is equal on all ranks of the job: "0" if nothing names the job."""
     if is_fixed(environment):
         return environment[VARIABLE]
-    told = [f"{name}={environment[name]}" for name in _SHARED if name in environment]
-    return str(zlib.crc32("\n".join(told).encode())) if told else "0"
+    settings = [f"{name}={environment[name]}" for name in _SHARED if name in environment]
+    return str(zlib.crc32("\n".join(settings).encode())) if settings else "0"
 
 
 def settle() -> None:

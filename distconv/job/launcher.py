@@ -54,7 +54,7 @@ class Job:
 
 
 def check(job: Job, size: int | None, backend: str | None) -> None:
-    """Whether `job` can run on `size` ranks over `backend`; None stands for one that the ranks choose.
+    """Whether `job` can run on `size` ranks over `backend`; None means one that the ranks choose.
 
     Raises:
         BadInput, NotFound, SettingError: one line, where it cannot.
@@ -90,7 +90,7 @@ def check(job: Job, size: int | None, backend: str | None) -> None:
         raise BadInput("backend 'mpi' needs mpi4py: pip install mpi4py mpich")
     if job.report is not None:
         if not divides_locally() and not (job.strategy is not None and job.strategy.workspace_limit):
-            raise BadInput("--report tells what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
+            raise BadInput("--report writes what mucudnn chose: it needs MUCUDNN_WORKSPACE_LIMIT or another limit")
         check_writable("--report", job.report)
     if job.trace is not None:
         check_writable("--trace", job.trace)
@@ -166,13 +166,13 @@ def part(job: Job) -> int | Watcher:
     """Parts this process, which `start` has started, in the ranks of `job` and their launcher.
 
     Returns:
-        A Watcher in a rank, whose environment then tells its place; in the launcher the exit code of the job.
+        A Watcher in a rank, whose environment then has its place; in the launcher the exit code of the job.
     """
     if os.getppid() != int(os.environ.pop(_STARTER)):
         return 128 + signal.SIGKILL  # what would have ended the ranks has been killed meanwhile
     assert job.partition is not None, "it was chosen before this process was started"
     size = job.partition.ranks
-    # The ranks meet at a store in this process, as they do at torchrun's agent.
+    # The ranks find each other by a store in this process, as they do at torchrun's agent.
     listener = socket.create_server((LOOPBACK, 0), backlog=size)
     os.environ.update(
         MASTER_ADDR=LOOPBACK,

@@ -1,4 +1,4 @@
-"""Notices when the machines of a job no longer reach each other: a broken network tells nobody."""
+"""Notices when the machines of a job no longer reach each other: a broken network reports nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Link:
     """Watches, in threads, whether other machines are heard and whether the store answers.
 
     connect: gives a connection of its own to the store, which may block for as long as it likes.
-    rank: of this process's rank; the first one of a machine (`first`) stands for it.
+    rank: of this process's rank; the first one of a machine (`first`) represents it.
     silent: called where another machine has fallen silent, on rank 0 alone, with one of its ranks and a line.
     cut_off: called where the store does not answer, with a line. What else uses the store may be waiting then.
     """
@@ -92,14 +92,14 @@ class Link:
         threading.Thread(target=self._guard, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the watching; other machines are told that this one has no more to say."""
+        """Ends the watching; other machines read that this one has no more to say."""
         self._closed.set()
         self._beating.join(2 * BEAT_SECONDS)  # it may be waiting for a store that is gone
 
     def _beat(self) -> None:
         from torch.distributed import DistError
 
-        # A store that has ended answers at once: the job has ended, or will be told.
+        # A store that has ended answers at once: the job has ended, or will be told of it.
         with contextlib.suppress(DistError):
             beats = Beats(self._connect(), self._seconds)
             if self._first:
@@ -123,7 +123,7 @@ class Link:
             elif now - since > self._seconds:
                 missed += 1
             # Not the first time: this process itself may have been stopped. The machine's first rank comes before the
-            # others, since it tells, and a launcher that sees one end may end it.
+            # others, since it reports, and a launcher that sees one end may end it.
             if missed > (1 if self._first else 2):
                 self._cut_off(f"rank 0's machine has not answered {socket.gethostname()} for {self._for()}")
                 return

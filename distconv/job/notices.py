@@ -10,16 +10,16 @@ from distconv.job.attempt import prefix, without_prefix
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-ANSWER_SECONDS = 3.0  # what ranks get to tell where they are
+ANSWER_SECONDS = 3.0  # what ranks get to report where they are
 
 _T = TypeVar("_T")
 
 
 class Notices:
-    """They stand in torch.distributed's key-value store. Nothing here is collective, and nothing waits for a rank.
+    """They are in torch.distributed's key-value store. Nothing here is collective, and nothing waits for a rank.
 
     Exit codes are those of subprocess.Popen: -n where signal n killed the rank. A store that has gone (the process
-    that held it was killed) answers every question with the default: nobody is left to agree with.
+    that had it was killed) answers every question with the default: nobody is left to agree with.
     """
 
     def __init__(self, store: Store, size: int) -> None:
@@ -35,8 +35,8 @@ class Notices:
         return self._asked(lambda: Questions(self._store, self.size).asked_now(ANSWER_SECONDS), [])
 
     def claim(self) -> bool:
-        """Whether the caller is the first to ask, and so the one that tells why the job ends."""
-        return self._asked(lambda: bool(self._store.add(f"{self._at}/told", 1) == 1), False)
+        """Whether the caller is the first to ask, and so the one that reports why the job ends."""
+        return self._asked(lambda: bool(self._store.add(f"{self._at}/reported", 1) == 1), False)
 
     def fail(self, rank: int, error: str) -> None:
         """Notes the error that a rank's script ended with."""
@@ -47,9 +47,9 @@ class Notices:
         key = f"{self._at}/{rank}/error"
         return self._asked(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
 
-    def told(self) -> bool:
-        """Whether somebody has told why the job ends, or need not tell: the user asked for it by a signal."""
-        return self._is_noted("told") or self.is_signalled()
+    def reported(self) -> bool:
+        """Whether somebody has reported why the job ends, or need not: the user asked for it by a signal."""
+        return self._is_noted("reported") or self.is_signalled()
 
     def signalled(self) -> None:
         """Notes that a signal from outside ends the job: that ranks lose one another is no news then."""

@@ -36,7 +36,7 @@ _PREFIXES = (
 
 
 def is_hidden(variable: str) -> bool:
-    """Whether an environment variable tells of ranks."""
+    """Whether an environment variable is about ranks."""
     return variable in _VARIABLES or variable.startswith(_PREFIXES)
 
 
@@ -75,7 +75,7 @@ def _is_inside(frame: FrameType) -> bool:
 
 
 class _Script:
-    """What torch.distributed tells the script: nothing is initialized, or its own group of one process."""
+    """What torch.distributed answers the script: nothing is initialized, or its own group of one process."""
 
     def __init__(self) -> None:
         self._group: GroupOfOne | None = None
@@ -89,7 +89,7 @@ class _Script:
         return self._group
 
     def answers(self) -> dict[str, Any]:
-        """By name, what stands in torch.distributed for its own functions, for calls from outside."""
+        """By name, the substitutes for torch.distributed's own functions, for calls from outside."""
         script = self
         stock = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
         is_initialized, init, destroy, group = (

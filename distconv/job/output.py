@@ -11,7 +11,7 @@ from typing import TextIO
 def direct_output(rank: int, print_all_ranks: bool, beneath: int | None) -> TextIO:
     """Shows the first rank's output alone, or every rank's with its number. Returns a stream that is shown always.
 
-    beneath: an open file for what other ranks write to stderr beneath Python, where they may tell why they crash.
+    beneath: an open file for what other ranks write to stderr beneath Python, which may say why they crash.
     """
     if print_all_ranks:
         shown = sys.stderr

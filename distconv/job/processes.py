@@ -70,7 +70,7 @@ def _prctl(option: int, value: int) -> int:
 def end_descendants() -> None:
     """Kills every process that descends from this one: what killed ranks leave, such as a DataLoader's workers.
 
-    Repeated until none is left, as one may start another meanwhile; one that the kernel holds is given up.
+    Repeated until none is left, as one may start another meanwhile; one that the kernel does not end is given up.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while (found := _descendants()) and time.monotonic() < deadline:
@@ -84,7 +84,7 @@ def _descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            # pid (name, which may hold anything) state parent ...
+            # pid (name, which may contain anything) state parent ...
             state, parent = entry.read_text().rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children.setdefault(int(parent), []).append(int(entry.parent.name))

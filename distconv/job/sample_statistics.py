@@ -28,7 +28,7 @@ class SampleStatistics:
     """The known statistics of samples, and the computation of missing ones among the ranks.
 
     Each rank reads its slab. One of the ranks with the sample, another one for the next array, gets all slabs, and
-    computes with the program's own function what one process would; then every rank of the mesh is told the numbers.
+    computes with the program's own function what one process would; then every rank of the mesh receives the numbers.
     """
 
     def __init__(self, mesh: DeviceMesh, share: Share) -> None:
@@ -61,7 +61,7 @@ class SampleStatistics:
 
         Collective over the mesh. `wanted` are the same on all ranks with the same samples, but for their digests, which
         differ where each machine has a copy of the files. `slabs` is what this rank has read for each of them, and is
-        emptied: with samples of many GiB nothing is held longer than it must be. On every rank the same ReadError where
+        emptied: with samples of many GiB nothing is kept longer than it must be. On every rank the same ReadError where
         one cannot be computed.
         """
         parents = dict.fromkeys(identity(each.parent) for _, each in wanted)
@@ -87,14 +87,14 @@ class SampleStatistics:
             computed += self._computed(wanted, list(owner), received)
         except ReadError as error:
             fault = str(error)
-        told: list[Any] = [None] * self._mesh.size()
-        dist.all_gather_object(told, (self._share.of_samples, computed, fault), group=whole_group(self._mesh))
-        for *_, each in told:
+        answers: list[Any] = [None] * self._mesh.size()
+        dist.all_gather_object(answers, (self._share.of_samples, computed, fault), group=whole_group(self._mesh))
+        for *_, each in answers:
             if each:
                 raise ReadError(each)
         return [
             (index, wanted[place][1].digest if of_samples == self._share.of_samples else digest, value)
-            for of_samples, found, _ in told
+            for of_samples, found, _ in answers
             for place, index, digest, value in found
         ]
 

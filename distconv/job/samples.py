@@ -95,7 +95,7 @@ class Samples:
             self.supply.close()
 
     def _begin(self) -> None:
-        """Before a sample of the batch that is taken is made: brings what other ranks have of it. Collective."""
+        """Before a sample of the batch that is taken is made: receives what other ranks have of it. Collective."""
         assert self._taking is not None and self.supply is not None
         cut = self._taking.cuts[0]
         if not self.supply.is_ready(cut):
@@ -138,7 +138,7 @@ class Samples:
         """Reads what a worker has not read already, from the store if there is one, and each part once."""
         read = {(sent.source, sent.region): sent.array() for sent in draft.parts}
         if self.supply is not None:
-            self.supply.store.bring(read.items())
+            self.supply.store.add(read.items())
             return self.supply.store.part
 
         def part(source: Source, region: Any) -> Any:
@@ -157,9 +157,9 @@ class Samples:
             batch = batch.batch
         leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Slab | Unread | torch.Tensor)]
         shapes = str([(tuple(leaf.shape[1:]), str(_dtype(leaf))) for leaf in leaves])
-        told = hash(tuple(leaf.checksum for leaf in leaves if not isinstance(leaf, torch.Tensor))) & 0xFFFFFFFF
+        sources = hash(tuple(leaf.checksum for leaf in leaves if not isinstance(leaf, torch.Tensor))) & 0xFFFFFFFF
         indices = cut.indices if following is None else f"{cut.indices} and then {following.indices}"
-        return self._agreed(Batch(BATCH, indices, shapes, told, self._share.of_samples, is_open=is_open))
+        return self._agreed(Batch(BATCH, indices, shapes, sources, self._share.of_samples, is_open=is_open))
 
     def _whole(self, leaf: Any, count: int) -> Any:
         if isinstance(leaf, Slab):

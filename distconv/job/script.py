@@ -20,7 +20,7 @@ from distconv.job.launcher import BadInput, Job, check, choose_backend, divides_
 from distconv.job.notices import Notices
 from distconv.job.output import direct_output
 from distconv.job.signals import interrupts_are_exceptions, questions_end_nothing
-from distconv.job.stall_watchdog import telling_what_is_slow
+from distconv.job.stall_watchdog import reporting_what_is_slow
 from distconv.job.summary import local_gain, summed_up
 from distconv.job.supervisor import Watcher
 from distconv.job.surroundings import surroundings
@@ -50,7 +50,7 @@ def run(job: Job, place: Place, watcher: Watcher) -> int:
         questions_end_nothing()
         store = _join(backend, place, watcher)
         ending.notices = Notices(store, dist.get_world_size())
-        with telling_what_is_slow(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
+        with reporting_what_is_slow(store, lambda line: print(f"distconv: {line}", file=output, flush=True)):
             _run_distributed(job, store)
     except BaseException as error:
         ending.explain(error)
@@ -59,7 +59,7 @@ def run(job: Job, place: Place, watcher: Watcher) -> int:
 
 
 def _join(backend: str, place: Place, watcher: Watcher) -> Store:
-    """Initialises torch.distributed; the store at which the ranks meet."""
+    """Initialises torch.distributed; the ranks' store."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     if backend == "mpi" or place.mpi:
@@ -122,7 +122,7 @@ def _run_distributed(job: Job, store: Store) -> None:
 
 
 def _chosen(job: Job) -> Job:
-    """The job under the partition that is predicted to be the fastest; the first rank asks and tells the others."""
+    """The job under the partition that is predicted to be the fastest; the first rank asks for all."""
     size, local = dist.get_world_size(), ranks_here()
     kind, threads = "module" if job.module else "script", torch.get_num_threads()
     question = Question(kind, job.script, size, local, threads, job.arguments, job.batch_norm)
@@ -148,9 +148,9 @@ def _write_report(path: str, session: Session) -> None:
 
 
 def _tell_gathered() -> None:
-    told = record.summary()
-    if told:
-        tell(f"distconv: {told}")
+    line = record.summary()
+    if line:
+        tell(f"distconv: {line}")
 
 
 def _execute(job: Job) -> None:

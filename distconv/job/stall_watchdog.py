@@ -1,4 +1,4 @@
-"""Prints, after a while, one line about the collective that holds the job up and the ranks that it waits for.
+"""Prints, after a while, one line about the collective that delays the job and the ranks that it waits for.
 
 A rank that has waited long in a collective asks all ranks where they are, through the store at which they met. A thread
 of each rank answers, even while the rank computes. Nothing here is collective, and nothing ends the job: an operation
@@ -31,7 +31,7 @@ is reported once."""
 
 
 @contextlib.contextmanager
-def telling_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[None]:
+def reporting_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[None]:
     """A context in which `tell` gets a line if a rank waits in a collective for longer than the setting `slow_after`.
 
     Every rank of the job must call it before it makes process groups.
@@ -65,7 +65,7 @@ class _Watchdog:
         self._thread.join(2 * self._look)  # it may be waiting for a store that is gone
 
     def _watch(self) -> None:
-        with contextlib.suppress(dist.DistError):  # the store has gone: the job ends, which others tell
+        with contextlib.suppress(dist.DistError):  # the store has gone: the job ends, which others report
             while not self._closed.wait(self._look):
                 self._answer()
                 self._ask()
@@ -89,7 +89,7 @@ class _Watchdog:
         if self._closed.wait(2 * self._look) or begun.is_complete():
             return
         found = standstill(self._questions.answers(question))
-        if found is not None and self._is_first(f"told/{found[0].group}/{found[0].number}"):
+        if found is not None and self._is_first(f"reported/{found[0].group}/{found[0].number}"):
             self._tell(found[1])
 
     def _is_first(self, what: str) -> bool:

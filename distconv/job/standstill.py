@@ -1,4 +1,4 @@
-"""Names the collective that holds a job up, and the ranks that it waits for, in one line. Pure."""
+"""Names the collective that delays a job, and the ranks that it waits for, in one line. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class State:
 
 
 def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:
-    """The collective in which ranks stand still, and what to tell of it; None if no rank waits.
+    """The collective in which ranks wait, and what to report of it; None if no rank waits.
 
     Args:
         states: of the ranks that have answered, by rank.
@@ -54,29 +54,29 @@ def standstill(states: Mapping[int, State]) -> tuple[Waiting, str] | None:
     for rank, at in waiting.items():
         begun = {r for r, state in states.items() if state.counts.get(at.group, 0) >= at.number}
         missing = [other for other in at.ranks if other not in begun]
-        # Those that have waited about as long are held up, too; one that has just begun to wait goes on meanwhile.
-        held = [other for other in missing if other not in waiting or waiting[other].seconds < at.seconds / 2]
-        if held:
-            return at, f"{_told(at, states[rank])} for {_each(held, states)}"
+        # Those that have waited about as long are delayed, too; one that has just begun to wait goes on meanwhile.
+        late = [other for other in missing if other not in waiting or waiting[other].seconds < at.seconds / 2]
+        if late:
+            return at, f"{_waiting(at, states[rank])} for {_each(late, states)}"
         if missing:
             chains.append((rank, at, missing))
     if chains:
-        told = "; ".join(
+        chain = "; ".join(
             f"{named([rank])} in {at.name} among {named(at.ranks)}{_at(states[rank])} for {named(missing)}"
             for rank, at, missing in chains
         )
-        return chains[0][1], f"ranks wait for one another: {told}"
+        return chains[0][1], f"ranks wait for one another: {chain}"
     for rank, at in waiting.items():
         place = at.group, at.number
         others = {other: theirs for other, theirs in waiting.items() if (theirs.group, theirs.number) == place}
         if len({theirs.name for theirs in others.values()}) > 1:
-            told = ", ".join(f"{named([r])} in {theirs.name}{_at(states[r])}" for r, theirs in others.items())
-            return at, f"ranks of one group are in different collectives: {told}"
-        return at, f"{_told(at, states[rank])}, though all its ranks are there"
+            places = ", ".join(f"{named([r])} in {theirs.name}{_at(states[r])}" for r, theirs in others.items())
+            return at, f"ranks of one group are in different collectives: {places}"
+        return at, f"{_waiting(at, states[rank])}, though all its ranks are there"
     return None
 
 
-def _told(at: Waiting, state: State) -> str:
+def _waiting(at: Waiting, state: State) -> str:
     return f"{at.name} among {named(at.ranks)}{_at(state)} has waited {at.seconds:.0f} s"
 
 

@@ -1,4 +1,4 @@
-"""Summary: what a job held, sent and waited for, in two to four lines at its end.
+"""Summary: what a job kept, sent and waited for, in two to four lines at its end.
 
 The ranks exchange their figures through the store at which they met. Nothing is collective: a rank that does not answer
 is left out.
@@ -43,8 +43,8 @@ class Share:
     """The figures of one rank.
 
     Attributes:
-        peak: the most bytes that it held.
-        before: bytes that it held before the first call of a model.
+        peak: the most bytes that it had.
+        before: bytes that it had before the first call of a model.
         kept: bytes of gradients and of the optimizers' states, which it keeps from step to step.
         kept_whole: the same of the whole model.
         sent: bytes per step.
@@ -63,8 +63,8 @@ class Share:
     is_training: bool
 
 
-def told(partition: Partition, shares: Sequence[Share]) -> list[str]:
-    """The sentences about a job, by what its ranks tell, the first rank first."""
+def sentences(partition: Partition, shares: Sequence[Share]) -> list[str]:
+    """The sentences about a job, by what its ranks report, the first rank first."""
     steps = shares[0].steps
     if not steps:
         return [f"{partition.ranks} ranks ({partition}): no model was called"]
@@ -89,10 +89,10 @@ def told(partition: Partition, shares: Sequence[Share]) -> list[str]:
 
 @contextlib.contextmanager
 def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterator[None]:
-    """A context in which a script runs; at its end the first rank prints what the job held, sent and waited for.
+    """A context in which a script runs; at its end the first rank prints what the job kept, sent and waited for.
 
     Args:
-        wanted: None tells it where the first rank's stderr is a terminal.
+        wanted: None prints it where the first rank's stderr is a terminal.
     """
     if wanted is False:
         yield
@@ -138,23 +138,23 @@ def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
     except RuntimeError:  # torch's store errors: a rank is late
         names = [name for name in names if store.check([name])]
     shares = [own, *(Share(**json.loads(store.get(name))) for name in names)]
-    show("distconv", told(partition, shares))
+    show("distconv", sentences(partition, shares))
 
 
 @contextlib.contextmanager
 def local_gain(session: Session, wanted: bool | None) -> Iterator[None]:
     """A context in which a script runs; at its end the first rank prints what mucudnn has saved there."""
 
-    def tell() -> None:
+    def report() -> None:
         if dist.get_rank() == 0 and wanted is not False and is_shown(bool(wanted)):
             show("mucudnn on rank 0", gained(session.outcome())[:-1])
 
-    with at_good_end(tell):
+    with at_good_end(report):
         yield
 
 
 def is_shown(wanted: bool) -> bool:
-    """Whether the first rank tells a summary."""
+    """Whether the first rank prints a summary."""
     return wanted or sys.stderr.isatty()
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LINGER_SECONDS = 8.0  # what a supervisor waits for the other ranks after its own failed
 
 _POLL_SECONDS = 0.05
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" where ranks meet at a store that none of them holds
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" where the ranks' store is in none of them
 
 
 class Watcher:
@@ -43,7 +43,7 @@ class Watcher:
         self.stderr, self._line = stderr, line
 
     def store_port(self) -> int:
-        """The port of the store that the watcher of rank 0 under MPI holds."""
+        """The port of the store of the watcher of rank 0 under MPI."""
         assert self._line is not None
         return int(self._line.makefile().readline())
 
@@ -53,32 +53,32 @@ class Watcher:
             self._line.sendall(f"{host} {port} {size}\n".encode())
 
 
-class _Meeting:
+class _Joining:
     """The store at which a supervisor finds the notices: the one that its rank names, or its own.
 
     met: called with the store's host and port, once, when they are known.
     """
 
     def __init__(self, line: socket.socket, met: Callable[[str, int], None]) -> None:
-        self.held: TCPStore | None = None
+        self.store: TCPStore | None = None
         self._line, self._met = line, met
         self._notices: Notices | None = None
         self._line.setblocking(False)
 
-    def hold(self, host: str, port: int) -> None:
-        self.held = listening_store(host, port)
-        with contextlib.suppress(BrokenPipeError):  # the rank has ended already, which `Watch` tells
-            self._line.sendall(f"{self.held.port}\n".encode())
+    def listen(self, host: str, port: int) -> None:
+        self.store = listening_store(host, port)
+        with contextlib.suppress(BrokenPipeError):  # the rank has ended already, which `Watch` reports
+            self._line.sendall(f"{self.store.port}\n".encode())
 
     def notices(self) -> Notices | None:
         if self._notices is None:
             from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
             with contextlib.suppress(OSError):  # nothing to read yet, or never again
-                told = self._line.recv(1024).decode().split()
-                if told:
-                    host, port, size = told
-                    store = self.held or TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+                words = self._line.recv(1024).decode().split()
+                if words:
+                    host, port, size = words
+                    store = self.store or TCPStore(host, int(port), is_master=False, wait_for_workers=False)
                     self._notices = Notices(store, int(size))
                     self._met(host, int(port))
         return self._notices
@@ -88,11 +88,11 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
     """Parts this process, a rank that mpiexec or torchrun started, in two.
 
     The child goes on as the rank and gets a Watcher. The parent stays beside it: it sees how the rank ends, which a
-    rank cannot tell that was killed, and ends it when another rank fails. It gets the rank's exit code.
-    captures: whether what the rank writes to stderr beneath Python is held back.
+    rank cannot report that was killed, and ends it when another rank fails. It gets the rank's exit code.
+    captures: whether what the rank writes to stderr beneath Python is captured.
     """
     rank, mpi = place.rank, place.mpi
-    held: IO[bytes] | None = tempfile.TemporaryFile() if captures else None  # noqa: SIM115 (as long as the process)
+    captured: IO[bytes] | None = tempfile.TemporaryFile() if captures else None  # noqa: SIM115 (as long as the process)
     ours, theirs = socket.socketpair()
     parent, hosts = os.getpid(), rank == 0 and (mpi or os.environ.get(_AGENT_STORE) != "True")
     child = _fork()
@@ -101,7 +101,7 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
         ours.close()
         if not mpi:
             os.environ[_AGENT_STORE] = "True"
-        return Watcher(held.fileno() if held else None, theirs)
+        return Watcher(captured.fileno() if captured else None, theirs)
     theirs.close()  # all else stays open: mpiexec kills every rank at once when it sees a rank's connection closed
     links: list[Link] = []
 
@@ -109,11 +109,11 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
         if not is_on_one_machine():
             links.append(_link(host, port, place, watch, child.pid))
 
-    meeting = _Meeting(ours, met)
-    watch = Watch({rank: child}, place.size, meeting.notices, {rank: held} if held else {}, bound=True)
+    joining = _Joining(ours, met)
+    watch = Watch({rank: child}, place.size, joining.notices, {rank: captured} if captured else {}, bound=True)
     endings_are_exits()  # the launcher may end this process while it takes leave of the other ranks
     try:
-        if hosts and (refused := _host(meeting, mpi)):
+        if hosts and (refused := _host(joining, mpi)):
             child.send_signal(signal.SIGKILL)
             print(f"distconv: {refused}", file=sys.stderr)
             return 2
@@ -121,12 +121,12 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
         code = watch.run()
         for link in links:
             link.close()
-        if (notices := meeting.notices()) is not None:
+        if (notices := joining.notices()) is not None:
             linger = LINGER_SECONDS if code else math.inf
             parting = _Parting(notices, rank, 0.0 if watch.lost is not None else linger)
             if mpi:
                 code = parting.under_mpi(shell_code(watch.failed[1]) if watch.failed else code, child.pid)
-            elif meeting.held is not None:
+            elif joining.store is not None:
                 parting.of_the_host()
             else:
                 notices.leave(rank)
@@ -134,7 +134,7 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
         endings_are_ignored()
         child.kill()  # it still runs where this process was asked to end before it watched the rank
         remove_folders_of(child.pid)
-    if mpi and meeting.notices() is None and watch.failed is not None and watch.failed[1] < 0:
+    if mpi and joining.notices() is None and watch.failed is not None and watch.failed[1] < 0:
         # The ranks have not met. mpiexec, too, may not know this one yet, and would let the others wait for it; that a
         # process is killed it notices always.
         os.kill(os.getpid(), signal.SIGKILL)
@@ -161,16 +161,16 @@ def _link(host: str, port: int, place: Place, watch: Watch, process: int) -> Lin
     )
 
 
-def _host(meeting: _Meeting, mpi: bool) -> str | None:
-    """Holds the store at which the ranks meet; why not, where that fails."""
+def _host(joining: _Joining, mpi: bool) -> str | None:
+    """Makes the ranks' store; why not, where that fails."""
     if mpi:  # ranks of other machines ask for this one by its name
         host, port = LOOPBACK if is_on_one_machine() else socket.gethostname(), 0
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        meeting.hold(host, port)
+        joining.listen(host, port)
     except (RuntimeError, OSError) as error:  # torch's errors of a network are RuntimeErrors
-        return f"the ranks cannot meet at {host}:{port}: {error}"
+        return f"the ranks' store cannot listen at {host}:{port}: {error}"
     return None
 
 
@@ -189,7 +189,7 @@ class _Parting:
     def under_mpi(self, code: int, process: int) -> int:
         """Waits for all ranks to end; the exit code of the job, as mpiexec takes that of whichever ends first.
 
-        When mpiexec sees a process end that failed, it kills all others, also one that is to tell why. So all go at
+        When mpiexec sees a process end that failed, it kills all others, also one that is to say why. So all go at
         the same time, after the first one has removed the job's folder, which its rank, `process`, has made.
         """
         self._wait(lambda: len(self._notices.endings()) == self._notices.size)
@@ -252,7 +252,7 @@ def part_into_ranks(places: Sequence[Mapping[str, str]], print_all: bool, listen
 
     What this process has imported the ranks need not import: they share it, as long as none of them writes to it.
 
-    places: what the environment tells each rank, beside what it tells all. listener: where the ranks meet, bound and
+    places: each rank's own environment, beside that of all. listener: of the ranks' store, bound and
     listening already. Its store is made after the ranks, since it has a thread, which a rank would lack.
     Returns the exit code of the job in the launcher, a Watcher in a rank.
     """

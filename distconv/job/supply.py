@@ -42,7 +42,7 @@ class Cut:
 
 class Supply:
     """A store on every rank, and who owns which sample: the rank that was the first to make it. All ranks see the
-    indices of whole batches, so each knows the owners without being told."""
+    indices of whole batches, so each knows the owners without a message."""
 
     def __init__(self, mesh: DeviceMesh, share: Share, option: StoreOption) -> None:
         self._share, self._option = share, option
@@ -53,7 +53,7 @@ class Supply:
         self._begun: set[int] = set()
         self._ready: Cut | None = None
         self._ahead: tuple[Cut, Future[list[tuple[Key, Any]]]] | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def cut(self, number: int, batch: Sequence[Any], of_epoch: int) -> Cut:
         samples = tuple(
@@ -79,24 +79,24 @@ class Supply:
         return cut is self._ready or (self._ahead is not None and self._ahead[0] is cut) or not self.moves(cut)
 
     def ready(self, cut: Cut) -> None:
-        """Brings what the batch needs and others hold, if it was not brought ahead. Collective where samples move."""
+        """Receives what the batch needs from others, if it was not received ahead. Collective where samples move."""
         if cut is self._ready:
             return
         self._ready = cut
         self.store.drop_batch()
         ahead, self._ahead = self._ahead, None
-        brought = ahead[1].result() if ahead is not None else []
+        received = ahead[1].result() if ahead is not None else []
         if ahead is None or ahead[0] is not cut:
-            brought = self._bring(cut)
-        self.store.bring(brought)
+            received = self._receive(cut)
+        self.store.add(received)
 
     def go_ahead(self, cut: Cut) -> None:
-        """Starts to bring what the batch after this one needs. Ranks have agreed to it."""
+        """Starts to receive what the batch after this one needs. Ranks have agreed to it."""
         self.close()
         if self.moves(cut):
-            self._ahead = cut, begun(lambda: self._bring(cut))
+            self._ahead = cut, begun(lambda: self._receive(cut))
 
-    def _bring(self, cut: Cut) -> list[tuple[Key, Any]]:
+    def _receive(self, cut: Cut) -> list[tuple[Key, Any]]:
         if not self.moves(cut):
             return []
         mine = self._share.of_samples
@@ -149,8 +149,8 @@ class Supply:
 
     def _tell(self, what: str, verb: str = "keeps") -> None:
         line = f"distconv: --store {verb} {what}"
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             tell(line)
 
 

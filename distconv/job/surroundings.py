@@ -40,7 +40,7 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
         around.enter_context(common_entropy(entropy))
         around.enter_context(zeros_for_unwritten())
         around.enter_context(files_of_rank(folder, dist.get_rank()))
-        _wait_for_all(store)  # from here on the first rank's changes are noted, and every rank can tell
+        _wait_for_all(store)  # from here on the first rank's changes are noted, and every rank can read them
         if not show_ranks:
             around.enter_context(one_process())
         yield
@@ -81,7 +81,7 @@ def _first_ranks(store: Store, given: str | None) -> tuple[State, bytes, str]:
 
 
 def _name(store: Store) -> str:
-    """What tells this job from others of the machine: where its store listens."""
+    """What distinguishes this job from others of the machine: where its store listens."""
     found = without_prefix(store)
     where = f"{found.host} {found.port}" if isinstance(found, TCPStore) else ""
     return f"{where} {prefix('files')}"

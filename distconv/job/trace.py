@@ -49,7 +49,7 @@ class _Recording:
     def __init__(self, profile: torch.profiler.profile) -> None:
         self._profile, self._steps, self._is_on = profile, 0, True
         ACCOUNT.is_traced = True
-        with environment(KINETO_LOG_LEVEL="99"):  # else the library beneath tells on stderr that it starts
+        with environment(KINETO_LOG_LEVEL="99"):  # else the library beneath prints on stderr that it starts
             profile.start()
 
     def stepped(self, *_: object) -> None:

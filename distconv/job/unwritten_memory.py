@@ -1,6 +1,6 @@
 """Zeros for a script that allocates memory without values, which would otherwise differ from rank to rank.
 
-Tools that count the operators of a model run it on such tensors, and all ranks must hold the same.
+Tools that count the operators of a model run it on such tensors, and all ranks must have the same.
 """
 
 from __future__ import annotations

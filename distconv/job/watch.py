@@ -13,7 +13,7 @@ from distconv.job.notices import Notices, how_it_ended, shell_code
 from distconv.job.processes import Process, end_descendants
 from distconv.job.signals import ASKING, ENDING, Signals
 
-ALIKE_SECONDS = 3.0  # after a rank failed by itself, what others get to fail alike, or to show why
+SAME_ERROR_SECONDS = 3.0  # after a rank failed by itself, what others get to fail likewise, or to show why
 STOP_SECONDS = 3.0  # what a rank gets between SIGTERM and SIGKILL
 HANDLER_SECONDS = 30.0  # what a script's own handler gets after a signal from outside, to write a checkpoint say
 
@@ -132,7 +132,7 @@ class Watch:
                     self._blame(rank, code)
             elif code and self.failed is None and self._stop_at is None:
                 self.failed = rank, code
-                self._stop_at = now + ALIKE_SECONDS
+                self._stop_at = now + SAME_ERROR_SECONDS
         if self.failed and self.failed[1] < 0 and self._stop_at and self._stop_at > now:
             self._stop_at = now
             self._blame(*self.failed)
@@ -154,12 +154,12 @@ class Watch:
         if self.lost is not None:
             if notices.claim():
                 self._tell(self.lost[1])
-            notices.record(self.lost[0], -signal.SIGKILL)  # what other machines are told
+            notices.record(self.lost[0], -signal.SIGKILL)  # what other machines read
             endings = {**endings, self.lost[0]: -signal.SIGKILL}
         for rank, code in endings.items():
             if code and rank not in self._processes:
                 self.failed = rank, code
-                self._stop_at = now + (ALIKE_SECONDS if code > 0 else 0.0)
+                self._stop_at = now + (SAME_ERROR_SECONDS if code > 0 else 0.0)
 
     def _act(self) -> None:
         now = time.monotonic()

@@ -53,11 +53,11 @@ class Questions:
         question, deadline = self.ask(), time.monotonic() + seconds
         while len(states := self.answers(question)) < self._size and time.monotonic() < deadline:
             time.sleep(0.05)
-        return told(states, self._size)
+        return sentences(states, self._size)
 
 
-def told(states: Mapping[int, State], size: int) -> list[str]:
-    """A line for each rank, and one about what holds the ranks up, if something does."""
+def sentences(states: Mapping[int, State], size: int) -> list[str]:
+    """A line for each rank, and one about what the ranks wait for, if they do."""
     lines = [f"rank {rank} of {size}: {_where(states.get(rank))}" for rank in range(size)]
     found = standstill(states)
     return lines if found is None else [*lines, found[1]]
@@ -65,7 +65,7 @@ def told(states: Mapping[int, State], size: int) -> list[str]:
 
 def _where(state: State | None) -> str:
     if state is None:
-        return "does not answer: it is starting or ending, or its Python stands still"
+        return "does not answer: it is starting or ending, or its Python is blocked"
     place = f"at {state.line}" if state.line else "at no line of the script"
     if state.waiting is None:
         return f"{place}, in no collective"
@@ -74,8 +74,8 @@ def _where(state: State | None) -> str:
 
 
 def _read(text: bytes) -> State:
-    told = json.loads(text)
-    waiting = told["waiting"]
+    answer = json.loads(text)
+    waiting = answer["waiting"]
     if waiting is not None:
         waiting = Waiting(**{**waiting, "ranks": tuple(waiting["ranks"])})
-    return State(told["counts"], waiting, told["line"])
+    return State(answer["counts"], waiting, answer["line"])

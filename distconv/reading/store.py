@@ -85,7 +85,7 @@ class Store:
         found = (asked[key] for asked in self._asked.values() if key in asked)
         return next((array for before, array in found if before == stamp), None)
 
-    def bring(self, parts: Iterable[tuple[Key, Any]]) -> None:
+    def add(self, parts: Iterable[tuple[Key, Any]]) -> None:
         """Parts that others have read for the batch that is made next."""
         for key, array in parts:
             self._brought[key] = array

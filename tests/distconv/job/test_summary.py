@@ -18,7 +18,7 @@ import torch.distributed as dist
 from jobs import ENVIRONMENT, command
 from ranks import Ranks
 
-from distconv.job.summary import Share, at_good_end, told
+from distconv.job.summary import Share, at_good_end, sentences
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, held, most_held
 from distconv.transfer.all_reduce import AllReduce, all_reduced
@@ -54,11 +54,11 @@ SHARE = Share(600 * MIB, 300 * MIB, 100 * MIB, 100 * MIB, 3 * MIB, 0.1, 20, True
     ids=["training", "inference", "nothing"],
 )
 def test_the_sentences(shares: list[Share], lines: list[str]) -> None:
-    assert told(PAIR, shares) == lines
+    assert sentences(PAIR, shares) == lines
 
 
 def test_where_ranks_wait_long_something_is_to_be_typed_next() -> None:
-    (*_, last) = told(PAIR, [replace(SHARE, waited=0.5)])
+    (*_, last) = sentences(PAIR, [replace(SHARE, waited=0.5)])
     assert "--trace FILE" in last
 
 

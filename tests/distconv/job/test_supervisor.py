@@ -42,7 +42,7 @@ def removed(process):
 
 
 remove, supervisor.remove_folders_of = supervisor.remove_folders_of, removed
-supervisor.Watch, supervisor._Meeting.notices = Ended, notices
+supervisor.Watch, supervisor._Joining.notices = Ended, notices
 signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests' own process may have been told to ignore it
 if isinstance(supervisor.supervise_rank(Place(1, 2, 1, mpi=False), captures=False), supervisor.Watcher):
     make_folder()

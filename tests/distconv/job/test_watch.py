@@ -53,7 +53,7 @@ def ends(code: int, at: int = 2) -> Callable[[int], int | None]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    for name in ("ALIKE_SECONDS", "STOP_SECONDS", "_POLL_SECONDS", "_LOOK_SECONDS"):
+    for name in ("SAME_ERROR_SECONDS", "STOP_SECONDS", "_POLL_SECONDS", "_LOOK_SECONDS"):
         monkeypatch.setattr(watch, name, 0.02)
 
 
@@ -97,7 +97,7 @@ def test_of_two_deaths_the_first_is_told(capsys):
 
 
 def test_ranks_that_fail_alike_are_left_to_do_so(capsys, monkeypatch):
-    monkeypatch.setattr(watch, "ALIKE_SECONDS", 60.0)
+    monkeypatch.setattr(watch, "SAME_ERROR_SECONDS", 60.0)
     first = Rank(ends(7, at=5))
     assert watched(first, Rank(ends(7))) == 7
     assert capsys.readouterr().err == "" and first.received == []
@@ -154,7 +154,7 @@ def test_ignored_signals_stay_ignored():
 
 def test_the_right_to_tell_is_claimed_once_and_a_lost_store_is_no_error():
     notices = Notices(dist.HashStore(), 2)
-    assert not notices.told() and [notices.claim(), notices.claim()] == [True, False] and notices.told()
+    assert not notices.reported() and [notices.claim(), notices.claim()] == [True, False] and notices.reported()
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = Notices(dist.TCPStore("127.0.0.1", server.port, is_master=False), 2)
     client.record(1, 3)
