@@ -1,1 +1,1 @@
-"""Agreement: checks that all ranks hold equal data where one process has one tensor: inputs, parameters and buffers."""
+"""Agreement: checks that all ranks have equal data where one process has one tensor: inputs, parameters and buffers."""

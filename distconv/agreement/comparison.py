@@ -33,7 +33,7 @@ class Comparison:
 
     A rank sends five whole numbers, however much it has noted: how many sites, which, and their checksums folded into
     one; for the parameters and buffers whose turn it is, all of one shard, that shard and their checksums folded. Only
-    where these do not agree do the ranks tell each other their notes, through the store at which they met: that needs
+    where these do not agree do the ranks exchange their notes, through the job's store: that needs
     no collective, so ranks that have gone different ways cannot wait for each other in vain.
     """
 
@@ -43,9 +43,9 @@ class Comparison:
         self._noted, self._serial = [*noted, *turn], serial
         self._ranks = ranks_of(mesh)
         device = torch.device(torch.cuda.current_device() if mesh.device_type == "cuda" else "cpu")
-        told = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
+        summary = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
         # From memory that is not pinned a copy may wait for the stream.
-        numbers = torch.tensor(told, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        numbers = torch.tensor(summary, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
         mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])
         self._all = mine.new_empty(len(self._ranks) * FIELDS)
         self._work = all_gather(self._all, mine, whole_group(mesh), async_op=True)
@@ -71,7 +71,7 @@ class Comparison:
         return self._arrived is None or self._arrived.query()
 
     def settle(self) -> None:
-        """Waits for the message, if it has not come. Raises the same Disagreement on every rank if they hold different
+        """Waits for the message, if it has not come. Raises the same Disagreement on every rank if they have different
         tensors.
         """
         if self._arrived is None:
@@ -94,13 +94,15 @@ class Comparison:
         store.set(f"{name}{dist.get_rank()}", json.dumps([asdict(note) for note in mine]))
         try:
             store.wait([f"{name}{rank}" for rank in self._ranks], ANSWER)
-        except RuntimeError:  # torch's store errors: not all of them told theirs in time
-            return f"the ranks do not hold the same, nor do all tell what: rank {dist.get_rank()} has {_told(mine)}"
-        told = {rank: _notes(store.get(f"{name}{rank}")) for rank in self._ranks}
-        return explain(told) or "the ranks do not hold the same tensors"
+        except RuntimeError:  # torch's store errors: not all of them wrote theirs in time
+            return (
+                f"the ranks do not have the same, and not all report theirs: rank {dist.get_rank()} has {_shown(mine)}"
+            )
+        notes = {rank: _notes(store.get(f"{name}{rank}")) for rank in self._ranks}
+        return explain(notes) or "the ranks do not have the same tensors"
 
 
-def _told(notes: Sequence[Note[int]]) -> str:
+def _shown(notes: Sequence[Note[int]]) -> str:
     return "; ".join(dict.fromkeys(str(note.site) for note in notes)) or "nothing"
 
 
@@ -114,8 +116,8 @@ def _notes(text: bytes) -> list[Note[int]]:
 def _agree(rows: Sequence[Sequence[int]]) -> bool:
     """Rows of (sites, which, shard, checksums, checksum of the shard): only ranks with one shard compare the last."""
     first: dict[int, int] = {}
-    alike = all((row[0], row[1], row[3]) == (rows[0][0], rows[0][1], rows[0][3]) for row in rows)
-    return alike and all(first.setdefault(row[2], row[4]) == row[4] for row in rows)
+    same = all((row[0], row[1], row[3]) == (rows[0][0], rows[0][1], rows[0][3]) for row in rows)
+    return same and all(first.setdefault(row[2], row[4]) == row[4] for row in rows)
 
 
 def _together(noted: Sequence[Note[Tensor]], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ C = TypeVar("C")
 
 
 class Disagreement(ValueError):
-    """The ranks hold different tensors where one process has one; the message is one line, the same on every rank."""
+    """The ranks have different tensors where one process has one; the message is one line, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Note(Generic[C]):
     """A rank's note about one site: the checksum of the tensor there, and the number of the rank's shard.
 
     Ranks with the same shard must have the same checksum; shard 0 is the whole where a tensor is not sharded. The
-    checksum is a tensor on the device where it was computed, or, once ranks tell each other their notes, a number.
+    checksum is a tensor on the device where it was computed, or, once ranks exchange their notes, a number.
 
     within: the sites in this one, where the checksum is a list of theirs.
     """
@@ -48,7 +48,7 @@ class Note(Generic[C]):
 
 
 REMEDY = (
-    "Every rank must hold the whole batch and the same model: draw from generators that are seeded alike on every rank,"
+    "Every rank must have the whole batch and the same model: draw from generators with the same seed on every rank,"
     " and leave it to distconv to split the data. DISTCONV_CHECK=off skips this check"
 )
 
@@ -61,8 +61,8 @@ def explain(noted: Mapping[int, Sequence[Note[int]]]) -> str | None:
         for rank, note in by_rank.items():
             sites.setdefault(note.site if note else None, []).append(rank)
         if len(sites) > 1:
-            told = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites.items())
-            return f"the ranks do not do the same: next comes, on {told}. {REMEDY}"
+            places = "; ".join(f"{named(ranks)}: {site or 'nothing more'}" for site, ranks in sites.items())
+            return f"the ranks do not do the same: next comes, on {places}. {REMEDY}"
         differ = _differing({rank: note for rank, note in by_rank.items() if note is not None})
         if differ:
             others, first = differ

@@ -1,8 +1,8 @@
 """Ledger: notes what the ranks must agree on, and compares it among them with one small message per step.
 
 It notes the tensors that must be whole and equal on every rank: inputs of models, tensors that distconv.shard cuts,
-plain tensors beside a distributed one (targets, constants), and what a model holds at its first call and after
-load_state_dict. Every comparison also covers the next few parameters and buffers, in turn.
+plain tensors beside a distributed one (targets, constants), and a model's parameters and buffers at its first call and
+after load_state_dict. Every comparison also covers the next few parameters and buffers, in turn.
 
 A comparison starts when backward delivers its first gradients, or at the latest when an optimizer begins a step. In
 programs that only go forward it starts at the next ``.item()`` or gather, or after ``CALLS`` calls. The verdict is read
@@ -185,7 +185,7 @@ _stepping: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], set[int]]] = we
 
 
 def before_step(optimizer: Optimizer, *_: object) -> None:
-    """Runs before an optimizer steps. Collective over the ranks that hold parameters of its models."""
+    """Runs before an optimizer steps. Collective over the ranks that have parameters of its models."""
     ranks = _ranks_that_step(optimizer)
     _compare_if_due(ranks)
     for each in _among(ranks) if ranks else _ledgers.values():
@@ -198,28 +198,28 @@ def _ranks_that_step(optimizer: Optimizer) -> set[int]:
     known, found = _stepping.get(optimizer, ([], set()))
     if known == models:
         return found
-    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
     found = set()
-    for each in held.values():
+    for each in parameters.values():
         if isinstance(each, DTensor) and is_ours(each.device_mesh):
             found |= _ranks(each.device_mesh)
     for members, theirs in _ledgers.items():
-        if any(id(parameter) in held for module in theirs.models for parameter in module.parameters()):
+        if any(id(parameter) in parameters for module in theirs.models for parameter in module.parameters()):
             found.update(members)
     _stepping[optimizer] = models, found
     return found
 
 
 def note_state(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Note what a model holds, before it is called; what is sharded already is left to its turn."""
+    """Note a model's parameters and buffers, before it is called; what is sharded already is left to its turn."""
     found = ledger(mesh)
     if found is None:
         return
     found.urgent = True
-    held: list[tuple[str, Iterator[tuple[str, Tensor]]]] = [("parameter", module.named_parameters())]
+    kinds: list[tuple[str, Iterator[tuple[str, Tensor]]]] = [("parameter", module.named_parameters())]
     if batch_norm_statistics.get(mesh) != "local":
-        held.append(("buffer", module.named_buffers()))
-    for kind, named in held:
+        kinds.append(("buffer", module.named_buffers()))
+    for kind, named in kinds:
         for name, tensor in named:
             if not isinstance(tensor, DTensor):
                 found.note(f"{kind} {name} of {type(module).__name__}", tensor, line="")

@@ -28,7 +28,7 @@ class Turns:
         self._next = 0
 
     def take(self, module: nn.Module, buffers: bool) -> list[Note[Tensor]]:
-        """The next few tensors, all of one layout; none for a module that holds nothing."""
+        """The next few tensors, all of one layout; none for a module that has none."""
         if self._next >= len(self._places):
             self._places, self._next = list(_around(module, buffers)), 0
         found: list[Note[Tensor]] = []
@@ -53,7 +53,7 @@ class Turns:
 
 
 def _around(module: nn.Module, buffers: bool) -> Iterator[tuple[weakref.ref[nn.Module], str, str]]:
-    """("parameter" or "buffer", path) of all that a module holds, each with the module in it that owns it."""
+    """("parameter" or "buffer", path) of all tensors of a module, each with the module in it that owns it."""
     for path, inner in module.named_modules():
         prefix = f"{path}." if path else ""
         for name in inner._parameters:

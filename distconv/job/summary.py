@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distconv.job.attempt import prefix
 from distconv.settings.partition import Partition
-from distconv.transfer.account import ACCOUNT, most_held
+from distconv.transfer.account import ACCOUNT, most_used_bytes
 from mucudnn.process.warning import tell
 from mucudnn.reporting.gain import gained
 from mucudnn.sizes import format_bytes
@@ -186,4 +186,4 @@ def _share(of: _Steps) -> Share:
         sent = (now.sent - first.sent) / (steps - 1)  # in the first step models are compared, and plans made
         if not torch.cuda.is_available():
             waited = (now.waited - first.waited) / max(now.at - first.at, 1e-9)
-    return Share(most_held(), ACCOUNT.before, of.kept, of.kept_whole, sent, waited, steps, is_training)
+    return Share(most_used_bytes(), ACCOUNT.before, of.kept, of.kept_whole, sent, waited, steps, is_training)

@@ -14,7 +14,7 @@ class Place:
     """This process among the ranks of a job that mpiexec or a torchrun-like launcher started."""
 
     rank: int
-    size: int | None  # None where only MPI itself can tell
+    size: int | None  # None where only MPI itself knows it
     local_rank: int
     mpi: bool
 
@@ -35,7 +35,7 @@ _BEGINNINGS = ("TORCHELASTIC_", "PMI", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a process that a rank starts and that is none: without what launchers tell their ranks."""
+    """An environment for a process that a rank starts and that is none: without the variables of launchers."""
     return {
         name: value
         for name, value in environment.items()
@@ -44,7 +44,7 @@ def without_place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """The rank that the environment tells of; None where this process was started alone."""
+    """The rank by the environment; None where this process was started alone."""
     if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         return Place(rank, size, int(environment.get("LOCAL_RANK", rank)), mpi=False)
@@ -60,6 +60,6 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
 
 def is_run() -> bool:
     """Whether this process is `distconv run` or `python -m distconv run`, asked while Python imports the package."""
-    # At that time "-m" stands for the program in sys.argv.
+    # At that time "-m" is in place of the program in sys.argv.
     as_module = sys.argv[:2] == ["-m", "run"] and ("-m", "distconv") in itertools.pairwise(sys.orig_argv)
     return as_module or (os.path.basename(sys.argv[0]) == "distconv" and sys.argv[1:2] == ["run"])

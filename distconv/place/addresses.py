@@ -21,7 +21,7 @@ INTERFACE_VARIABLES = (
     *("UCX_NET_DEVICES", "FI_TCP_IFACE", "FI_SOCKETS_IFACE"),  # UCX and libfabric, beneath MPICH
     *("OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include", "PRTE_MCA_oob_tcp_if_include"),  # Open MPI's
 )
-"""The environment variables that tell communication libraries which network interface to use."""
+"""The environment variables in which communication libraries read the network interface to use."""
 
 
 def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -34,7 +34,7 @@ def loopback_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def listening_store(host: str, port: int) -> TCPStore:
-    """torch.distributed's key-value store, held by this process; port 0: any that is free.
+    """torch.distributed's key-value store, in this process; port 0: any that is free.
 
     It listens at the loopback address alone where `host` is one, else at every address of this machine, as torch does.
     Whoever reaches it can read and write it.

@@ -31,7 +31,7 @@ LEAST_SECRET = 16
 NO_PARTITION = "no partition: give --partition AXIS=RANKS,... before the script, or set DISTCONV_PARTITION"
 
 AUTO = "auto"
-"""The partition, or the parts in turn, that stand for those which are to be chosen."""
+"""The partition, or the parts in turn, that mean those which are to be chosen."""
 
 
 def _parse_partition(given: object) -> Partition | str:
@@ -160,7 +160,7 @@ SETTINGS = {
         "DISTCONV_SECRET",
         lambda: None,
         "a file with at least 16 bytes that its owner alone can read",
-        "in a job on several machines: the file, with the same content on each, without which nobody can tell the "
+        "in a job on several machines: the file, with the same content on each, without which nobody can read the "
         "numbers that the job's secrets and os.urandom give",
         _parse_secret,
         "FILE",
@@ -188,7 +188,7 @@ SETTINGS = {
 """Every setting by its name. A new one is an entry here: `distconv run` then has its option and names its variable."""
 
 BETWEEN_PROCESSES = ("DISTCONV_FILES", "DISTCONV_STARTER", "DISTCONV_CHOSEN")
-"""Environment variables by which the processes of a job tell one another; users set none of them."""
+"""Environment variables by which the processes of a job inform one another; users set none of them."""
 
 
 def tell_unknown() -> None:

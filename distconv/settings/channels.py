@@ -1,17 +1,17 @@
-"""Channel and filter parallelism: which block of a layer's weight each rank holds, and which channels it exchanges.
+"""Channel and filter parallelism: each rank's block of a layer's weight, and the channels that it exchanges.
 
 Every rank owns 1/p of the channels of x and of y. With p ranks, C input channels and F filters there are three
 algorithms, named after the tensor that stays where it is (Dryden et al., "Channel and filter parallelism for
 large-scale CNN training", SC 2019, section 3):
 
-    x   a rank holds C/p x F of the weight; its part of y is a sum over its channels, added up at the owners of y
-    y   a rank holds C x F/p; it gathers the channels of x, in backward once more for dL/dweight
+    x   a rank has C/p x F of the weight; its part of y is a sum over its channels, added up at the owners of y
+    y   a rank has C x F/p; it gathers the channels of x, in backward once more for dL/dweight
     w   C/pc x F/pf on the axes channel x filter: it gathers x over one axis and adds up y over the other
 
 All three are the same computation: a rank has a block of the weight, which reads an interval of channels and adds to an
 interval of filters. It fetches the channels that it does not own, and sends its sums for the filters that it does not
 own. The weight of a grouped convolution is always sharded by its first dim, so that channels and filters move only for
-groups that lie on two ranks.
+groups that are split between two ranks.
 
 Pure: numbers in, numbers out.
 """

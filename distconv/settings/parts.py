@@ -1,4 +1,4 @@
-"""The parts that a process computes in turn: their notation, and how they lie among the ranks of a job.
+"""The parts that a process computes in turn: their notation, and their layout over the ranks of a job.
 
 Nothing here needs torch: the launcher reads parts before it starts ranks.
 """

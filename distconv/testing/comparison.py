@@ -41,8 +41,8 @@ def assert_same_on_ranks(
             assert_same_on_ranks(MyNetwork(), torch.randn(2, 1, 32, 32), partition="sample=2,height=2")
 
     Args:
-        model: as it stands, in training or not.
-        inputs: the arguments of the model's call: whole tensors (N, C, spatial...), or anything that holds some.
+        model: as it is, in training or not.
+        inputs: the arguments of the model's call: whole tensors (N, C, spatial...), or anything that contains some.
         partition: mesh axes and the ranks along each.
         backward: whether gradients are compared, too.
         dtype: of the floating-point tensors of the step.
@@ -72,8 +72,8 @@ def assert_same_on_ranks(
         expected = leaves_of(*step)
     assert found.keys() == expected.keys(), f"one process leaves {list(expected)}, ranks leave {list(found)}"
     for name, value in expected.items():
-        told = (name + ": {}").format
-        torch.testing.assert_close(found[name], value.detach(), rtol=rtol, atol=atol, msg=told)
+        message = (name + ": {}").format
+        torch.testing.assert_close(found[name], value.detach(), rtol=rtol, atol=atol, msg=message)
 
 
 def _converted(x: Any, dtype: torch.dtype) -> Any:

@@ -44,7 +44,7 @@ class Account:
         sent: bytes to other ranks; an allreduce counts as rings do.
         waited: seconds in which the program stood still for messages; on a GPU the device waits, which nobody counts.
         calls: outermost calls of models.
-        before: bytes that the process held when a model was first called.
+        before: bytes that the process had when a model was first called.
         is_traced: whether torch's profiler records, which is then to show where the rank waits.
         first_call, first_step: the marks at the end of the first call of a model, and of the first optimizer step.
     """
@@ -65,7 +65,7 @@ class Account:
         """An outermost call of a model begins."""
         self.calls += 1
         if self.calls == 1:
-            self.before = held()
+            self.before = used_bytes()
         elif self.first_call is None:
             self.first_call = self.mark()
 
@@ -108,15 +108,15 @@ ACCOUNT = Account()
 """That of this process."""
 
 
-def held() -> int:
-    """Bytes that this process holds: on its GPU, or in the host's memory."""
+def used_bytes() -> int:
+    """Bytes that this process has: on its GPU, or in the host's memory."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
     return resident_bytes()
 
 
-def most_held() -> int:
-    """The most bytes that this process has held at once."""
+def most_used_bytes() -> int:
+    """The most bytes that this process has had at once."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -62,7 +62,7 @@ def beneath_autograd(compiler: Callable[..., Any]) -> Callable[..., Any]:
         if not is_known:
             return call
 
-        @functools.wraps(call, assigned=())  # which tells torch how it is given its arguments
+        @functools.wraps(call, assigned=())  # from which torch learns how it is given its arguments
         def called(*args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return call(*args)

@@ -1,4 +1,4 @@
-"""Collectives of a graph that torch.compile makes: torch's functional ones, which a graph can hold."""
+"""Collectives of a graph that torch.compile makes: torch's functional ones, which a graph can contain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Merges small collectives of a compiled graph: what several of them moved, one moves.
 
 The ranks wait for each other at each collective, and each costs a copy into its buffer and one out of it. Two of one
-kind can be one where neither needs what the other brings: those of a block and of its shortcut, or the gradients that
+kind can be one where neither needs the other's result: those of a block and of its shortcut, or the gradients that
 one convolution fetches and the inputs that another fetches once more, which are there when backward begins.
 
 The graph is that of forward and backward together, before torch parts it.
@@ -46,13 +46,13 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def merging(mesh: DeviceMesh, meet: Callable[[], None]) -> Iterator[None]:
+def merging(mesh: DeviceMesh, ready: Callable[[], None]) -> Iterator[None]:
     """A context in which graphs of a model are made on all ranks of this mesh.
 
     Args:
-        meet: called before the ranks exchange anything. It raises where one of them could not make the graph.
+        ready: called before the ranks exchange anything. It raises where one of them could not make the graph.
     """
-    outer, _thread.ranks = _thread.ranks, (mesh, meet)
+    outer, _thread.ranks = _thread.ranks, (mesh, ready)
     try:
         yield
     finally:
@@ -72,15 +72,15 @@ def merge_all(graph: fx.Graph) -> None:
     """
     if _thread.ranks is None:
         return
-    mesh, meet = _thread.ranks
+    mesh, ready = _thread.ranks
     starts = [node for node in graph.nodes if _is_collective(node) and node.target is not _WAIT]
     kinds, behind = _kinds(starts), _behind(graph, starts)
-    # Torch's Python dispatcher, which is on here, holds the interpreter's lock while it calls an operator, and within a
+    # Torch's Python dispatcher, which is on here, keeps the interpreter's lock while it calls an operator, and within a
     # collective takes Gloo's lock. A thread of Gloo that frees the tensor of an earlier collective takes the two in the
     # other order: each would wait for the other for ever.
     with _disable_current_modes(), no_python_dispatcher():
         if mesh.size() > 1:
-            meet()
+            ready()
         if not _is_everywhere(kinds, mesh):
             return  # members of a group without elements leave out what the group would do
         sizes, behind = _of_any_rank([_size(node) for node in starts], behind, mesh)
@@ -252,7 +252,7 @@ class _Code:
         return filled[0] if len(filled) == 1 else self.call(_aten.cat.default, list(filled))
 
     def parts(self, x: fx.Node, extents: Sequence[int], dim: int = 0) -> list[fx.Node]:
-        """The parts of a tensor, which lie one after another along a dim."""
+        """The parts of a tensor, one after another along a dim."""
         stops = list(itertools.accumulate(extents))
         return [
             self.call(_aten.slice.Tensor, x, dim, stop - extent, stop)

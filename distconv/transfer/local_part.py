@@ -61,7 +61,7 @@ def _elsewhere(tensor: DTensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
     ):
         raise UnsupportedOperation(
             f"tensors on two meshes: {tensor.device_mesh} and {mesh};"
-            " use distconv.redistribute, which brings one to the other"
+            " use distconv.redistribute, which changes one layout to the other"
         )
     return replicated(mesh)
 

@@ -1,6 +1,6 @@
-"""Which collectives of a graph are merged into one: those of one kind, none of which needs what another one brings.
+"""Which collectives of a graph are merged into one: those of one kind, none of which needs another one's result.
 
-Every rank decides alike, from what all of them depend on together: a rank whose part is empty computes nothing from
+Every rank decides the same, from what all of them depend on together: a rank whose part is empty computes nothing from
 what it receives, so by its own graph alone its collectives would depend on nothing.
 
 Pure: numbers in, numbers out.
@@ -83,15 +83,15 @@ def _in_order(needed: Sequence[int]) -> list[int]:
     done, found = 0, []
     waiting = list(range(len(needed)))
     heapq.heapify(waiting)
-    held: list[int] = []
+    postponed: list[int] = []
     while waiting:
         place = heapq.heappop(waiting)
         if needed[place] & ~done:
-            held.append(place)
+            postponed.append(place)
             continue
         done |= 1 << place
         found.append(place)
-        for each in held:
+        for each in postponed:
             heapq.heappush(waiting, each)
-        held.clear()
+        postponed.clear()
     return found

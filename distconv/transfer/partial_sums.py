@@ -1,4 +1,4 @@
-"""Partial results added up: one collective over all the mesh axes that they lie on, where DTensor does one an axis."""
+"""Partial results added up: one collective over all their mesh axes, where DTensor does one an axis."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Under either layout a rank owns a box of the tensor, and the distinct boxes are disjoint. A rank keeps what it owned and
 still needs; every other element it needs comes once, from one of the ranks that owned it. All ranks compute this from
-the two layouts, so none needs to be told.
+the two layouts, so no message is needed.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def make_redistribution_plan(before: Sequence[Box], after: Sequence[Box], member
         if volume(box):
             owners.setdefault(box, []).append(index)
     mine, wanted = before[member], after[member]
-    alike = owners.get(mine, ())
+    sharing = owners.get(mine, ())
     sends = [
         (needing, _within(common, mine))
         for needing, box in enumerate(after)
-        if alike and alike[needing % len(alike)] == member and before[needing] != mine
+        if sharing and sharing[needing % len(sharing)] == member and before[needing] != mine
         if (common := overlap(mine, box)) is not None
     ]
     receives = sorted(
@@ -134,10 +134,10 @@ class Redistribution:
         plan = self.plan
         if plan.silent and plan.kept is not None and plan.kept[0] == plan.kept[1] and local.shape == self.shape:
             return local
-        # Where an extent is 1, shards may lie in memory in unlike ways. Ranks that own the same keep it alike, so that
-        # what they compute of it, such as its sum, has the same bits.
-        lies = torch.contiguous_format if self._shared else memory_format(local)
-        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=lies)
+        # Where an extent is 1, shards may differ in their strides. Ranks with the same box give it the same strides,
+        # so that what they compute of it, such as its sum, has the same bits.
+        form = torch.contiguous_format if self._shared else memory_format(local)
+        result = torch.empty(self.shape, dtype=local.dtype, device=local.device, memory_format=form)
         if plan.kept is not None:
             _inside(result, plan.kept[1]).copy_(_inside(local, plan.kept[0]))
         if plan.silent:
@@ -200,7 +200,7 @@ def unsharded(x: DTensor, alike: bool = True) -> Tensor:
     Args:
         x: a DTensor.
         alike: whether all ranks must have one memory format, so that they add up in one order: contiguous where a rank
-            cannot tell the format of x from its shard. Otherwise a rank goes by its own shard.
+            cannot infer the format of x from its shard. Otherwise a rank goes by its own shard.
     """
     local = moved(x, x.device_mesh, replicated(x.device_mesh))._local_tensor
     if local is x._local_tensor:

@@ -1,7 +1,7 @@
 """Moving a tensor between the shards of two shapes of equal elements: one collective, nothing gathered.
 
 Elements keep their place in the flat order of the whole tensor; who owns a place before and after follows from the
-layouts, so no rank needs to be told.
+layouts, so no message is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distconv.transfer.route import Route
 from distconv.transfer.tracing import constant, planned
 
 Layouts = tuple[tuple[Placement, ...], tuple[int, ...]]
-"""How a tensor of a mesh lies along its axes, and its shape."""
+"""The placements of a tensor along the axes of its mesh, and its shape."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a tensor stands for one of a graph that is being made, and so has no values."""
+    """Whether a tensor represents one of a graph that is being made, and so has no values."""
     return not _following and has_no_numbers(x)
 
 

@@ -82,7 +82,7 @@ def _needed(output: fx.Node) -> set[fx.Node]:
 
 
 def _read(graph: fx.Graph, reader: fx.Node, x: Any, others: list[fx.Node]) -> None:
-    """Lets a node that reads x read the others, too, as far as the compiler can tell."""
+    """Lets a node that reads x read the others, too, as far as the compiler can see."""
     with graph.inserting_before(reader):
         after = graph.call_function(torch.ops.distconv.after.default, (x, others))
     after.meta = {**x.meta, "partitioner_tag": "is_backward"}

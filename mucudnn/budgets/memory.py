@@ -34,7 +34,7 @@ class Recorder(Protocol):
         """Notes that a convolution is called; `size` are the bytes of its result, which is alive from here on."""
 
     def stop(self) -> list[Timeline]:
-        """Stops counting and returns a timeline for each whole step, in bytes of all that the program holds."""
+        """Stops counting and returns a timeline for each whole step, in bytes of all memory of the program."""
 
 
 class HostRecorder:

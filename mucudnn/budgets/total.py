@@ -1,4 +1,4 @@
-"""A total of workspace: how much of it each kernel holds (WD), and how much is in use at this moment."""
+"""A total of workspace: how much of it each kernel has (WD), and how much is in use at this moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mucudnn.optimizer import Division, share
 from mucudnn.process.at_fork import in_child, renewed
 
 MOST_KERNELS = 4096
-"""The most kernels that can hold a share; further ones get no workspace. A program whose weights are new at every call
+"""The most kernels that can have a share; further ones get no workspace. A program whose weights are new at every call
 makes a new kernel every time."""
 
 
@@ -28,7 +28,7 @@ class Kernel:
         menu: desirable divisions that it can choose from, the one without workspace among them; shared by kernels of
             one shape, and changed when one turns out to be worse than expected.
         division: what it has; `None`, no workspace, until the total is divided with it.
-        share: bytes that it holds, those of its division.
+        share: its bytes, those of its division.
         last_call: the number of its last call, all kernels' calls being counted.
     """
 
@@ -41,7 +41,7 @@ class Kernel:
 class Shares:
     """The total among the kernels: at every moment the workspaces of their divisions add up to it at most.
 
-    A new kernel holds nothing at first. When a kernel is called again that was called since the first new one, the
+    A new kernel has nothing at first. When a kernel is called again that was called since the first new one, the
     program has begun its next step: the set of kernels is known, and the total is divided anew.
 
     Attributes:
@@ -92,10 +92,10 @@ class Shares:
 
 
 class Ledger:
-    """Bytes that launches of all threads hold at this moment.
+    """Bytes in use by launches of all threads at this moment.
 
     Attributes:
-        total: bytes that may be held at once; `math.inf` for no limit.
+        total: bytes that may be in use at once; `math.inf` for no limit.
     """
 
     def __init__(self, total: float) -> None:
@@ -120,12 +120,12 @@ class Ledger:
             self._changed.notify_all()
 
     def _leave_to_parent(self) -> None:
-        # The threads that hold bytes have stayed there.
+        # The threads that use bytes have stayed there.
         self._held, self._closed = 0, False
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Waits until nothing is held, then holds everything: for measuring, which uses as much as it may."""
+        """Waits until nothing is in use, then takes everything: for measuring, which uses as much as it may."""
         with self._changed:
             while self._closed:
                 self._changed.wait()

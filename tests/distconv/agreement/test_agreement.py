@@ -100,7 +100,7 @@ def test_inputs_that_differ(ranks: Callable[[int], Ranks], choose: Any) -> None:
     assert len(lines) == 1
     line = lines.pop()
     assert line.startswith("input 1 of Sequential.forward, shape (4, 2, 8, 6), torch.float32, at "), line
-    assert "test_agreement.py:" in line and "from rank 0. Every rank must hold the whole batch" in line
+    assert "test_agreement.py:" in line and "from rank 0. Every rank must have the whole batch" in line
     assert "\n" not in line
     assert [stepped for _, stepped, _ in found] == [0] * 4
 

@@ -20,7 +20,7 @@ from ranks import Ranks
 
 from distconv.job.summary import Share, at_good_end, sentences
 from distconv.settings.partition import Partition
-from distconv.transfer.account import ACCOUNT, held, most_held
+from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.all_reduce import AllReduce, all_reduced
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import all_gather
@@ -92,13 +92,13 @@ def test_what_a_rank_sends_is_counted(ranks: Any) -> None:
 
 
 def test_memory_that_was_given_back_counts_in_the_peak_alone() -> None:
-    before = held()
+    before = used_bytes()
     pages = mmap.mmap(-1, 64 * MIB)  # fresh ones: an allocator may have as much left from earlier tests
     torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
-    assert held() >= before + 60 * MIB
+    assert used_bytes() >= before + 60 * MIB
     pages.close()
-    assert held() < before + 60 * MIB
-    assert most_held() >= before + 60 * MIB
+    assert used_bytes() < before + 60 * MIB
+    assert most_used_bytes() >= before + 60 * MIB
 
 
 def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
