@@ -33,6 +33,13 @@ class Recollection:
         row = self._measurement.logbook.launches(self._problem).get((STOCK, self._problem.extent))
         return row.seconds if row is not None and not row.workspace and row.seconds > 0 else None
 
+    @cached_property
+    def best(self) -> float:
+        """The least time on record of the whole in one launch, in units of torch's own kernel; 1 for nothing less."""
+        rows = self._measurement.logbook.launches(self._problem).items()
+        wholes = (option.seconds for (_, extent), option in rows if extent == self._problem.extent)
+        return 1.0 if self.stock_seconds is None else min(wholes) / self.stock_seconds
+
     def ratios(self, launches: Launches) -> dict[Key, float]:
         """What is on record of launches that are not timed yet, in units of torch's own kernel on the whole."""
         found: dict[Key, float] = {}

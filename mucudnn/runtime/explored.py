@@ -145,13 +145,15 @@ class Explored:
     def _consider(self, stock_seconds: float) -> None:
         """Begins the exploration once its preparation is granted."""
         overhead, preparing = self._budget.overhead, self._budget.preparing
+        gain = (1 - self._search.recollection.best) * stock_seconds
         if not self._search.stock_fits:
             overhead = OverheadBudget(balance=math.inf)  # what keeps the limit may be slower
         overhead.count(self._uncounted * stock_seconds)
         self._uncounted = 0
         if self._search.is_too_short(stock_seconds):
             self._fix(self._search.stock(stock_seconds))
-        elif overhead.grants(preparing):
+        # A debt of others does not keep a convolution from what an earlier run has found.
+        elif overhead.grants(preparing - gain, is_known=gain > 0):
             start = time.perf_counter()
             self._exploration = self._search.exploration(self._stock, overhead, self._launches)
             self._budget.prepared(time.perf_counter() - start)

@@ -154,6 +154,23 @@ def test_a_run_that_is_cut_short_leaves_what_it_knew_to_the_next(
     assert not first & set(launches[:1]), "nothing is timed again to know it"
 
 
+def test_a_debt_does_not_keep_a_run_from_what_is_known_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, own_database: Path
+) -> None:
+    machine = MadeUp(monkeypatch, fft=0.1)
+    with monkeypatch.context() as unsettled, mucudnn.patched(planning="live"):
+        unsettled.setattr(search.Search, "keep", lambda *arguments: None)
+        for _ in range(60):
+            functional.conv2d(X, W)
+    with mucudnn.patched(planning="live") as again:
+        assert again._live is not None
+        again._live.budget.overhead.count(0.0, 1000 * STOCK_SECONDS)
+        before = machine.now
+        for _ in range(20):
+            functional.conv2d(X, W)
+        assert machine.now - before < 6 * STOCK_SECONDS
+
+
 @pytest.mark.parametrize(("calls", "most"), [(10, 0.4), (50, 0.8)])
 def test_where_nothing_is_gained_the_calls_cost_little_more(
     calls: int, most: float, monkeypatch: pytest.MonkeyPatch
