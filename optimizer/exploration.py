@@ -245,7 +245,7 @@ class Exploration:
             fastest = min(self.launches.wholes(), key=lambda whole: whole.seconds, default=None)
             self._fastest = None if fastest is None or fastest.seconds >= stock else fastest
             best = math.inf if self._any_gain or fastest is None else fastest.seconds
-            found = self.launches.trials(lambda name: self.bar(name, best), stock)
+            found = self.launches.trials(lambda name: self.bar(name, best), stock, best)
             most = math.inf if self._overhead.balance == math.inf else MOST_CALLS * stock
             self._wanted = [whole for whole in found if whole.seconds <= most]
             self._surveyed = not self._wanted

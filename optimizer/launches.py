@@ -17,6 +17,10 @@ TREND, MOST_GAIN = 1.5, 2.25
 BETWEEN = 1.1
 """Per sample, a launch of a size between two measured ones is at most so many times as fast as the faster of these."""
 
+ENOUGH, CLEAR = 0.25, 3.0
+"""Once a division takes at most this share of the baseline, an algorithm that was never tried must be expected to beat
+it, where its forecast is no more uncertain than `CLEAR`; before, it need only be possible."""
+
 VAGUE = 2.25
 """Of a forecast that is more uncertain than this factor the smallest informative launch is tried first."""
 
@@ -116,7 +120,7 @@ class Launches:
             found = first, *(best_division(some, extent, math.inf, dim) for some in (others, whole))
             yield from (division for division in found if division is not None)
 
-    def trials(self, bar: Callable[[str], float], baseline: float) -> Iterator[Division]:
+    def trials(self, bar: Callable[[str], float], baseline: float, best: float = math.inf) -> Iterator[Division]:
         """Divisions for one call, each to measure a size of a variant that is worth it, the most informative first.
 
         The variant with the smallest lower bound comes first: as a rule the one that is known least. Sizes are pruned
@@ -126,12 +130,14 @@ class Launches:
         Args:
             bar: seconds of the whole that launches of an algorithm must beat.
             baseline: seconds of the whole by the baseline.
+            best: by the fastest division so far.
         """
         bounded: list[tuple[float, Variant, list[int]]] = []
+        clear = CLEAR if best <= ENOUGH * baseline else 1.0
         for variant in self.variants:
             known = self._known(variant)
             left = (size for size in self._sizes(variant) if size not in known)
-            bounds = {size: self._lower_bound(variant, size, known) for size in left}
+            bounds = {size: self._lower_bound(variant, size, known, clear) for size in left}
             most = bar(variant.algorithm)
             wanted = [size for size, seconds in bounds.items() if seconds < most]
             if wanted:
@@ -159,18 +165,24 @@ class Launches:
         expected = known[_nearest(known, size)] if known else self._forecast(variant)[0]
         return max(expected, variant.least.get(size, 0.0))
 
-    def _forecast(self, variant: Variant) -> tuple[float, float]:
+    def _forecast(self, variant: Variant, clear: float = 1.0) -> tuple[float, float]:
         """Expected seconds of the whole by a variant that was not tried yet, and their uncertainty. They come from the
         algorithm's times along another dim, where it has any."""
         others = (other for other in self.variants if other.algorithm == variant.algorithm and other is not variant)
         known = [seconds for other in others for seconds in self._known(other).values()]
-        return (min(known), min(variant.uncertainty, MOST_GAIN)) if known else (variant.seconds, variant.uncertainty)
+        if known:
+            return min(known), min(variant.uncertainty, MOST_GAIN)
+        return variant.seconds, 1.0 if variant.uncertainty <= clear else variant.uncertainty
 
-    def _lower_bound(self, variant: Variant, size: int, known: Mapping[int, float]) -> float:
-        """The least seconds that the whole may take with launches of a size, by those of the measured sizes."""
+    def _lower_bound(self, variant: Variant, size: int, known: Mapping[int, float], clear: float) -> float:
+        """The least seconds that the whole may take with launches of a size, by those of the measured sizes.
+
+        Args:
+            clear: a forecast of what was tried along no dim is taken at its word if it is no more uncertain than this.
+        """
         least = variant.least.get(size, 0.0)
         if not known:
-            seconds, uncertainty = self._forecast(variant)
+            seconds, uncertainty = self._forecast(variant, clear)
             return max(seconds / uncertainty, least)
         nearest = _nearest(known, size)
         gain = min(TREND ** abs(math.log2(size / nearest)), MOST_GAIN)

@@ -244,6 +244,17 @@ def test_what_operations_and_copies_rule_out_is_never_tried() -> None:
     assert exploration.trial() is None and exploration.tried == 0
 
 
+@pytest.mark.parametrize(("known", "is_tried"), [(0.22, False), (0.3, True)])
+def test_beside_a_large_gain_only_what_is_expected_to_be_faster_is_tried(known: float, is_tried: bool) -> None:
+    sizes = {EXTENT: 0}
+    found = [Variant("batch", "fast", EXTENT, sizes, known), Variant("batch", "slow", EXTENT, sizes, 0.5, 2.5)]
+    exploration = Exploration(STOCK, [STOCK_SECONDS] * 2, found, OverheadBudget(math.inf), MARGINS)
+    exploration.adopt({("batch", "fast", EXTENT): known})
+    trial = exploration.trial()
+    assert trial is not None and trial.division is not None
+    assert {option.algorithm for option in trial.division.options} == {"slow" if is_tried else "fast"}
+
+
 def test_what_was_timed_alone_and_is_twice_as_fast_computes_calls_in_debt() -> None:
     overhead = OverheadBudget(balance=-5.0)
     known = {("batch", "fft", 8): [0.1]}
