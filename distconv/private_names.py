@@ -23,6 +23,7 @@ HOOKED = "gradients taken in less time"
 IN_PLACE = "a change of a distributed tensor's dims in place"
 IN_TURN = "computing in turn"
 LOADING = "a DataLoader on ranks"
+NEW_TENSORS = "new tensors that lie as what is written to them"
 PRINTED = "the text of a distributed tensor as wide as torch's"
 READING = "--shard-data"
 RESHAPED = "another shape or dtype of a sharded parameter"
@@ -240,7 +241,11 @@ NAMES = (
         Name("torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph", "DDP in a group of one"),
     ),
     *needed_by(
-        (UNWRITTEN,),
+        (NEW_TENSORS,),
+        Name("torch.Tensor._is_view", "whether what a function makes of a new tensor is a view of it"),
+    ),
+    *needed_by(
+        (NEW_TENSORS, UNWRITTEN),
         Name("torch.utils._device._device_constructors", "memory without values, also within `with torch.device(...)`"),
     ),
     *needed_by(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +15,11 @@ from torch import Tensor
 from torch.utils._device import _device_constructors
 
 from distconv.private_names import SCRIPTED, UNWRITTEN, lacks
+from distconv.tensors.user_lines import is_asked_by_program
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
 
 _MAKERS = (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")
-_FILL_THEMSELVES = ("torch", "distconv", "mucudnn")
-"""Packages that write to all that they ask for."""
 
 
 @contextlib.contextmanager
@@ -49,7 +47,7 @@ def _filled(make: Any) -> Any:
         result = make(*args, **kwargs)
         if torch.compiler.is_compiling():
             return result
-        if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] not in _FILL_THEMSELVES:
+        if is_asked_by_program():  # torch and distconv write to all that they ask for
             with torch.no_grad():
                 result.zero_()
         return result

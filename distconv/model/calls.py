@@ -186,7 +186,7 @@ def _checked(module: nn.Module, run: Run) -> contextlib.AbstractContextManager[N
 
 
 def _as_dtensors(result: Any) -> Any:
-    return tree_map_only(Activation, Activation.as_dtensor, result)
+    return tree_map_only(Activation, lambda x: x.as_dtensor(), result)
 
 
 def _call_alone(module: nn.Module, made: Any, args: Any, kwargs: Any) -> Any:

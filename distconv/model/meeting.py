@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from distconv.model.direct.parameters import is_in_place, is_own
+from distconv.model.direct.in_place import is_in_place
+from distconv.model.direct.parameters import is_own
 from distconv.model.direct.paths import running
 from distconv.tensors.mesh import is_ours
 from distconv.transfer.redistribution import relaid

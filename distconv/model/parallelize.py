@@ -27,6 +27,7 @@ from distconv.model.direct import discover
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
 from distconv.model.made_of_lists import read_distributed_numbers
+from distconv.model.new_tensors import open_new_tensors
 from distconv.model.parameters import is_given, shard_parameters
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
@@ -135,6 +136,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     read_distributed_numbers()
     open_checkpoints(within_this_run)
     open_comparisons()
+    open_new_tensors()
     open_plain_gradients()
     open_replacement()
     adopt_parameters()

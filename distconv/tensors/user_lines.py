@@ -33,6 +33,11 @@ _BESIDE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _DISTCONV, _MUCUDNN = (os.path.join(_BESIDE, name, "") for name in ("distconv", "mucudnn"))
 _NOT_THE_PROGRAMS = (_TORCH, _DISTCONV, _MUCUDNN, "<frozen")
 _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn", "modules", "module.py"))
+_MAKERS = tuple(
+    os.path.join(_DISTCONV, *path) for path in (("model", "new_tensors.py"), ("job", "unwritten_memory.py"))
+)
+"""Where torch's functions that make a tensor are replaced."""
+
 NEAR = 8
 """For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
 
@@ -61,6 +66,14 @@ def asked_for() -> str:
         return f"{what} of what stands {forward}"
     line = _line(sys._getframe(1))
     return f"{what} called at {line}" if line else what
+
+
+def is_asked_by_program() -> bool:
+    """Whether a new tensor is asked for by the program, and not by torch or distconv, which know how theirs lie."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename in _MAKERS and frame.f_back is not None:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAMS)
 
 
 def keep_line(*_: Any) -> None:

@@ -40,7 +40,7 @@ class Wholes:
 
         ``key``: which one it is, where not all parts make the same.
         """
-        if type(x) is Activation:
+        if isinstance(x, Activation):
             x = x.as_dtensor()
         is_plain = not isinstance(x, DTensor)
         if not is_plain and has_partial(x.placements):

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from distconv.model.direct.activation import Activation
-from distconv.model.direct.parameters import DATA, is_in_place
+from distconv.model.direct.in_place import is_in_place
+from distconv.model.direct.parameters import DATA
 
 _GRAD: Any = Tensor.grad
 _REQUIRES_GRAD: Any = Tensor.requires_grad

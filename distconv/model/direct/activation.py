@@ -215,7 +215,7 @@ def open_functions() -> None:
 
 def holds_activation(value: Any) -> bool:
     """Whether it is one, or a list with one among its items."""
-    return type(value) is Activation or (isinstance(value, list | tuple) and any(map(holds_activation, value)))
+    return isinstance(value, Activation) or (isinstance(value, list | tuple) and any(map(holds_activation, value)))
 
 
 def activation(root: Tensor, place: Where, share: Callable[[Tensor], DTensor] | None = None) -> Activation:
@@ -250,7 +250,7 @@ def as_dtensors(args: Sequence[Any]) -> list[Any]:
 
 
 def _as_dtensor(arg: Any) -> Any:
-    if type(arg) is Activation:
+    if isinstance(arg, Activation):
         return arg.as_dtensor()
     if isinstance(arg, list | tuple) and any(isinstance(item, Activation | list | tuple | dict) for item in arg):
         values = [_as_dtensor(item) for item in arg]

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distconv.model.direct.activation import Activation, as_dtensors, needs_gradient
+from distconv.model.direct.blank import Blank
+from distconv.model.direct.in_place import is_in_place
 from distconv.model.direct.paths import LEAVES, Parameters, running
 
 DATA: Any = Tensor.data
 """torch's own property."""
-
-IN_PLACE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__setitem__")
 
 _OWN = (
     *(Tensor.detach, Tensor.detach_, Tensor.register_hook, Tensor.retain_grad, Tensor.is_set_to, torch.is_same_size),
@@ -37,11 +37,6 @@ _OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")
 """The properties that autograd records."""
 
 
-def is_in_place(name: str) -> bool:
-    """Whether a function of this name changes its first argument."""
-    return (name.endswith("_") and not name.endswith("__")) or name in IN_PLACE
-
-
 class InUse:
     """Stands before the class of a parameter while a model runs with it. Made by `_class`."""
 
@@ -50,6 +45,8 @@ class InUse:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Blank in types:
+            return NotImplemented
         kwargs = kwargs or {}
         if running.uses is None or is_own(func, args, kwargs):
             return _itself(func, args, kwargs)

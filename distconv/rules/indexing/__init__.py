@@ -86,12 +86,31 @@ def _is_mask(index: Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
+def _numbered(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The indices with numbers in place of masks, where every rank has these, and has all of their dims of x."""
+    if not isinstance(x, DTensor):
+        return None
+    found: list[Tensor | None] = []
+    for index in indices:
+        if index is None or not _is_mask(index):
+            found.append(index)
+            continue
+        dims = range(len(found), len(found) + index.dim())
+        if isinstance(index, DTensor) or any(isinstance(p, Shard) and p.dim in dims for p in x.placements):
+            return None
+        found += index.nonzero().unbind(1)
+    return found
+
+
 @rule("aten::index.Tensor")
 def index_of(func: Any, x: Tensor, indices: Sequence[Tensor | None]) -> DTensor:
     """x at some numbers; by a mask a result has as many elements as all shards together select."""
     if any(_is_mask(index) for index in indices):
-        why = "by a mask; accepted: torch.where, masked_fill, or multiplication by the mask"
-        return whole_or_refused(func, (x, indices), {}, why)
+        numbers = _numbered(x, indices)
+        if numbers is None:
+            why = "by a mask; accepted: torch.where, masked_fill, or multiplication by the mask"
+            return whole_or_refused(func, (x, indices), {}, why)
+        indices = numbers
     return read(func, x, indices)
 
 
@@ -102,6 +121,9 @@ def assign(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tenso
     if not any(_is_mask(index) for index in indices):
         return write(func, x, indices, values, *rest)
     (mask, *others) = indices
+    numbers = None if mask is not None and mask.shape == x.shape else _numbered(x, indices)
+    if numbers is not None:
+        return write(func, x, numbers, values, *rest)
     if others or mask is None or values.numel() != 1 or (rest and rest[0]) or mask.shape != x.shape:
         why = "through a mask; accepted: a mask of the tensor's shape and one number"
         return whole_or_refused(func, (x, indices, values, *rest), {}, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,46 @@ def padded(m: Net, x: Tensor) -> Tensor:
     return F.pad(m.layer(y), (2, 1, 1, 2), "reflect").square().sum()
 
 
+def filled(m: Net, x: Tensor) -> Tensor:
+    """A new tensor above the size that a rank gathers within a model."""
+    y = m.layer(x)
+    z = torch.zeros(4, 6, 160, 40, dtype=torch.float32).to(y)
+    z[:, :, :2] = 0.5
+    z[:, 1:4, :6, :5] = y
+    z[:, :3, 2:8, 1:6] += y.flip(2)
+    with torch.no_grad():
+        z[:, 4] = 2.0
+        z[:, 5, :6, :5] = y[:, 0]
+    wide = F.pad(y, (0, 35, 0, 154))
+    z[:, torch.arange(6) == 3] = wide[:, :1]
+    return (torch.cat([z, wide], 1) * torch.cat([wide, z], 1)).square().sum()
+
+
+def volume(m: Net, x: Tensor) -> Tensor:
+    """Of costs, as stereo networks fill it."""
+    left, right = (F.pad(m.layer(each), (0, 16, 0, 26)) for each in (x, x.flip(3)))
+    z = left.new_zeros(4, 6, 9, 32, 21)
+    for i in range(9):
+        z[:, :3, i, :, i:] = left[..., i:]
+        z[:, 3:, i, :, i:] = right[..., : 21 - i]
+    return F.conv3d(z, m.layer.weight.repeat(1, 2, 1, 1)[:, :, None]).square().sum()
+
+
+def not_filled(m: Net, x: Tensor) -> Tensor:
+    """New tensors that stay plain, and their views."""
+    wide = F.pad(m.layer(x), (0, 35, 0, 154)).repeat(1, 2, 1, 1)
+    read, drawn, kept, listed = (x.new_full((4, 6, 160, 40), number) for number in (1, 2, 3, 4))
+    assert read.shape == drawn.size() and kept.is_contiguous() and read[0].stride() == (6400, 40, 1)
+    first = kept[0]
+    kept[:, :, ::3] = 0.25
+    listed[torch.arange(4) > 1] = torch.linspace(0, 1, 40, dtype=x.dtype)
+    drawn.mul_(3)
+    own = Square.apply(read)  # type: ignore[no-untyped-call]
+    first[1] += 1.0
+    assert type(copy.deepcopy(kept)) is type(kept + 0) is Tensor and kept.numpy().max() == 4
+    return (wide * (own + drawn + kept + listed) + first.sum()).sum()
+
+
 LOSSES = (
     *(in_place, in_place_by_position, in_place_on_a_view, set_items, hook_after_use, kept_gradient, own_function),
     *(
@@ -226,6 +267,9 @@ LOSSES = (
         sizes_in_lists,
         groups,
         padded,
+        filled,
+        volume,
+        not_filled,
     ),
 )
 

@@ -1,0 +1,81 @@
+"""New tensors of one number within a model's call: large ones are blank until it is clear how they lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._device import _device_constructors
+
+from distconv.model.direct.blank import Blank, blank
+from distconv.model.direct.paths import is_open, running
+from distconv.model.running import inside
+from distconv.private_names import NEW_TENSORS, SCRIPTED, lacks
+from distconv.rules.whole import MOST_BYTES
+from distconv.tensors.replacements import replace, until_put_back
+from distconv.tensors.user_lines import is_asked_by_program
+from mucudnn.process.warning import warn
+
+NUMBERS = {"zeros": 0, "ones": 1, "empty": 0, "full": None}
+"""By function: of what number it gives a tensor. What is not written is zero, the same on all ranks."""
+
+_OPTIONS = {"dtype", "device", "size", "fill_value"}
+
+
+@until_put_back
+def open_new_tensors() -> None:
+    """Makes torch's functions give a running model such tensors from now on."""
+    if line := lacks(NEW_TENSORS):
+        warn(line, "distconv")
+        return
+    _device_constructors()  # torch keeps which functions `with torch.device(...)` concerns: the ones of now
+    for name, number in NUMBERS.items():
+        for owner, full_name in ((torch, name), (torch, f"{name}_like"), (Tensor, f"new_{name}")):
+            stock = getattr(owner, full_name)
+            made = _making(stock, number, full_name != name)
+            operator = None if lacks(SCRIPTED) else torch.jit._builtins._find_builtin(stock)
+            if operator is not None:  # scripted functions know torch's functions as objects
+                torch.jit._builtins._register_builtin(made, operator)
+            replace(owner, full_name, made)
+
+
+def _making(stock: Callable[..., Any], number: Any, is_after: bool) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            run = inside.run
+            if run is not None and run.direct and is_open() and not running.closed and kwargs.keys() <= _OPTIONS:
+                found = _blank(run.mesh, stock, number, args[0] if is_after else None, args, kwargs)
+                if found is not None:
+                    return found
+        return stock(*args, **kwargs)
+
+    return made
+
+
+def _blank(mesh: DeviceMesh, stock: Any, number: Any, after: Tensor | None, args: Any, kwargs: Any) -> Tensor | None:
+    """What a function gives; None where torch is to make it: torch or distconv asks for it, it is small, or not of real
+    or complex numbers, or it lies as the tensor ``after`` which it is made.
+    """
+    if not is_asked_by_program():
+        return None
+    given = kwargs.get("device")
+    device = torch.device(given) if given is not None else torch.get_default_device() if after is None else after.device
+    if number is None:
+        number = kwargs.get("fill_value", args[-1])
+    if device.type == "meta" or not isinstance(number, int | float | complex):
+        return None
+    if after is not None:
+        shape, strides = ((0,), (1,)) if stock.__name__.startswith("new_") else (after.shape, after.stride())
+        args = torch.empty_strided(shape, strides, dtype=after.dtype, device="meta"), *args[1:]
+    like: Tensor = stock(*args, **{**kwargs, "device": "meta"})
+    if like.numel() * like.element_size() <= MOST_BYTES or not (like.is_floating_point() or like.is_complex()):
+        return None
+    if isinstance(after, DTensor) and type(after) is not Blank and like.shape == after.shape:
+        return None
+    return blank(mesh, like, number, device)
