@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from distconv.turns.copies import Copies
@@ -16,6 +18,12 @@ from distconv.turns.reach import Kind, Reach, kind_of
 from distconv.turns.values_of_parts import are_equal
 
 _SHARED = ("_modules", "_parameters")
+
+SMALL = 1 << 16
+"""Bytes of a tensor below which it is compared among parts also where torch has counted no change of it."""
+
+MOST = 1_000
+"""So many items of a list are compared among parts."""
 
 Hooks = OrderedDict[int, Any]
 
@@ -70,6 +78,14 @@ class ModuleState:
         self._begun_parameters = [dict(of.get("_parameters") or ()) for of in self._callers]
         self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
         self._own = [self._copied(copies) for copies in self._copies]
+        first = self._copies[0].known
+        self._pairs = [
+            (key, first[key], x, _counts(first[key], x))
+            for copies in self._copies[1:]
+            for key, x in copies.known.items()
+            if type(x) is Tensor and type(first.get(key)) is Tensor and x is not first[key]
+        ]
+        """What parts have of the caller's tensors: by its id the first part's, another one's, and their counts."""
         self.left: list[Tensor] = []
         """The plain tensors that the caller finds in its places."""
 
@@ -110,6 +126,7 @@ class ModuleState:
         caller's places get what the first part's hold. All parts must call it.
         """
         leaving = self.leaving(part, whole)
+        made = {id(x) for x in self._copies[part].known.values()}
         for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
             own, begun = place.read(), self._begun[number]
             changed = {}
@@ -117,10 +134,10 @@ class ModuleState:
                 if x is begun.get(name) or name in _SHARED:
                     continue
                 kind = kind_of(x)
+                if "_hooks" not in name:
+                    self._changed[part][number, name] = _fact(kind, x, made)
                 if kind is not Kind.CONTAINER or x or part == 0:
                     changed[name] = leaving.value(x)
-                if "_hooks" not in name:
-                    self._changed[part][number, name] = _fact(kind, x)
             parameters, before = own.get("_parameters") or {}, self._begun_parameters[number]
             if list(parameters) != list(before) or any(x is not before[name] for name, x in parameters.items()):
                 self._parameters[part][number] = dict(parameters)
@@ -160,13 +177,45 @@ class ModuleState:
         facts = self._changed[0]
         for changed in self._changed[1:]:
             for key in (*facts, *changed):
-                if facts.get(key) != changed.get(key):
+                if not _agree(facts.get(key), changed.get(key)):
                     return ".".join(each for each in (self._places[key[0]].name, key[1]) if each)
+        for of, own, x, counts in self._pairs:
+            if (own.nbytes < SMALL or _counts(own, x) != counts) and not (torch.equal(own, x) or are_equal(own, x)):
+                return self._name(of)
         return None
 
+    def _name(self, key: int) -> str:
+        """That of one of the caller's tensors."""
+        for place, begun in zip(self._places, self._begun, strict=True):
+            for name, x in begun.items():
+                for inner, each in x.items() if isinstance(x, dict) else [(name, x)]:
+                    if id(each) == key:
+                        return ".".join(str(each) for each in (place.name, inner) if each)
+        return "a tensor that it keeps"
 
-def _fact(kind: Kind, x: Any) -> Any:
-    """What must be the same in all parts of a value that they have changed."""
+
+def _counts(own: Tensor, x: Tensor) -> int:
+    """How often two tensors were changed."""
+    return sum(0 if each.is_inference() else each._version for each in (own, x))
+
+
+def _agree(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_agree, a, b))
+    return are_equal(a, b)
+
+
+def _fact(kind: Kind, x: Any, known: Container[int]) -> Any:
+    """What must be the same in all parts of a value that they have changed. ``known``: ids of what they began with."""
     if kind is Kind.CONTAINER:
-        return len(x)
+        items = x.values() if isinstance(x, dict) else [] if isinstance(x, set) else x
+        return [
+            len(x),
+            *(
+                item if type(item) is Tensor and id(item) not in known else None
+                for item in itertools.islice(items, MOST)
+            ),
+        ]
+    if type(x) is Tensor and id(x) not in known:
+        return x
     return (type(x), repr(x)) if x is None or isinstance(x, bool | int | float | str) else None

@@ -25,6 +25,8 @@ class Changing(nn.Module):
         super().__init__()
         self.conv, self.change, self.at = nn.Conv2d(2, 2, 3, padding=1), change, 0
         self.memory = self.conv.weight.detach().numpy()
+        self.register_buffer("mean", torch.zeros(2))
+        self.past, self.kept = [], self.mean.numpy()
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self)
@@ -41,6 +43,18 @@ def differently(self: Any) -> None:
 
 def count_differently(self: Any) -> None:
     self.at += part()
+
+
+def write_buffer_differently(self: Any) -> None:
+    self.mean.add_(part())
+
+
+def list_differently(self: Any) -> None:
+    self.past.append(torch.ones(2) * part())
+
+
+def buffer_unseen(self: Any) -> None:
+    self.kept += 1
 
 
 def unseen(self: Any) -> None:
@@ -91,6 +105,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: refused(count_differently),
         distconv.UnsupportedOperation,
         "changes Changing.at in its call",
+    ),
+    "a buffer that parts change differently": (
+        lambda: refused(write_buffer_differently),
+        distconv.UnsupportedOperation,
+        "mean in its call",
+    ),
+    "a list to which parts add differently": (
+        lambda: refused(list_differently),
+        distconv.UnsupportedOperation,
+        "changes Changing.past in its call",
+    ),
+    "a buffer that is changed by nothing of torch": (
+        lambda: refused(buffer_unseen),
+        distconv.UnsupportedOperation,
+        "mean in its call",
     ),
     "a parameter that is changed by nothing of torch": (
         lambda: refused(unseen),
