@@ -14,7 +14,7 @@ from distconv.settings.parts import read, read_memory
 
 _OF_RANKS = (
     *(name for name in settings.SETTINGS if name != "partition"),
-    *("strategy", "nproc", "shard_data", "print_all_ranks", "trace", "show_ranks", "report", "summary"),
+    *("strategy", "nproc", "shard_data", "print_all_ranks", "trace", "show_ranks", "report"),
 )
 """The options that are about several ranks."""
 
@@ -78,6 +78,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
         raise BadInput(BATCH_NORM)
     private_names.require(private_names.IN_TURN)
     from distconv.job.one_process import one_process
+    from distconv.job.summary import summed_up_in_turn
     from distconv.tensors import user_lines
     from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.turning import read_way, script_in_turn
@@ -96,6 +97,7 @@ def run_in_turn(options: argparse.Namespace, place: Place | None) -> int:
             around.enter_context(mucudnn.patched())
         around.enter_context(one_process())  # a model does not see the parts as ranks
         around.enter_context(script_in_turn(way))
+        around.enter_context(summed_up_in_turn(options.parts, options.summary))
         try:
             found.run(options.arguments)
         except Exception as error:

@@ -106,6 +106,28 @@ def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterat
         hook.remove()
 
 
+@contextlib.contextmanager
+def summed_up_in_turn(parts: str, wanted: bool | None) -> Iterator[None]:
+    """A context in which a script computes parts in turn; at its end a line tells the memory that it took."""
+    steps = _Steps()
+    hook = register_optimizer_step_post_hook(steps.stepped)
+
+    def tell() -> None:
+        if wanted is not False and is_shown(bool(wanted)):
+            count = max(steps.counts.values(), default=0)
+            trained = f", {count} step{'s' if count > 1 else ''}" if count else ""
+            show(
+                "distconv",
+                [f"parts {parts} in turn{trained}: memory of the process at most {format_bytes(most_used_bytes())}"],
+            )
+
+    try:
+        with at_good_end(tell):
+            yield
+    finally:
+        hook.remove()
+
+
 class _Steps:
     """The steps of optimizers, and the bytes that these keep from step to step, on this rank and of whole tensors."""
 

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from jobs import ENVIRONMENT, command
 from ranks import Ranks
 
-from distconv.job.summary import Share, at_good_end, sentences
+from distconv.job.summary import Share, at_good_end, sentences, summed_up_in_turn
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_used_bytes, used_bytes
 from distconv.transfer.all_reduce import AllReduce, all_reduced
 from distconv.transfer.all_to_all import AllToAll
 from distconv.transfer.gathering import all_gather
+from mucudnn.sizes import format_bytes
 
 MIB = 1 << 20
 PAIR = Partition.parse("height=2")
@@ -132,3 +133,17 @@ def test_a_job_that_fails_tells_nothing(end: BaseException | None, is_told: bool
         if end is not None:
             raise end
     assert bool(lines) == is_told
+
+
+def test_a_script_in_turn_tells_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    for wanted in (True, None, False):
+        layer = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        with summed_up_in_turn("height=2", wanted):
+            for _ in range(2):
+                layer(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+    told = (
+        f"distconv: parts height=2 in turn, 2 steps: memory of the process at most {format_bytes(most_used_bytes())}\n"
+    )
+    assert capsys.readouterr().err == told

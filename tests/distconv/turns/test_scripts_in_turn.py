@@ -56,7 +56,7 @@ sys.exit(3)
 def test_a_script_in_turn_prints_what_it_prints_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
-    turned = run_python("-m", "distconv", "run", "--parts", "height=4", path, "-x")
+    turned = run_python("-m", "distconv", "run", "--parts", "height=4", "--summary", path, "-x")
     with mock.patch.object(sys, "argv", [str(path), "-x"]), pytest.raises(SystemExit):
         torch.set_default_dtype(torch.float32)
         runpy.run_path(str(path), run_name="__main__")
