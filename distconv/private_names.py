@@ -26,7 +26,7 @@ LOADING = "a DataLoader on ranks"
 NEW_TENSORS = "new tensors that lie as what is written to them"
 PRINTED = "the text of a distributed tensor as wide as torch's"
 READING = "--shard-data"
-RESHAPED = "another shape or dtype of a sharded parameter"
+RESHAPED = "parameters in shards, and other shapes of them"
 SCRIPTED = "torch.jit.script of functions that make tensors"
 SHUTDOWN = "distconv.shutdown"
 STRANGERS = "a program's own DTensors beside a distributed model"
@@ -50,7 +50,6 @@ NAMES = (
     Name("torch.Tensor._version", "whether a tensor was changed in place since"),
     Name("torch._C.DisableTorchFunctionSubclass", "a subclass of tensors as the plain tensor that it holds"),
     Name("torch._C.DispatchKey", "the keys at which a rule stands"),
-    Name("torch._C.DispatchKeySet.from_raw_repr", "the keys with which torch goes on beneath a rule"),
     Name("torch._C._AutoDispatchBelowAutograd", "products and compiled graphs are computed beneath autograd"),
     Name("torch._C._DisableTorchDispatch", "what the check of a model reads is none of its operators"),
     Name("torch._C._are_functorch_transforms_active", "not within torch.func, which activations cannot pass"),
@@ -61,7 +60,6 @@ NAMES = (
     Name("torch._C._dispatch_get_registrations_for_dispatch_key", "which operators are made of others"),
     Name("torch._C._jit_get_all_schemas", "which operators there are"),
     Name("torch._C._select_conv_backend", "which kernel torch would take for a convolution"),
-    Name("torch._C._storage_Use_Count", "whether others have the memory that a parameter in shards had before"),
     Name("torch._ops.OpOverload._schema", "an operator's name and arguments"),
     Name("torch.autograd.Function._backward_cls", "which function a node of autograd's graph belongs to"),
     Name("torch.autograd.grad_mode._unsafe_preserve_version_counter", "running statistics that were read may change"),
@@ -123,7 +121,7 @@ NAMES = (
         Name("torch.nn.Module._compiled_call_impl", "whether a module is compiled"),
     ),
     *needed_by(
-        (COMPILED, FOLLOWED, IN_TURN),
+        (COMPILED, FOLLOWED, IN_TURN, RESHAPED),
         Name("torch.UntypedStorage._cdata", "whether two tensors share their memory"),
         Name("torch._subclasses.fake_tensor.FakeTensor", _FAKE),
     ),
@@ -196,6 +194,7 @@ NAMES = (
     ),
     *needed_by(
         (RESHAPED,),
+        Name("torch._C._storage_Use_Count", "whether others have the memory that a parameter in shards had before"),
         Name("torch.Tensor._post_accumulate_grad_hooks", "hooks of a parameter go with its shards"),
         Name("torch._C._swap_tensor_impl", "a parameter takes another shape or dtype, and stays the same object"),
     ),

@@ -25,6 +25,7 @@ from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
 from distconv.model.replacement import HOOKS, hand_on, sharded, swapped
+from distconv.private_names import RESHAPED, require
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
@@ -104,6 +105,7 @@ def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
 
 
 def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> nn.Parameter:
+    require(RESHAPED)
     new = nn.Parameter(sharded(parameter, mesh, layout), requires_grad=parameter.requires_grad)
     if parameter.grad is not None:
         new.grad = sharded(parameter.grad, mesh, layout)

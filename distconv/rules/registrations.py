@@ -133,13 +133,14 @@ def _as_before(name: str, key: str) -> Callable[..., Any]:
     own, others = getattr(torch._C.DispatchKey, key), torch._C.DispatchKey.AutogradOther
     redispatch = operator(name.removeprefix("aten::")).redispatch
 
-    @functools.lru_cache(maxsize=64)
-    def elsewhere(numbered: int) -> Any:
-        keyset = torch._C.DispatchKeySet.from_raw_repr(numbered)
-        return None if keyset.has(torch._C.DispatchKey.Python) else keyset.remove(own).add(others)
+    elsewhere: dict[int, Any] = {}
+    python = torch._C.DispatchKey.Python
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = elsewhere(keyset.raw_repr())
+        number = keyset.raw_repr()
+        if number not in elsewhere:
+            elsewhere[number] = None if keyset.has(python) else keyset.remove(own).add(others)
+        keys = elsewhere[number]
         # Of a subclass, or beneath a mode, Python computes; torch's dispatcher for graphs would call itself for ever.
         return kernel.call_boxed(keyset, *args, **kwargs) if keys is None else redispatch(keys, *args, **kwargs)
 
