@@ -149,6 +149,7 @@ NAMES = (
         (IN_TURN,),
         Name("torch._C.DisableTorchFunction", "what parts exchange is none of what they see of a program"),
         Name("torch._C._autograd._unsafe_set_version_counter", "each part counts its own changes of a parameter"),
+        Name("torch._C._cuda_clearCublasWorkspaces", "parts in turn share one workspace of cuBLAS", cuda=True),
         Name("torch._C._distributed_c10d._register_process_group", _PARTS),
         Name("torch._C._distributed_c10d._resolve_process_group", _PARTS),
         Name("torch.distributed.device_mesh.DeviceMesh._thread_id", _PARTS),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -133,14 +132,9 @@ class ParameterValues:
     def _state(self) -> dict[int, tuple[int, bytes]]:
         """Of each parameter how often it was changed, and some of its elements."""
         with _stock():
-            samples = [_sampled(x) for x in self._data.values()]
-            together = torch.cat([each.cpu() for each in samples]).numpy().tobytes() if samples else b""
-            ends = itertools.accumulate(each.numel() for each in samples)
+            samples = samples_of(self._data.values())
             counts = [0 if x.is_inference() else x._version for x in self._parameters.values()]
-        return {
-            key: (count, together[end - each.numel() : end])
-            for key, count, each, end in zip(self._parameters, counts, samples, ends, strict=True)
-        }
+        return dict(zip(self._parameters, zip(counts, samples, strict=True), strict=True))
 
     def unseen(self) -> str | None:
         """The name of a parameter that was changed without being seen; None where there is none."""
@@ -171,14 +165,36 @@ def _key(x: Tensor) -> int:
             return -1
 
 
+def samples_of(tensors: Iterable[Tensor]) -> list[bytes]:
+    """Of each tensor the bytes of some elements, from all over it; all at once, as each read waits for a GPU."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    numbers = 0
+    for numbers, x in enumerate(tensors, 1):
+        found = _sampled(x)
+        kinds.setdefault((found.device, found.dtype), []).append((numbers - 1, found))
+    result = [b""] * numbers
+    for (_, dtype), of_kind in kinds.items():
+        together = torch.cat([x for _, x in of_kind]).cpu().numpy().tobytes()
+        at = 0
+        for number, x in of_kind:
+            end = at + x.numel() * dtype.itemsize
+            result[number], at = together[at:end], end
+    return result
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types by their bytes, as which elements of any type are read."""
+
+
 def _sampled(x: Tensor) -> Tensor:
-    """The bytes of some elements, from all over a tensor."""
+    """Some elements, as integers."""
     step = max(x.numel() // SAMPLE, 1)
     if x.numel() * x.element_size() <= x.untyped_storage().nbytes() - x.storage_offset() * x.element_size():
         found = x.as_strided((min(x.numel(), SAMPLE),), (step,))
     else:  # elements that share memory
         found = x.reshape(-1)[::step][:SAMPLE]
-    return found.contiguous().view(torch.uint8)
+    integer = _INTEGERS.get(found.element_size())
+    return found.contiguous().view(torch.uint8) if integer is None else found.view(integer)
 
 
 class _stock:

@@ -21,6 +21,7 @@ from distconv.settings.partition import Partition
 from distconv.settings.parts import numbers, together
 from distconv.tensors.mesh import adopt
 from distconv.tensors.mesh_options import uncompared
+from distconv.turns import workspaces
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
 from distconv.turns.group import Meetings
@@ -75,6 +76,7 @@ class Parts:
         self._baton = self.meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
         self._states: Sequence[State] = ()
         self._work: Callable[[int], Any] = self._enter
+        self._releases = False
         self._results: list[Any] = []
         self._lock = renewed(threading.Lock())
         share_one_arena()
@@ -100,6 +102,7 @@ class Parts:
             know_groups(self._members)
             self._work, self._states, self._results = within, states, [None] * self.count
             self._heap.begin()
+            self._releases = workspaces.may_be_released(self.device_type)
             try:
                 self._baton.run()
                 return self._results
@@ -149,6 +152,8 @@ class Parts:
         for state in reversed(self._states):
             state.leave(number)
         self._heap.tidy()
+        if self._releases:
+            workspaces.release()
 
 
 _parts: dict[tuple[object, ...], Parts] = {}

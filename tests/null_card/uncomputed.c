@@ -33,11 +33,12 @@ static int made(const char *name, void **object_at)
 #define ACCEPTED(name) API int name(void) { return accepted(#name); }
 #define LAUNCHED(name) API int name(void) { return launched(#name); }
 
-MADE(cublasCreate_v2)
+/* Torch keeps a workspace for each handle of cuBLAS and stream, and takes a handle for each thread. */
+API int cublasCreate_v2(void **at) { *at = malloc(1); return accepted("cublasCreate_v2"); }
+API int cublasDestroy_v2(void *handle) { free(handle); return accepted("cublasDestroy_v2"); }
 MADE(cublasLtMatmulDescCreate)
 MADE(cublasLtMatmulPreferenceCreate)
 MADE(cublasLtMatrixLayoutCreate)
-ACCEPTED(cublasDestroy_v2)
 ACCEPTED(cublasSetStream_v2)
 ACCEPTED(cublasSetWorkspace_v2)
 ACCEPTED(cublasSetMathMode)
