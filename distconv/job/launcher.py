@@ -104,19 +104,9 @@ def divides_locally() -> bool:
     return any(os.environ.get(SETTINGS[name].variable) for name in names)
 
 
-def choose_backend(job: Job, place: Place) -> str:
-    """The backend asked for; else mpi under mpiexec, nccl where every rank has a GPU, gloo elsewhere."""
-    if job.backend is not None:
-        return job.backend
-    if place.mpi:
-        return "mpi"
-    import torch
-    import torch.distributed as dist
-
-    ranks = place.size if job.partition is None else job.partition.ranks
-    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() >= (ranks or 1):
-        return "nccl"
-    return "gloo"
+def choose_backend(job: Job, place: Place) -> str | None:
+    """The backend asked for; else mpi under mpiexec. None: the ranks choose it when they have met."""
+    return job.backend or ("mpi" if place.mpi else None)
 
 
 def start(job: Job, command: list[str]) -> int:

@@ -29,6 +29,7 @@ from distconv.model.choosing import NothingChosen, Question, ask, environment_of
 from distconv.model.parallelize import distributed_script
 from distconv.model.strategy import Strategy
 from distconv.place import Place
+from distconv.place.backends import agreed_backend
 from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn
@@ -58,7 +59,7 @@ def run(job: Job, place: Place, watcher: Watcher) -> int:
     return ending.code
 
 
-def _join(backend: str, place: Place, watcher: Watcher) -> Store:
+def _join(backend: str | None, place: Place, watcher: Watcher) -> Store:
     """Initialises torch.distributed; the ranks' store."""
     if torch.cuda.is_available():
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
@@ -69,7 +70,9 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
         except ImportError as error:
             raise BadInput(str(error)) from None
         port = watcher.store_port() if place.rank == 0 else None
-        store: Store = mpi.init_process_group(backend=mpi.BACKEND if backend == "mpi" else backend, store_port=port)
+        store: Store = mpi.init_process_group(
+            backend=mpi.BACKEND if backend in (None, "mpi") else backend, store_port=port
+        )
         if isinstance(store, TCPStore):
             watcher.joined(store.host, store.port, dist.get_world_size())
             ask_for_ended(Notices(store, dist.get_world_size()).endings)
@@ -77,7 +80,7 @@ def _join(backend: str, place: Place, watcher: Watcher) -> Store:
     shared, rank, size = next(rendezvous("env://"))
     # When torchrun starts the ranks anew, the addresses of those that have gone are still in its store.
     store = PrefixStore(prefix("attempt"), shared)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend or agreed_backend(store, rank, size), store=store, rank=rank, world_size=size)
     watcher.joined(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size)
     return store
 

@@ -26,6 +26,7 @@ from distconv.model.parameters import partition_of
 from distconv.model.shard_gather import gather as gather
 from distconv.model.shutdown import shutdown as shutdown
 from distconv.place import find_place
+from distconv.place.backends import agreed_backend
 from distconv.reading.opening import open as open
 from distconv.rules.installation import install_rules
 from distconv.rules.values.texts import described
@@ -49,9 +50,9 @@ def init(
     """Makes the mesh of a partition, over all ranks or over some. Every rank of the job must call it.
 
     Uses the default process group where there is one. Else it starts one: over the backend of `DISTCONV_BACKEND`
-    (default: gloo, nccl for GPUs), with the ranks of torchrun's environment, or with this process alone. It may be
-    called again for another partition. On GPUs the current device becomes the one of the rank's local number: call
-    `init` before tensors go to "cuda".
+    (default: nccl where every rank has a GPU of its own, else gloo), with the ranks of torchrun's environment, or with
+    this process alone. It may be called again for another partition. On GPUs the current device becomes the one of the
+    rank's local number: call `init` before tensors go to "cuda".
 
     Args:
         partition: mesh axes and the ranks along each, such as `"sample=2,height=2"`; or a mesh whose axes have these
@@ -169,12 +170,12 @@ def _take_gpu() -> None:
 
 
 def _init_process_group(device: str) -> None:
-    backend = settings.value("backend") or ("nccl" if device == "cuda" else "gloo")
+    backend = settings.value("backend") or ("gloo" if device == "cpu" else None)
     if backend == "mpi":
         from distconv.mpi import init_process_group
 
         init_process_group()
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        return
+    met = dist.rendezvous("env://") if "RANK" in os.environ else iter([(dist.HashStore(), 0, 1)])  # type: ignore[attr-defined]
+    store, rank, size = next(met)
+    dist.init_process_group(backend or agreed_backend(store, rank, size), store=store, rank=rank, world_size=size)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,3 +135,21 @@ def collectives(device_type: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_on_tensors_of_the_device(ranks: Callable[[int], Ranks], size: int, device: torch.device) -> None:
     ranks(size).run(collectives, device.type)
+
+
+PROGRAM = """
+import distconv, torch
+mesh = distconv.init("height=2")
+model = distconv.parallelize(torch.nn.Conv2d(2, 2, 3, padding=1).cuda(), mesh)
+y = model(torch.ones(1, 2, 8, 8, device="cuda"))
+print(torch.distributed.get_backend(), tuple(y.shape))
+"""
+
+
+def test_a_program_of_torchrun_shares_a_gpu(device: torch.device, tmp_path: Path) -> None:
+    """NCCL would refuse it."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == 2 * ["gloo (1, 2, 8, 8)"], done.stderr
