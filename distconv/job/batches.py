@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.agreement.disagreement import Disagreement
 from distconv.reading.fault import ReadError
 from distconv.settings import value
+from distconv.tensors.process_groups import new_group
 from distconv.transfer.gathering import all_gather
 
 BATCH, END, FAULT = range(3)
@@ -50,7 +51,7 @@ class Agreement:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._ranks = mesh.mesh.flatten().tolist()
         host = "gloo" if dist.get_backend() == "nccl" else None
-        self._group = dist.new_group(self._ranks, backend=host) if len(self._ranks) > 1 else None
+        self._group = new_group(self._ranks, backend=host) if len(self._ranks) > 1 else None
 
     def __call__(self, batch: Batch) -> bool:
         """Whether any rank's batch is open. Collective. ReadError or Disagreement, the same line on every rank, where

@@ -23,6 +23,7 @@ from distconv.private_names import LOADING, READING, lacks, refused, require
 from distconv.reading.fetching import fetched_by
 from distconv.settings import StoreOption
 from distconv.settings.partition import shards_data
+from distconv.tensors.process_groups import new_group
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import tell
 
@@ -132,7 +133,7 @@ class _SameDraws:
         # A group of its own: a script may prefetch in another thread, where the order among other collectives is open.
         # The states stay on the host, so that no rank waits for its GPU; NCCL has no collectives there.
         host = "gloo" if dist.get_backend() == "nccl" else None
-        self.group = dist.new_group(ranks, backend=host) if len(ranks) > 1 else None
+        self.group = new_group(ranks, backend=host) if len(ranks) > 1 else None
         # Such a thread begins with the machine's first GPU as its current one, whichever is this rank's.
         on_gpu = mesh.device_type == "cuda" and torch.cuda.is_available()
         self._gpu = torch.cuda.current_device() if on_gpu else None

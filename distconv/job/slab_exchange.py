@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.tensors.process_groups import new_group
 from distconv.transfer.all_to_all import AllToAll
 
 _T = TypeVar("_T")
@@ -34,7 +35,7 @@ class SlabExchange:
         self.size = len(lines[0])
         host = "gloo" if dist.get_backend() == "nccl" else None
         for line in lines if self.size > 1 else ():
-            group = dist.new_group(list(line), backend=host)
+            group = new_group(line, backend=host)
             if dist.get_rank() in line:
                 self._group = group
 

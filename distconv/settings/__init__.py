@@ -105,8 +105,8 @@ SETTINGS = {
         "DISTCONV_BACKEND",
         lambda: None,
         ", ".join(BACKENDS),
-        "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU, gloo "
-        "elsewhere",
+        "what carries the messages between ranks; default: mpi under mpiexec, nccl where every rank has a GPU of its "
+        "own, gloo elsewhere",
         one_of(*BACKENDS),
         "|".join(BACKENDS),
     ),
@@ -146,6 +146,15 @@ SETTINGS = {
         "of at most so many rows a side (chain): fewer messages, but rows that several ranks compute",
         _parse_halo,
         "layer|chain[=ROWS]",
+    ),
+    "halo_priority": Setting(
+        "DISTCONV_HALO_PRIORITY",
+        lambda: "high",
+        "high, normal",
+        "over NCCL: whether halos travel in a stream of high priority, so that no other kernel delays them, in a "
+        "communicator of their own (high: the default), or in that of all messages along an axis (normal)",
+        one_of("high", "normal"),
+        "high|normal",
     ),
     "lost_after": Setting(
         "DISTCONV_LOST_AFTER",

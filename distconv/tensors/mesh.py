@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.partition import AXES, Partition, shards_channels
+from distconv.tensors.process_groups import new_group
 
 _groups: dict[DeviceMesh, dist.ProcessGroup | None] = {}
 """Our meshes, and for each one group of all its ranks."""
@@ -77,7 +78,7 @@ def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
         return dist.group.WORLD
     if mesh.ndim == 1:
         return mesh.get_group(0) if mesh.get_coordinate() is not None else None
-    return dist.new_group(ranks, use_local_synchronization=local)
+    return new_group(ranks, by_members=local)
 
 
 def adopt(mesh: DeviceMesh) -> DeviceMesh:

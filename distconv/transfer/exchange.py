@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.tensors.memory_format import memory_format
 from distconv.transfer.all_to_all import AllToAll
-from distconv.transfer.group import joint_group, joint_order
+from distconv.transfer.group import joint_order, urgent_group
 from distconv.transfer.needs import FILL, OWN, ExchangePlan, Need, Segment, Stretch, make_exchange_plan
 from distconv.transfer.picture import picture
 from distconv.transfer.route import Route, part, per_peer, unpacked
@@ -230,11 +230,11 @@ def exchange(
     """
     axes = (axes,) if isinstance(axes, int) else axes
     if len(axes) == 1:
-        group, rank = mesh.get_group(axes[0]), mesh.get_local_rank(axes[0])
+        group, rank = urgent_group(mesh, axes), mesh.get_local_rank(axes[0])
     elif not axes:
         group, rank = None, 0
     else:
-        group, (order, rank) = joint_group(mesh, axes), joint_order(mesh, axes)
+        group, (order, rank) = urgent_group(mesh, axes), joint_order(mesh, axes)
         owned, needs = tuple(owned[at] for at in order), tuple(needs[at] for at in order)
     return Exchange(make_exchange_plan(owned, needs, rank), dim, group, owned, needs)
 

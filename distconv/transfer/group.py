@@ -7,7 +7,9 @@ import math
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv import settings
 from distconv.tensors.mesh import whole_group
+from distconv.tensors.process_groups import new_group
 from distconv.transfer.tracing import planned
 
 
@@ -21,7 +23,20 @@ def joint_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | 
         return whole_group(mesh)
     if len(axes) == 1:
         return mesh.get_group(axes[0])
-    return dist.new_group(_members(mesh, axes), use_local_synchronization=True)
+    return new_group(_members(mesh, axes), by_members=True)
+
+
+@planned(None)
+def urgent_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+    """The same ranks, for what the next layer waits for: over NCCL a group of its own, whose stream goes before others.
+
+    Else a large convolution that does not need a halo could delay it. The first call makes the group, as above.
+    """
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else joint_group(mesh, axes)
+    is_gpu = mesh.device_type == "cuda" and dist.get_world_size(group) > 1
+    if not is_gpu or settings.value("halo_priority") == "normal" or "cuda:nccl" not in dist.get_backend_config(group):
+        return group
+    return new_group(_members(mesh, axes), by_members=True, urgent=True)
 
 
 @planned(1024)

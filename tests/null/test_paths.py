@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks, missing_for_mpi
 from torch import nn
 
 import distconv
+from distconv import settings
 from distconv.agreement.disagreement import Disagreement
 from distconv.model.parallelize import distributed_script
+from distconv.transfer.group import urgent_group
 from distconv.turns import pager
 
 
@@ -59,6 +63,28 @@ def test_what_ranks_disagree_about_is_told(ranks: Callable[..., Any]) -> None:
 
 
 READ = "a stream reads what another one may not have written yet"
+
+
+def priorities(folder: str) -> dict[str, list[bool]]:
+    """Whether halos and other messages of ranks over NCCL, none of which is sent, have a stream of high priority."""
+    rank, found = dist.get_rank(), {}
+    for setting, partition in (("normal", "height=2"), ("high", "width=2")):
+        dist.destroy_process_group()
+        dist.init_process_group("nccl", init_method=f"file://{folder}/{setting}", rank=rank, world_size=2)
+        mesh = distconv.init(partition, device_type="cuda")
+        with settings.options({"halo_priority": setting}):
+            groups = urgent_group(mesh, (0,)), mesh.get_group(0)
+        backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups if group is not None]
+        found[setting] = [backend.options.is_high_priority_stream for backend in backends]
+    return found
+
+
+def test_halos_have_a_stream_of_high_priority(card: Any, tmp_path: Path) -> None:
+    pool = Ranks(2, "gloo")
+    try:
+        assert pool.run(priorities, str(tmp_path)) == 2 * [{"normal": [False, False], "high": [True, False]}]
+    finally:
+        pool.close()
 
 
 def planted() -> list[str]:
