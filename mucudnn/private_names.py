@@ -81,6 +81,7 @@ NAMES = (
         Name("torch._C._get_cudnn_deterministic", _SETTING),
         Name("torch._C._get_cudnn_enabled", _SETTING),
         Name("torch._C._get_deterministic_algorithms", _SETTING),
+        Name("torch.cuda._sleep", "a GPU is busy when a time begins", cuda=True),
     ),
     *needed_by((STEPS,), Name("torch._C._autograd._profiler_enabled", "no step is recorded beside another profile")),
     *needed_by((ONEDNN,), Name("torch._mkldnn", "the layout of oneDNN's tensors")),

@@ -64,6 +64,7 @@ def _doctor_tables(found: dict[str, Any]) -> list[Table]:
         ("precision", found["precision"]),
         ("algorithms", ", ".join(found["algorithms"])),
         ("cuDNN", "\n".join(_cudnn_lines(found["cudnn"]))),
+        ("outside torch's\nallocator", "\n".join(f"{gpu}: {format_bytes(n)}" for gpu, n in found["outside"].items())),
         ("database", f"{database['path']}{'' if database['kept'] else ' (not kept: in memory)'}"),
         ("", f"{database['launches']} launches of {database['convolutions']} convolutions"),
         ("wrong results", "\n".join(found["wrong"]) or "none known"),

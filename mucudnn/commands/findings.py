@@ -38,6 +38,7 @@ def examine(settings: Settings, store: Store) -> dict[str, Any]:
         "precision": environment.precision,
         "algorithms": list(Planner(settings, store).offers.providers(_SMALL)),
         "cudnn": state.found(_SMALL, providers_on),
+        "outside": _outside(),
         "database": {
             "path": store.path,
             "kept": store.persistent,
@@ -93,6 +94,16 @@ def check_shim() -> str:
 _SMALL = ConvProblem.of_convolution(
     Direction.FORWARD, (2, 4, 12, 12), (4, 4, 3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1)
 )
+
+
+def _outside() -> dict[str, int]:
+    """Bytes of each GPU that are in use outside torch's allocator, once cuDNN is loaded."""
+    try:
+        return {
+            f"{number}: {device_of(place).name}": device_of(place).outside() for number, place in enumerate(Gpu.all())
+        }
+    except RuntimeError:
+        return {}
 
 
 def _accelerators() -> list[str]:

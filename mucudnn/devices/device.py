@@ -134,6 +134,13 @@ class Device(ABC):
     def held(self) -> int:
         """Bytes that the program holds now."""
 
+    def outside(self) -> int:
+        """Bytes in use there that torch's allocator has not reserved, by whomever: 0 where there is no such allocator.
+
+        On a GPU these are CUDA's own, the code of kernels, what libraries take for themselves, and other processes.
+        """
+        return 0
+
     @abstractmethod
     def finish(self) -> None:
         """Waits until all work that was enqueued is done."""

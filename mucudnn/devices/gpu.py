@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -32,10 +33,30 @@ LONG = 0.01
 """Where a call takes more seconds, the time until the GPU begins with it does not count."""
 
 
+AWAKE = 0.05
+"""Seconds in which a GPU is busy before anything is timed on it: an idle one has a clock of a fifth of its highest."""
+
+AHEAD = 100_000
+"""Cycles of a GPU, 50 microseconds, in which the host gets ahead of it by a call."""
+
+_awake: set[torch.device] = set()
+"""The GPUs on which this process has timed something."""
+
+
+def _awaken(place: torch.device) -> None:
+    """Keeps the current GPU, which is at a place, busy until its clock has risen; once in a process."""
+    if place not in _awake:
+        _awake.add(place)
+        until = time.perf_counter() + AWAKE
+        while time.perf_counter() < until:
+            torch.cuda._sleep(10 * AHEAD)
+            torch.cuda.current_stream().synchronize()
+
+
 class GpuClock:
     """For work that a call enqueues on the current stream, by CUDA events; short work is called several times.
 
-    One more call goes before the first event: while the GPU is busy with it the host gets ahead, as in a program.
+    The GPU is busy when a time begins, so that the host gets ahead of it, as in a program.
     """
 
     repetitions = 3
@@ -45,21 +66,22 @@ class GpuClock:
 
     def first(self, work: Work) -> float:
         with torch.cuda.device(self._place):
+            _awaken(self._place)
             work()
-            torch.cuda.current_stream().synchronize()
             return self._elapsed(work, 1)
 
     def seconds(self, work: Work, expected: float | None = None) -> float:
         with torch.cuda.device(self._place):
+            _awaken(self._place)
             once = self._elapsed(work, 1) if expected is None else expected
             if once > LONG:
                 return once if expected is None else self._elapsed(work, 1)
             calls = min(MOST_CALLS, math.ceil(LEAST_BATCH / max(once, 1e-9)))
-            work()
             return self._elapsed(work, calls) / calls
 
     def _elapsed(self, work: Work, calls: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD * calls)
         start.record()
         for _ in range(calls):
             work()
@@ -165,6 +187,10 @@ class Gpu(Device):
 
     def stopwatch(self) -> GpuStopwatch:
         return GpuStopwatch(self.place)
+
+    def outside(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.place)
+        return total - free - torch.cuda.memory_reserved(self.place)
 
     def held(self) -> int:
         """Bytes of torch's tensors on it."""

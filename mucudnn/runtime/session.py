@@ -29,6 +29,7 @@ from mucudnn.runtime.local_work import Decision, LocalOrShared
 from mucudnn.runtime.shared_total import SharedTotal, Workspace
 from mucudnn.runtime.step_budget import Allowance, StepBudget
 from mucudnn.settings import Settings
+from mucudnn.sizes import format_bytes
 from mucudnn.timing.board import Board
 from mucudnn.timing.store import Store
 
@@ -38,6 +39,9 @@ Within = Callable[[Call, int], FixedLimit | Live | None]
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
 has the decisions that were made first made anew, from the database, where it comes back to their shapes."""
+
+_WORTH_TELLING = 1 << 20
+"""Bytes outside torch's allocator."""
 
 _HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 """What torch says when the host's memory is used up; it has a type of error for that on a GPU only."""
@@ -62,6 +66,8 @@ class Session:
         self.store = Store(settings.database)
         self._board = board
         self._planners: dict[torch.device, Planner | None] = {}
+        self._outside: dict[torch.device, int] = {}
+        """Bytes of each GPU outside torch's allocator before anything was planned for it."""
         self._planning = renewed(threading.RLock())
         self._lock = renewed(threading.Lock())
         # Also those for torch's own kernel, in the order of the first calls.
@@ -124,7 +130,17 @@ class Session:
     def outcome(self) -> Outcome:
         """All of it, as `run --report` writes it."""
         met = self.decisions if self._live is None else self._live.met(list(self.decisions))
-        return Outcome(self.records(), self.timeline(), self.notices, len(met))
+        return Outcome(self.records(), self.timeline(), [*self.notices, *self._taken_outside()], len(met))
+
+    def _taken_outside(self) -> list[str]:
+        """What planning and the algorithms have taken of GPUs outside torch's allocator, a sentence each."""
+        taken = {device: device_of(device).outside() - before for device, before in self._outside.items()}
+        return [
+            f"since the first plan {format_bytes(count)} more of {device_of(device).name} are in use outside torch's"
+            " allocator: code of kernels, what cuDNN keeps, and other processes"
+            for device, count in taken.items()
+            if count >= _WORTH_TELLING
+        ]
 
     def close(self) -> None:
         """Closes the database, and ends a recording that is going on."""
@@ -231,6 +247,7 @@ class Session:
         with self._lock:
             if device not in self._planners:
                 self._planners[device] = None
+                self._outside[device] = device_of(device).outside()
                 try:
                     self._planners[device] = Planner(
                         self.settings, self.store, None, device, self._board, self._experience

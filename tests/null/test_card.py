@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+
+import mucudnn
 
 Tensor = torch.Tensor
 
@@ -73,6 +76,18 @@ def test_memory_is_that_of_the_card(card: Any) -> None:
     before = torch.cuda.memory_allocated()
     held = torch.empty(2**20, device="cuda")
     assert torch.cuda.memory_allocated() - before == held.nbytes
+
+
+def test_memory_outside_torchs_allocator_is_told(card: Any) -> None:
+    layer, x, taken = nn.Conv2d(2, 3, 3).cuda(), torch.randn(2, 2, 8, 8, device="cuda"), ctypes.c_void_p()
+    with mucudnn.patched(workspace_limit="4MiB", database=":memory:", progress="off", check="off") as session:
+        layer(x)
+        before = session.outcome().notices
+        card.library().cudaMalloc(ctypes.byref(taken), ctypes.c_size_t(640 * 2**20))
+        (told,) = session.outcome().notices
+    card.library().cudaFree(taken)
+    assert not before
+    assert told.startswith("since the first plan 640") and "outside torch's allocator" in told
 
 
 def test_a_graph_computes_when_it_is_replayed(card: Any) -> None:
