@@ -14,7 +14,9 @@ import threading
 
 import torch
 
-_WAITS = {each.__file__ for each in (concurrent.futures.thread, multiprocessing.connection, queue, selectors, threading)}
+_WAITS = {
+    each.__file__ for each in (concurrent.futures.thread, multiprocessing.connection, queue, selectors, threading)
+}
 """The files in which threads wait for each other, and compute nothing."""
 
 
