@@ -1,8 +1,9 @@
 """The check around a model's call: its parameters and buffers have changed only by what its layers have computed with.
 
 `distconv.model.direct.parameters` sees whatever changes a parameter by torch's functions. What it cannot see, such as a
-parameter put straight into a module's dict of parameters, would leave gradients that are not summed over the ranks, and
-what is written to its memory past torch would be lost where a rank computes with a copy.
+parameter put straight into a module's dict of parameters, would leave gradients that are not summed over the ranks.
+What is written to its memory past torch counts where ranks compute with that memory; in shards or copies it would be
+lost.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class _Kept:
     def __init__(self) -> None:
         self._turns: list[_Turn] = []
         self._next = 0
-        self.late: Callable[[], None] | None = None
+        self.late: Callable[[], bool] | None = None
         """Compares what a device has read in the call before."""
 
     def turn(self, modules: Sequence[nn.Module]) -> _Turn:
@@ -129,8 +130,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         return
     kept = _kept.setdefault(model, _Kept())
     late, kept.late = kept.late, None
-    if late is not None:
-        late()
+    has_unseen = late is not None and late()
     turn = kept.turn(modules)
     samples = turn.samples
     with torch._C.DisableTorchFunctionSubclass():
@@ -149,11 +149,12 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
             samples.of(now.here, now.ids, now.pointers)
             after = samples.read()
             find = functools.partial(_changed, texts, samples.texts(after))
-        compare = functools.partial(_refuse_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find)
+        compare = functools.partial(_find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find)
         if torch.is_grad_enabled() and any(each.is_cuda for each in after):
-            kept.late = compare
+            used_themselves = {at for at in range(len(now.ids)) if _is_used_itself(now, uses, at)}
+            kept.late = functools.partial(compare, used_themselves.__contains__)
         else:
-            compare()
+            has_unseen |= compare(functools.partial(_is_used_itself, now, uses))
         for parameter, copy, was in uses.copies:
             if checksum(copy) != was:
                 name = next((name for name, x in model.named_parameters() if x is parameter), "")
@@ -163,7 +164,11 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         noted = ledger(mesh)
         if noted is None:
             return
-        if uses.given_out or (now.ids, now.pointers, now.versions) != (before.ids, before.pointers, before.versions):
+        if (
+            has_unseen
+            or uses.given_out
+            or (now.ids, now.pointers, now.versions) != (before.ids, before.pointers, before.versions)
+        ):
             own_statistics = batch_norm_statistics.get(mesh) == "local"
             of = now.ids, now.pointers, own_statistics
             if turn.sites[0] != of:
@@ -189,15 +194,34 @@ def _changed(before: dict[Key, bytes], after: dict[Key, bytes]) -> list[Key]:
     return [key for key, text in after.items() if before.get(key, text) != text]
 
 
-def _refuse_unseen(model: Any, before: _State, now: _State, seen: set[int], find: Callable[[], list[Key]]) -> None:
-    """Refuses what was changed, is none of ``seen``, and was not counted as changed by torch."""
+def _is_used_itself(now: _State, uses: Uses, at: int) -> bool:
+    """Whether a parameter or buffer is whole here, and its own memory is what functions have read."""
+    return now.ids[at] == id(now.here[at]) and not uses.has_copies(now.here[at])
+
+
+def _find_unseen(
+    model: Any,
+    before: _State,
+    now: _State,
+    seen: set[int],
+    find: Callable[[], list[Key]],
+    is_used_itself: Callable[[int], bool],
+) -> bool:
+    """Whether any was changed, is none of ``seen``, and was not counted as changed by torch.
+
+    Refuses that of one that is not used itself.
+    """
     changed = find()
     earlier = dict(zip(before.ids, before.versions, strict=True)) if changed else {}
+    found = False
     for own, _ in changed:
         at = now.ids.index(own)
         if earlier.get(own) == now.versions[at] >= 0 and own not in seen and now.places[at][2] not in _UNCOUNTED:
-            kind, path = _named(model(), now.places[at])
-            raise _refused(kind, path, model(), "was written to, by no function of torch on it,")
+            if not is_used_itself(at):
+                kind, path = _named(model(), now.places[at])
+                raise _refused(kind, path, model(), "was written to, by no function of torch on it,")
+            found = True
+    return found
 
 
 def _named(model: nn.Module, place: Place) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from distconv.model.direct.where import where
 from distconv.model.gradients import Bucket, BucketPlan, bucket_plans, kinds, new_bucket_plans
 from distconv.model.homes import held, home
 from distconv.private_names import HOOKED, lacks
-from distconv.rules.operands.derived import rebind
+from distconv.rules.operands.derived import has_copies, rebind
 from distconv.rules.values.numbers import copies
 
 
@@ -111,18 +111,29 @@ class Uses:
             if isinstance(parameter, DTensor) and parameter._local_tensor.untyped_storage()._cdata == memory:
                 self.copies.append((parameter, copy, checksum(copy)))
 
-    def renew(self, parameter: Tensor) -> None:
-        """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
-        key = id(parameter)
-        with torch._C.DisableTorchFunctionSubclass():
-            own, trained = held(parameter), parameter.requires_grad
+    def has_copies(self, x: Tensor) -> bool:
+        """Whether a function has read a copy of a parameter or buffer, and so not what is written to its memory."""
+        return any(map(has_copies, self._aliases(id(x))))
+
+    def _aliases(self, key: int) -> list[Tensor]:
+        """What was made of a parameter so far, all of it in the parameter's memory."""
         source = self._sources.get(key)
         aliases = [] if source is None else [source[0]]
         for found, root in self._before.get(key, ()):
             dtensor = found.dtensor if isinstance(found, Activation) else found
             aliases += [root] if dtensor is None else [root, dtensor._local_tensor]  # type: ignore[attr-defined]
+        return aliases
+
+    def renew(self, parameter: Tensor) -> None:
+        """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""
+        key = id(parameter)
+        with torch._C.DisableTorchFunctionSubclass():
+            own, trained = held(parameter), parameter.requires_grad
+        aliases = self._aliases(key)
         like = aliases[0] if aliases else own
-        if (own.shape, own.dtype, own.device) != (like.shape, like.dtype, like.device) or trained == (source is None):
+        if (own.shape, own.dtype, own.device) != (like.shape, like.dtype, like.device) or (
+            key in self._sources
+        ) != trained:
             self._sources.pop(key, None)
             self._made.pop(key, None)
             self._before.pop(key, None)

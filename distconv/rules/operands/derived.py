@@ -24,10 +24,11 @@ def derivable(parameter: DTensor) -> DTensor:
 
 
 def derived(x: DTensor, local: Tensor) -> Tensor:
-    """Notes a view of x's local tensor, where x is a parameter's DTensor, and returns it."""
+    """Notes a view of x's local tensor, or a copy, where x is a parameter's DTensor, and returns it."""
     views: list[Any] | None = getattr(x._local_tensor, _NAME, None)
     if views is not None:
-        views.append(TensorWeakRef(local))
+        is_view = local.untyped_storage()._cdata == x._local_tensor.untyped_storage()._cdata
+        views.append(TensorWeakRef(local) if is_view else None)
     return local
 
 
@@ -36,6 +37,11 @@ def copied(x: DTensor) -> None:
     views: list[Any] | None = getattr(x._local_tensor, _NAME, None)
     if views is not None:
         views.append(None)
+
+
+def has_copies(local: Tensor) -> bool:
+    """Whether a rule reads a copy of a parameter's local tensor, and so not what is written to its memory."""
+    return None in getattr(local, _NAME, ())
 
 
 def rebind(local: Tensor, other: Tensor) -> None:
