@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from distconv.model.direct.activation import Activation, activation, is_parameter
+from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.paths import path
 from distconv.model.direct.positionwise import computed
 from distconv.model.direct.where import Where
@@ -31,7 +31,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
-    if type(input) is not Activation or input.share is not None or torch.is_autocast_enabled(input.device.type):
+    if type(input) is not Activation or input.share is not None or converts_operands(input.device):
         return NotImplemented
     if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
         return NotImplemented

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.border import apply
 from distconv.model.direct.chains.call import elements, spans_of
 from distconv.model.direct.chains.convolution import chained
@@ -135,7 +136,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             call = plans[key] = _call(x._place, *places, dtypes, arguments)
         if call is None:
             return NotImplemented
-        converts = torch.is_autocast_enabled(own.device.type)
+        converts = converts_operands(own.device)
         if not call.alone and converts:
             return NotImplemented
 

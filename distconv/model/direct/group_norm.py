@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from distconv.model.direct.activation import Activation, activation, is_parameter
+from distconv.model.direct.autocast import converts_operands
 from distconv.model.direct.batch_norm import lie_beside
 from distconv.model.direct.paths import path
 from distconv.model.direct.where import Where
@@ -17,7 +17,7 @@ from distconv.rules.normalization.group import Groups, group_normalized, groups_
 @path(F.group_norm)
 def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Any:
     """Statistics of each sample over groups of channels, and space of all ranks; parameters as modules hold them."""
-    if type(input) is not Activation or input.share is not None or torch.is_autocast_enabled(input.device.type):
+    if type(input) is not Activation or input.share is not None or converts_operands(input.device):
         return NotImplemented
     if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
         return NotImplemented

@@ -64,7 +64,7 @@ BAD = [
     ("--partition height=2 --batch-norm none {hello}", "invalid choice: 'none'"),
     ("--partition channel=2 --channel-algorithm z {hello}", "--channel-algorithm='z': accepted is x, y, w, auto"),
     ("--partition channel=2 --channel-algorithm w {hello}", "accepted with axes channel and filter"),
-    ("--partition height=2 --report {hello}.json {hello}", "--report tells what mucudnn chose: it needs"),
+    ("--partition height=2 --report {hello}.json {hello}", "--report writes what mucudnn chose: it needs"),
     ("--partition height=2", "required"),
     ("{hello}", "no partition"),
 ]
