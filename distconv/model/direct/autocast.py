@@ -6,5 +6,5 @@ import torch
 
 
 def converts_operands(device: torch.device) -> bool:
-    """Whether autocast is on there; never for meta tensors, by which steps are predicted: autocast does not know them."""
+    """Whether autocast is on there; never for meta tensors, by which steps are predicted, as it does not know them."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
