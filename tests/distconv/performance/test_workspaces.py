@@ -82,6 +82,6 @@ def test_a_strategy_with_a_workspace_is_reported_on(tmp_path: Path) -> None:
     script.write_text("")
     strategy = Strategy.parse({"*": "sample=2"})
     job = Job(Partition.parse("sample=2"), str(script), strategy=strategy, report=str(tmp_path / "run.json"))
-    with pytest.raises(BadInput, match="--report tells what mucudnn chose"):
+    with pytest.raises(BadInput, match="--report writes what mucudnn chose"):
         check(job, 2, "gloo")
     check(replace(job, strategy=replace(strategy, workspace_limit=2**20)), 2, "gloo")
