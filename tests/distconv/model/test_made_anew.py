@@ -44,9 +44,10 @@ class Observed(nn.Module):
 
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
-    """With a weight above the size that a rank gathers within a model, and one that is a vector."""
+    """With a weight above the size that a rank gathers within a model, and vectors: one whole, one sharded."""
     layers = nn.Conv2d(3, 128, 3, padding=1), norm(nn.Conv2d(128, 128, 5, padding=2))
-    return nn.Sequential(*layers, parametrizations.weight_norm(nn.BatchNorm2d(128)), nn.Conv2d(128, 1, 1))
+    vectors = parametrizations.weight_norm(nn.BatchNorm2d(128)), weight_norm(nn.GroupNorm(8, 128))
+    return nn.Sequential(*layers, *vectors, nn.Conv2d(128, 1, 1))
 
 
 def lazy() -> nn.Module:
