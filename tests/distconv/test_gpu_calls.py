@@ -115,7 +115,7 @@ def test_over_nccl_random_states_have_a_group_of_the_host(monkeypatch: pytest.Mo
     mesh: Any = SimpleNamespace(mesh=torch.arange(2), mesh_dim_names=("sample",), device_type="cuda")
     with loading(mesh):
         pass
-    assert made == [{"backend": "gloo"}]
+    assert made == [{"backend": "gloo", "use_local_synchronization": False}]
 
 
 def test_random_states_are_those_of_the_ranks_gpu_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

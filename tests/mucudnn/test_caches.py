@@ -30,6 +30,9 @@ BY_FEW = {
     "operations": "types of numbers, and numbers of threads",
     "written": "large and small tensors, and numbers of threads",
     "joint_group": "groups of ranks, each of which torch keeps for good",
+    "urgent_group": "groups of ranks, each of which torch keeps for good",
+    "lacks": "features that need private names of torch",
+    "_was_there": "private names of torch",
 }
 """Functions whose results are all kept, and what there are few of, by which they are kept."""
 
