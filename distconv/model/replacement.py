@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.activation import Activation, as_dtensors
-from distconv.model.direct.parameters import DATA
+from distconv.model.direct.parameters import DATA, InUse
 from distconv.model.direct.paths import running
 from distconv.model.shard_gather import whole
 from distconv.private_names import RESHAPED, require
@@ -86,7 +86,8 @@ def hand_on(late: Tensor, now: DTensor) -> None:
     def add(late: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # of which a replaced parameter is one
             grad, late.grad = late.grad, None
-        assert grad is not None
+        if grad is None:
+            return
         grad = _like(now, grad).to(now.dtype)
         now.grad = grad if now.grad is None else now.grad + grad
 
@@ -114,6 +115,9 @@ def open_replacement() -> None:
         return DATA.__get__(x)
 
     def set_data_of_plain(x: Tensor, value: Tensor) -> None:
+        if isinstance(x, DTensor):  # of which a program asks for torch's own property
+            type(x).data.__set__(x, value)  # type: ignore[attr-defined]
+            return
         if isinstance(value, DTensor) and is_ours(value.device_mesh):
             (value,) = as_dtensors([value])
             value = whole(value) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", value)  # type: ignore[arg-type]
@@ -137,10 +141,20 @@ def open_replacement() -> None:
 def _swapping(stock: Any) -> Any:
     @functools.wraps(stock)
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-        if isinstance(t1, DTensor) and is_ours(t1.device_mesh):
-            replace(t1, t2)
-            t1.requires_grad_(t2.requires_grad)
-        else:
+        if not any(isinstance(x, InUse) or (isinstance(x, DTensor) and is_ours(x.device_mesh)) for x in (t1, t2)):
             stock(t1, t2)
+            return
+        if isinstance(t1, nn.Parameter) and isinstance(t2, nn.Parameter):
+            t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+        was = t1.detach().clone(), t1.requires_grad, t1.grad
+        for x, (value, requires_grad, grad) in ((t1, (t2.detach(), t2.requires_grad, t2.grad)), (t2, was)):
+            x.grad = None
+            x.data = value
+            if x.is_leaf:
+                x.requires_grad_(requires_grad)
+            if isinstance(x, DTensor) and grad is not None:
+                x.grad = _like(x, grad)
+            else:
+                x.grad = whole(grad) if isinstance(grad, DTensor) else grad
 
     return swap_tensors

@@ -158,7 +158,7 @@ def _arriving(source: Tensor, bucket: Bucket, index: int) -> Tensor:
     if torch.is_grad_enabled():
         root = source[...]
     else:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             root = source[...]
     take = functools.partial(bucket.take, index)
     if lacks(HOOKED):

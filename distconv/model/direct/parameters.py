@@ -133,7 +133,7 @@ def in_use(parameters: Iterable[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def _as_ever(values: Sequence[Any]) -> Iterator[None]:
     """A context in which the parameters among some values, and lists of them, have their class without this one."""
-    changed = list(_among(values))
+    changed = list({id(x): x for x in _among(values)}.values())
     for x in changed:
         _leave(x)
     try:

@@ -78,6 +78,30 @@ def other_memory(layer: Any) -> None:
         layer.weight.set_((layer.weight * layer.mask).detach())
 
 
+def swapped(layer: Any) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(layer.weight.detach() * layer.mask))
+    torch.utils.swap_tensors(layer.mean, layer.weight.detach().mean((1, 2, 3)))
+
+
+def exchanged(layer: Any) -> None:
+    if layer.calls == 1:
+        layer.other = nn.Parameter(layer.weight.detach() * layer.mask)
+        torch.utils.swap_tensors(layer.weight, layer.other)
+
+
+def by_itself(layer: Any) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(layer.weight.abs()).copy_(layer.weight)
+        torch.mul(layer.weight, 0.9, out=layer.weight)
+    Tensor.data.__set__(layer.bias, layer.bias.data * 0.5)  # type: ignore[attr-defined]
+
+
+def in_inference_mode(layer: Any) -> None:
+    with torch.inference_mode():
+        layer.weight.mul_(layer.mask)
+    layer.float().double()
+
+
 def items(layer: Any) -> None:
     with torch.no_grad():
         layer.weight[:, 0] = 0.05
@@ -193,7 +217,22 @@ KINDS = {
     each.__name__: each
     for each in (
         *(imul, assigned, renorm, no_grad, copied, replaced, replaced_by_result, by_dict),
-        *(by_reference, detached, other_memory, items, initialised, frozen, hooked, parametrized, pruned, penalized),
+        *(
+            by_reference,
+            detached,
+            other_memory,
+            swapped,
+            exchanged,
+            by_itself,
+            in_inference_mode,
+            items,
+            initialised,
+            frozen,
+            hooked,
+            parametrized,
+            pruned,
+            penalized,
+        ),
         *(standardized, statistic),
     )
 }

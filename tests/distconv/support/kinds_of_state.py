@@ -71,6 +71,18 @@ def _set(self: Layer, x: Tensor) -> None:
         self.bias.set_(self.bias * 0.5)
 
 
+def _swapped(self: Layer, x: Tensor) -> None:
+    torch.utils.swap_tensors(self.weight, nn.Parameter(self.weight.detach() * self.mask))
+
+
+@torch.no_grad()
+def _by_itself(self: Layer, x: Tensor) -> None:
+    self.weight.mul_(self.weight.abs())
+    torch.mul(self.weight, 0.9, out=self.weight)
+    with torch.inference_mode():
+        self.bias.mul_(0.9)
+
+
 def _replaced(self: Layer, x: Tensor) -> None:
     if self.at == 0:
         self.weight = nn.Parameter(self.weight.data * self.mask)
@@ -314,6 +326,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "in place without gradients": layer(_without_gradients),
     "copied": layer(_copied),
     "set": layer(_set),
+    "swapped": layer(_swapped),
+    "by itself": layer(_by_itself),
     "a new parameter": layer(_replaced),
     "a parameter deleted and registered": layer(_registered),
     "latent weights at the parameter": layer(_binarized),
