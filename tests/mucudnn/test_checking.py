@@ -29,7 +29,7 @@ from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import verdict
 from mucudnn.devices import device_of
-from mucudnn.optimizer import Division, Option, Trial
+from mucudnn.optimizer import Division, Option, Trial, exploration, launches
 from mucudnn.planning import trial_runner
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
@@ -206,6 +206,9 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_live(
     target: Role, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = Wrong(monkeypatch, target)
+    # Beside other work a trial may seem too dear, or another algorithm fast enough: here everything is tried.
+    monkeypatch.setattr(exploration, "MOST_CALLS", math.inf)
+    monkeypatch.setattr(launches, "ENOUGH", 0.0)
     path = tmp_path / "times.sqlite"
     with mucudnn.patched(database=path, planning="live"), pytest.warns(RuntimeWarning, match="fft computed"):
         run(40)
