@@ -28,7 +28,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem, Dim, Direction, Role
 from mucudnn.convolution.tile import Part
 from mucudnn.convolution.verdict import verdict
-from mucudnn.devices import device_of
+from mucudnn.devices import device_of, speeds
 from mucudnn.optimizer import Division, Option, Trial, exploration, launches
 from mucudnn.planning import trial_runner
 from mucudnn.planning.plan import Plan
@@ -207,6 +207,8 @@ def test_a_wrong_algorithm_is_never_used_where_plans_are_live(
 ) -> None:
     wrong = Wrong(monkeypatch, target)
     # Beside other work a trial may seem too dear, or another algorithm fast enough: here everything is tried.
+    monkeypatch.setattr(speeds, "operations", lambda *_: math.inf)
+    monkeypatch.setattr(speeds, "written", lambda *_: math.inf)
     monkeypatch.setattr(exploration, "MOST_CALLS", math.inf)
     monkeypatch.setattr(launches, "ENOUGH", 0.0)
     path = tmp_path / "times.sqlite"
