@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
+from distconv.tensors.process_groups import new_group
 from distconv.tensors.refusal import UnsupportedOperation
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
@@ -22,7 +23,7 @@ _ALONE = "{}: the script shards the model itself, in its world of one process, s
 @functools.cache
 def own_group() -> dist.ProcessGroup:
     """The group of this rank alone. Each rank makes its own, and waits for no other."""
-    group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group: Any = new_group([dist.get_rank()], by_members=True)
     return group
 
 

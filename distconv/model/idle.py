@@ -31,8 +31,8 @@ _whole: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def is_whole_as_well(module: nn.Module, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> bool:
     """Whether a call runs whole on every rank, rather than with some ranks idle; the same on all ranks.
 
-    It does where a rank would have all of the input anyway, or twice what it has trained with: no activations are kept,
-    and to compute twice as much takes no longer than to exchange halos.
+    It does where a rank would have all of the input anyway, or at most twice the largest part that it has trained with,
+    which fits, as no activations are kept.
     """
     x = max(inputs, key=lambda each: each.numel(), default=None)
     if x is None or not x.dim() or not x.numel():

@@ -12,7 +12,8 @@ SURE = 2.0
 """Fresh pages may come so many times as fast at another moment: the system gives them."""
 
 ROUNDS = 5
-"""Calls of which the fastest counts: what else runs on the machine makes a bound too low, never too high."""
+"""Calls of which the fastest counts. On a machine that is busy all the while the speed is too low, and so rules out too
+much."""
 
 SIDE = 256
 """Rows and columns of the matrices that are multiplied: 0.3 ms a product where a core does 100 GFLOP/s."""

@@ -17,6 +17,7 @@ from torch.nn import functional
 import mucudnn
 from mucudnn.providers import stock_kernel
 from mucudnn.runtime import shim
+from tests.ticking import ticking
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
@@ -113,26 +114,14 @@ def test_other_threads_run_while_torchs_own_kernel_computes(direction: str, by: 
     forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
     if by == "torch":
         forward, backward = stock_kernel("convolution", "CPU"), stock_kernel("convolution_backward", "CPU")
-    ticks, is_over = 0, threading.Event()
-
-    def tick() -> None:
-        nonlocal ticks
-        while not is_over.wait(1e-3):
-            ticks += 1
-
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    try:
-        with mucudnn.patched(database=":memory:", workspace_limit=0) if by == "shim" else nullcontext():
-            before = ticks
-            if direction == "forward":
-                forward(x, w, None, *geometry)
-            else:
-                backward(dy, x, w, [32], *geometry, [True, True, True])
-            assert ticks - before >= 5
-    finally:
-        is_over.set()
-        ticking.join()
+    around = mucudnn.patched(database=":memory:", workspace_limit=0) if by == "shim" else nullcontext()
+    with ticking() as ticks, around:
+        before = ticks()
+        if direction == "forward":
+            forward(x, w, None, *geometry)
+        else:
+            backward(dy, x, w, [32], *geometry, [True, True, True])
+        assert ticks() - before >= 5
 
 
 def test_limit_zero_leaves_everything_to_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from distconv.rules import registrations as of_rules
 from distconv.rules.registrations import registrations
+from tests.ticking import ticking
 
 
 @pytest.fixture
@@ -28,21 +28,9 @@ def test_other_threads_run_meanwhile(name: str, before_ours: Callable[[str], Any
     call, key = before_ours(f"aten::{name}"), torch._C.DispatchKey
     keyset = torch._C.DispatchKeySet(key.CPU).add(key.AutogradCPU)
     x = torch.randn(1500, 1500, requires_grad=True)
-    ticks, is_over = 0, threading.Event()
-
-    def tick() -> None:
-        nonlocal ticks
-        while not is_over.wait(1e-3):
-            ticks += 1
-
-    ticking = threading.Thread(target=tick)
-    ticking.start()
-    try:
-        begun = ticks
+    with ticking() as ticks:
+        begun = ticks()
         y = call(keyset, x, x)
-        assert ticks - begun >= 5
-    finally:
-        is_over.set()
-        ticking.join()
+        assert ticks() - begun >= 5
     expected = getattr(torch.ops.aten, name).default(x, x)
     assert torch.equal(y, expected) and y.grad_fn.name() == expected.grad_fn.name()
