@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from distconv.model.parameters import current
 from distconv.model.running import inside
 from distconv.model.shard_gather import gather, whole
 from distconv.model.transforms import is_transformed, outside_of_transforms
@@ -152,7 +153,9 @@ def _whole_state(model: nn.Module, differentiable: bool = False) -> Iterator[Non
         held: dict[str, Any]
         for held in () if isinstance(module, torch.jit.ScriptModule) else (module._parameters, module._buffers):
             sharded += [
-                (held, name, x) for name, x in held.items() if isinstance(x, DTensor) and is_ours(x.device_mesh)
+                (held, name, x)
+                for name, x in zip(held, map(current, held.values()), strict=True)
+                if isinstance(x, DTensor) and is_ours(x.device_mesh)
             ]
     for held, name, x in sharded:
         if x not in found:

@@ -74,6 +74,20 @@ def clipped(net: nn.Module, x: Tensor) -> Any:
     return [parameter.detach() for parameter in net.parameters()]
 
 
+def adapted(net: nn.Module, x: Tensor) -> Any:
+    """The gradients that a step's results give the parameters before it. A model's own parameters, sharded within its
+    first call, are put back by ``functional_call`` as they were before.
+    """
+    start = dict(net.named_parameters())
+    first = torch.func.functional_call(net, start, (x,)).square().mean()
+    steps = torch.autograd.grad(first, list(start.values()), create_graph=True)
+    after = {name: parameter - 0.1 * step for (name, parameter), step in zip(start.items(), steps, strict=True)}
+    torch.func.functional_call(net, after, (x,)).square().sum().backward()
+    found = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    return found
+
+
 def dual(net: nn.Module, x: Tensor) -> Any:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(net(forward_ad.make_dual(x, x.cos()))).tangent
@@ -89,6 +103,7 @@ def batched(net: nn.Module, x: Tensor) -> Any:
 
 
 WAYS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "inner step": adapted,
     "vmap": lambda net, x: torch.vmap(lambda image: net(image[None]))(x),
     "jvp": lambda net, x: torch.func.jvp(net, (x,), (x.cos(),)),
     "vjp": lambda net, x: torch.func.vjp(net, x)[1](torch.ones(4, 3).double()),
@@ -124,7 +139,9 @@ def results(partition: str | None, called_before: bool) -> list[list[Tensor]]:
 in_one_process = functools.cache(functools.partial(results, None))
 
 
-@pytest.mark.parametrize(("partition", "called_before"), [("height=2", False), ("channel=2", True)])
+@pytest.mark.parametrize(
+    ("partition", "called_before"), [("height=2", False), ("channel=2", False), ("channel=2", True)]
+)
 def test_transforms_equal_one_process(ranks: Callable[[int], Ranks], partition: str, called_before: bool) -> None:
     for found in ranks(2).run(results, partition, called_before):
         torch.testing.assert_close(
