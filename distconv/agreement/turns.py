@@ -37,12 +37,12 @@ class Turns:
             owner, kind, path = self._places[self._next]
             tensor: Tensor | None = getattr(owner(), f"_{kind}s", {}).get(path.rpartition(".")[2])
             if tensor is not None and not tensor.is_meta and not is_the_programs(tensor):
-                # functional_call may have put a parameter back that was sharded since: its detach() is the sharded one's.
+                # What functional_call has put back may have been sharded since: its detach() is the sharded one's.
                 here, local, shard = None, tensor.detach(), 0
                 if isinstance(local, DTensor):
-                    here = local.device_mesh, local.placements
+                    here = mesh, _ = local.device_mesh, local.placements
                     axes = [axis for axis, _ in sharded_dims(*here)]
-                    local, shard = local._local_tensor, coordinate(local.device_mesh, axes)
+                    local, shard = local._local_tensor, coordinate(mesh, axes)
                 if found and here != layout:
                     break
                 layout = here

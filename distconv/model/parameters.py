@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.tensors.replacements import until_put_back, when_put_back
 from distconv.transfer.redistribution import moved
+
+T = TypeVar("T", bound=Tensor | None)
 
 
 class Replaced(nn.Parameter):
@@ -65,9 +67,9 @@ def is_given(module: nn.Module) -> bool:
     return not all(isinstance(x, nn.Parameter) for x in module.parameters())
 
 
-def current(parameter: Tensor) -> Tensor:
-    """The parameter itself, or the one that is now in its place."""
-    found: Tensor = _successors[parameter] if type(parameter) is Replaced else parameter
+def current(parameter: T) -> T:
+    """The parameter itself, or the one that is now in its place; None for None."""
+    found: T = _successors[parameter] if type(parameter) is Replaced else parameter
     return found
 
 

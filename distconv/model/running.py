@@ -71,7 +71,7 @@ def meshes_of(
             own = assignment.mesh if assignment is not None and assignment.fixed else mesh
             for name, parameter in module._parameters.items():
                 if type(parameter) is Replaced:  # which functional_call has put back
-                    parameter = module._parameters[name] = current(parameter)  # type: ignore[assignment]
+                    parameter = module._parameters[name] = current(parameter)
                 if parameter is not None and not is_the_programs(parameter):
                     meshes.setdefault(parameter, own)
     return meshes
