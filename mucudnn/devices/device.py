@@ -112,6 +112,15 @@ class Device(ABC):
         """
         return 0.0
 
+    def measure_speeds(self, dtype: torch.dtype) -> float:
+        """Measures once more what `least_seconds` needs, as this moment may be quieter than others; the seconds that
+        this took."""
+        return 0.0
+
+    def took(self, seconds: float, operations: float, written: float, fresh: float, dtype: torch.dtype) -> bool:
+        """Notes what so much work, as `least_seconds` has it, took in fact; whether the device is faster than known."""
+        return False
+
     @property
     def libraries(self) -> str:
         """Versions of what computes beside torch, as text; empty for nothing."""

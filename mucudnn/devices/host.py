@@ -96,6 +96,18 @@ class Host(Device):
         seconds += (written - fresh) / speeds.written(False, self.threads) if written > fresh else 0.0
         return seconds + (fresh / speeds.written(True, self.threads) if fresh else 0.0)
 
+    def measure_speeds(self, dtype: torch.dtype) -> float:
+        start = time.perf_counter()
+        speeds.measure(dtype, self.threads)
+        return time.perf_counter() - start
+
+    def took(self, seconds: float, operations: float, written: float, fresh: float, dtype: torch.dtype) -> bool:
+        least = self.least_seconds(operations, written, fresh, dtype)
+        is_faster = 0 < seconds < least
+        if is_faster:
+            speeds.raise_by(least / seconds, dtype, self.threads)
+        return is_faster
+
     def held(self) -> int:
         """What the process has allocated, in bytes: torch does not count the host's tensors."""
         return heap_bytes()

@@ -8,7 +8,7 @@ from mucudnn.convolution.problem import Dim
 from mucudnn.convolution.tile import extent
 from mucudnn.optimizer import Forecast, Key
 from mucudnn.planning.experience import Experience
-from mucudnn.providers import STOCK, Estimating
+from mucudnn.providers import STOCK, Estimating, Provider
 from mucudnn.providers.provider import compute_dtype
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 
@@ -67,7 +67,11 @@ class Expectations:
         part = middle(self._problem, dim, -(-extent(self._problem, dim) // 2)).problem
         return self._experience.forecast(self._environment, algorithm, part)
 
-    def note(self, key: Key, seconds: float) -> None:
-        """Notes the time of a launch, which tells of other problems, too."""
+    def note(self, key: Key, seconds: float, provider: Provider | None) -> None:
+        """Notes the time of a provider's launch, which tells of other problems, too, and of the device."""
         dim, algorithm, size = key
-        self._experience.note(self._environment, algorithm, middle(self._problem, Dim(dim), size).problem, seconds)
+        part = middle(self._problem, Dim(dim), size).problem
+        self._experience.note(self._environment, algorithm, part, seconds)
+        if isinstance(provider, Estimating):
+            effort = provider.effort(part, algorithm)
+            self._measurement.device.took(seconds, *effort, compute_dtype(self._problem))

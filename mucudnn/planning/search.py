@@ -21,6 +21,7 @@ from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.recollection import Recollection
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
+from mucudnn.providers.provider import compute_dtype
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
 from mucudnn.timing.measurement import Candidate, Measurement
@@ -100,6 +101,7 @@ class Search:
                 fast algorithm that computes the whole soon checks the others.
         """
         self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
+        self.measurement.device.measure_speeds(compute_dtype(self.problem))
         margins = (MARGIN, PARTS_MARGIN)
         if not self.stock_fits:
             margins = (-math.inf, -math.inf)
@@ -180,7 +182,7 @@ class Search:
 
     def note(self, key: Key, seconds: float) -> None:
         """Notes the time of a launch, which tells of other problems, too."""
-        self._expected.note(key, seconds)
+        self._expected.note(key, seconds, self.providers.get(key[1]))
 
     @cached_property
     def _expected(self) -> Expectations:

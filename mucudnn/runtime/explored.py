@@ -17,6 +17,7 @@ from mucudnn.planning.plan import Plan
 from mucudnn.planning.search import Search
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.process.at_fork import renewed
+from mucudnn.providers.provider import compute_dtype
 from mucudnn.reporting.record import Record
 from mucudnn.runtime.fixed_limit import FixedLimit
 from mucudnn.runtime.pooled_launches import PooledLaunches
@@ -185,6 +186,7 @@ class Explored:
                     self._search.settle(self._search.stock(sum(laps)))
                 self._stock.append(sum(laps))
                 self._budget.overhead.count(sum(laps))
+                self._budget.overhead.count(0, self._device.measure_speeds(compute_dtype(self.problem)))
             else:
                 fresh = self._exploration.fresh(trial) if trial.by_launch else ()
                 self._exploration.learn(trial, sum(laps), laps if trial.by_launch else ())

@@ -72,3 +72,25 @@ def test_bytes_of_large_tensors_are_told_apart() -> None:
 def test_speeds_are_measured(measure: Callable[[], float]) -> None:
     assert math.isfinite(measure()) and measure() > 1e6
     assert isinstance(device_of(torch.device("cpu")), Host)
+
+
+def test_speeds_that_were_measured_beside_other_work_rise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first moment the processor seems to do a fiftieth of what it does."""
+    host, slow = device_of(torch.device("cpu")), speeds._now
+    monkeypatch.setattr(speeds, "_known", {})
+    monkeypatch.setattr(speeds, "_now", lambda kind: slow(kind) / 50)
+    first = host.least_seconds(1e9, 1e6, 0.0, torch.float32)
+    monkeypatch.setattr(speeds, "_now", slow)
+    for _ in range(2 * speeds.MOMENTS):
+        host.measure_speeds(torch.float32)
+    assert host.least_seconds(1e9, 1e6, 0.0, torch.float32) < first / 10
+    assert all(moments == speeds.MOMENTS for _, moments in speeds._known.values()), "it ends"
+
+
+def test_a_launch_that_is_faster_than_its_bound_raises_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speeds, "_known", {})
+    monkeypatch.setattr(speeds, "_now", lambda kind: 1e9)
+    assert set(tried(LONG, stock_seconds=0.06)) == set(), "nothing seems to be fast enough"
+    found = search(LONG)
+    found.note((str(Dim.BATCH), "fft", 2), 0.004)
+    assert set(tried(LONG, stock_seconds=0.06)) >= {"fft"}
