@@ -29,7 +29,8 @@ from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.local_part import local_as
 from distconv.turns.gradients import SECOND, Source, Totals, anchor, found_in_graphs, of_part
 from distconv.turns.module_state import ModuleState
-from distconv.turns.pager import Paged, pager_of
+from distconv.turns.pager import pager_of
+from distconv.turns.pages import Paged
 from distconv.turns.paging import Paging
 from distconv.turns.parameter_values import ParameterValues
 from distconv.turns.parts import Parts
@@ -105,7 +106,7 @@ class _Call:
     def compute(self) -> None:
         """Forward, part by part."""
         if self._pager is not None:
-            self._paged = self._pager.new_call(self._paged.limit)
+            self._paged = self._pager.new_call(self._paged.limit, self._kind())
         self.results = self._run(self._forward, self.surroundings, self.wholes)
         if self.surroundings.grad:
             now = [p for p in self.module.parameters() if p.requires_grad]
@@ -120,6 +121,11 @@ class _Call:
             for x in (*tree_leaves((self.results[0], self.given[0])), *self._module_state.left):
                 if isinstance(x, Tensor):
                     self._release(x)
+
+    def _kind(self) -> tuple[object, ...]:
+        """Equal for calls whose parts are expected to do the same."""
+        shapes = tuple(x.shape for x in tree_leaves(self.given[0]) if isinstance(x, Tensor))
+        return id(self.module), str(self.parts.partition), self.surroundings.grad, shapes
 
     def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
         """What every part gives; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
@@ -142,6 +148,9 @@ class _Call:
         except BaseException:
             values.put_back()
             raise
+        finally:
+            if self._pager is not None:
+                self._pager.finish_all()
         numbers.hand_over()
         failure = self._dispute()
         if self.parts.mail is not None:

@@ -30,8 +30,10 @@ from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.group import Meetings
-from distconv.turns.pager import Paged, Pager, instead
+from distconv.turns.pager import Pager, instead
+from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
+from distconv.turns.places import Place
 from mucudnn.process.substitution import substituted
 
 _ATTENTION = {
@@ -163,10 +165,10 @@ def _alike(x: Tensor, shapes: FakeTensorMode) -> Tensor:
     return alike.requires_grad_(x.requires_grad)
 
 
-class _Nowhere:
+class _Nowhere(Place):
     """Where storages go that have no numbers."""
 
-    def write(self, storage: torch.UntypedStorage) -> int:
+    def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
         return 0
 
     def read(self, key: Any, storage: torch.UntypedStorage) -> None:

@@ -11,42 +11,21 @@ import contextlib
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from distconv.turns.heap import Excess
+from distconv.turns.pages import Page, Paged
 from distconv.turns.places import File, Pinned, Place
 from mucudnn.process.at_fork import renewed
 
 LEAST = 1 << 16
 """Smaller storages stay, and are not counted."""
 
-
-class _Page:
-    """A storage; ``key``: where a copy of it is kept, if one is; ``users``: operators that run on it."""
-
-    __slots__ = ("away", "key", "size", "storage", "users")
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage, self.size = weakref.ref(storage), storage.nbytes()
-        self.key: Any = None
-        self.away, self.users = False, 0
-
-
-class Paged:
-    """A call of a model.
-
-    Attributes:
-        limit: the most bytes that are to be on the device while its operators run; more where one needs more.
-        keys: of the storages that it has made.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.keys: set[int] = set()
+AHEAD = 16
+"""Of the storages that leave next, one part in so many of the limit is written before they have to leave."""
 
 
 class Pager:
@@ -63,22 +42,22 @@ class Pager:
 
     def __init__(self, device_type: str) -> None:
         self._lock = renewed(threading.RLock())
-        self._gone: deque[tuple[int, _Page]] = deque()
+        self._gone: deque[tuple[int, Page]] = deque()
         """Pages whose storages were freed: a garbage collection may free them at any point of what changes the rest."""
         self._away, self._resident, self.most, self.written, self.read = 0, 0, 0, 0, 0
-        self._pages: dict[int, _Page] = {}
+        self._pages: dict[int, Page] = {}
         self._here: OrderedDict[int, None] = OrderedDict()
         """The keys of those that are on the device, the one read last at the end."""
         self._place: Place = Pinned() if device_type == "cuda" else File()
         self._device_type = device_type
         self._excess = Excess() if device_type == "cpu" else None
 
-    def new_call(self, limit: int) -> Paged:
-        """A call begins, at the end of which `release_all` may let its storages go."""
+    def new_call(self, limit: int, kind: Hashable) -> Paged:
+        """A call begins, at the end of which `release_all` may let its storages go. ``kind``: see `Paged`."""
         with self._lock:
             if self._excess is not None:
                 self._excess.begin()
-        return Paged(limit)
+        return Paged(limit, kind if self._place.is_beside else None)
 
     @property
     def resident(self) -> int:
@@ -92,12 +71,12 @@ class Pager:
         self._forget_gone()
         return self._away
 
-    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, _Page]:
+    def begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
         """An operator is to read some storages, and may change them: they are there from now until `end`."""
         with self._lock:
             return self._begin(keys, changes, call)
 
-    def _begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, _Page]:
+    def _begin(self, keys: Iterable[int], changes: bool, call: Paged) -> dict[int, Page]:
         self._forget_gone()
         used = {}
         for key in keys:
@@ -111,17 +90,23 @@ class Pager:
         for key, page in used.items():
             if page.away:
                 self._bring(key, page, call.limit)
+        come = [page for page in used.values() if page.comes]
+        for page in used.values() if changes else come:
+            self._finish(page)
+        if come:
+            self._send_for(call.next_of(come), call.limit, call.limit // 2 - sum(page.size for page in used.values()))
+        for page in used.values():
             if changes and page.key is not None:
                 self._place.drop(page.key, page.size)
                 page.key = None
         return used
 
-    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, _Page], call: Paged) -> None:
+    def end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
         """It has made some: those in storages of their own are the parts'. ``given``: the storages of its inputs."""
         with self._lock:
             self._end(results, given, used, call)
 
-    def _end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, _Page], call: Paged) -> None:
+    def _end(self, results: Iterable[Tensor], given: Sequence[int], used: dict[int, Page], call: Paged) -> None:
         self._forget_gone()
         made = 0
         for x in results:
@@ -129,7 +114,7 @@ class Pager:
             key = storage._cdata
             if key in given or key in self._pages or storage.nbytes() < LEAST or not self._may_leave(storage):
                 continue
-            page = self._pages[key] = used[key] = _Page(storage)
+            page = self._pages[key] = used[key] = call.made(storage, self._place.stream(storage))
             page.users = 1
             call.keys.add(key)
             weakref.finalize(storage, self._gone.append, (key, page)).atexit = False
@@ -141,6 +126,12 @@ class Pager:
         if made and self._excess is not None:
             self._excess.check(made, self._resident, call.limit)
 
+    def finish_all(self) -> None:
+        """What is computed from now on comes after all copies."""
+        with self._lock:
+            for page in list(self._pages.values()):
+                self._finish(page)
+
     def release(self, x: Tensor) -> None:
         """A tensor leaves the parts: it is there from now on."""
         with self._lock:
@@ -150,9 +141,10 @@ class Pager:
             if page is not None:
                 self._release(key, page)
 
-    def _release(self, key: int, page: _Page) -> None:
+    def _release(self, key: int, page: Page) -> None:
         if page.away:
             self._bring(key, page, limit=None)
+        self._finish(page)
         self._freed(key, page)
 
     def release_all(self, call: Paged) -> None:
@@ -164,22 +156,47 @@ class Pager:
                 if page is not None and page.storage() is not None:
                     self._release(key, page)
 
-    def _bring(self, key: int, page: _Page, limit: int | None) -> None:
+    def _bring(self, key: int, page: Page, limit: int | None) -> None:
         """``limit``: None for what no longer counts."""
         storage = page.storage()
         assert storage is not None
         if limit is not None:
             self._fit(limit, page.size)
         self._fill(page, storage)
-        page.away = False
+        page.away, page.stream = False, self._place.stream(storage)
+        self._copied(page, storage, comes=True)
         self._away -= page.size
         self.read += page.size
         self._count(key, page.size)
+
+    def _send_for(self, page: Page | None, limit: int, room: int) -> None:
+        """Begins to bring back what is read next, if it is not larger than the room."""
+        storage = None if page is None else page.storage()
+        if page is not None and storage is not None and page.away and page.size <= room:
+            self._bring(storage._cdata, page, limit)
+
+    def _copied(self, page: Page, storage: torch.UntypedStorage, comes: bool = False) -> None:
+        """A copy of a page has begun, and may go on until `_finish`."""
+        if self._place.is_beside:
+            page.copied, page.comes = storage, comes
+
+    def _finish(self, page: Page) -> None:
+        """What is computed from now on comes after a page's copy."""
+        if page.copied is not None:
+            self._place.finish(page.key, page.stream)
+            page.copied, page.comes = None, False
+
+    def _write(self, page: Page, storage: torch.UntypedStorage) -> None:
+        if page.key is None:
+            page.key = self._place.write(storage, page.stream)
+            self.written += page.size
+            self._copied(page, storage)
 
     def _fit(self, limit: int, more: int = 0) -> None:
         """Lets what was read longest ago leave, but nothing that an operator uses, until there is room."""
         if self._resident + more <= limit:
             return
+        ahead = limit // AHEAD if self._place.is_beside else 0
         for key in list(self._here):  # of keys alone: pairs may set off a garbage collection, which frees pages
             page = self._pages.get(key)
             if page is None or page.users:
@@ -187,21 +204,24 @@ class Pager:
             storage = page.storage()
             if storage is None:
                 continue
-            if page.key is None:
-                page.key = self._place.write(storage)
-                self.written += page.size
+            if self._resident + more <= limit:
+                ahead -= page.size
+                if ahead < 0:
+                    return
+                self._write(page, storage)
+                continue
+            self._write(page, storage)
+            self._finish(page)
             self._empty(storage)
             page.away = True
             del self._here[key]
             self._resident -= page.size
             self._away += page.size
-            if self._resident + more <= limit:
-                return
 
     def _may_leave(self, storage: torch.UntypedStorage) -> bool:
         return storage.device.type == self._device_type and storage.resizable()
 
-    def _fill(self, page: _Page, storage: torch.UntypedStorage) -> None:
+    def _fill(self, page: Page, storage: torch.UntypedStorage) -> None:
         with torch.inference_mode(False), torch.no_grad():
             storage.resize_(page.size)
             self._place.read(page.key, storage)
@@ -220,7 +240,7 @@ class Pager:
             while self._gone:
                 self._freed(*self._gone.popleft())
 
-    def _freed(self, key: int, page: _Page) -> None:
+    def _freed(self, key: int, page: Page) -> None:
         if self._pages.get(key) is page:
             del self._pages[key]
             if page.away:

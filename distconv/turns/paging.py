@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distconv.tensors.deferred import Deferred
-from distconv.turns.pager import Paged, Pager
+from distconv.turns.pager import Pager
+from distconv.turns.pages import Paged
 
 
 class Paging(TorchDispatchMode):

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import os
 import tempfile
 from collections import defaultdict
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+CHUNK = 1 << 27
+"""Bytes that are pinned at once, or more where one storage is larger: to pin memory takes milliseconds."""
 
-class Place(Protocol):
-    """Where storages go that leave the device."""
+ALIGNED = 4096
+"""Blocks of pinned memory begin at multiples of so many bytes."""
 
-    def write(self, storage: torch.UntypedStorage) -> Any:
-        """Keeps what a storage holds; a key by which it is read."""
 
+class Place(abc.ABC):
+    """Where storages go that leave the device.
+
+    Attributes:
+        is_beside: whether copies go on beside what the device computes, until `finish`.
+    """
+
+    is_beside = False
+
+    @abc.abstractmethod
+    def write(self, storage: torch.UntypedStorage, stream: Any) -> Any:
+        """Keeps what a storage holds; a key by which it is read. ``stream``: in which it was computed."""
+
+    @abc.abstractmethod
     def read(self, key: Any, storage: torch.UntypedStorage) -> None:
         """Fills a storage of the same size."""
 
+    @abc.abstractmethod
     def drop(self, key: Any, size: int) -> None:
         """Forgets what was kept."""
 
+    def stream(self, storage: torch.UntypedStorage) -> Any:
+        """The stream in which this thread computes on the storage's device; None where there are no streams."""
+        return None
 
-class File:
+    def finish(self, key: Any, stream: Any) -> None:  # noqa: B027 - where copies end at once, there is nothing to do
+        """What a stream, and this thread's, compute from now on comes after the last copy of a key."""
+
+
+class File(Place):
     """A file without a name, for storages of a CPU."""
 
     def __init__(self) -> None:
@@ -34,7 +57,7 @@ class File:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """By size: places that are no longer needed."""
 
-    def write(self, storage: torch.UntypedStorage) -> int:
+    def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
         size = storage.nbytes()
         free = self._free[size]
         at = free.pop() if free else self._end
@@ -58,34 +81,71 @@ class File:
             done += count
 
 
-class Pinned:
-    """Pinned memory of the host, for storages of a GPU; copies from and to one place go in order, in any streams."""
+class _Block:
+    """A piece of pinned memory; ``copied``: when the last copy from or to it ends."""
+
+    __slots__ = ("bytes", "copied")
+
+    def __init__(self, bytes: Tensor) -> None:
+        self.bytes = bytes
+        self.copied: torch.cuda.Event | None = None
+
+
+class Pinned(Place):
+    """Pinned memory of the host, for storages of a GPU.
+
+    Copies go in two streams of their own, one for each way, beside what is computed. Copies from and to one block go in
+    order, whichever storages it has kept.
+    """
+
+    is_beside = True
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._used: dict[int, torch.cuda.Event] = {}
-        """By the address of a place: when its last copy ends."""
+        self._free: defaultdict[int, list[_Block]] = defaultdict(list)
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        """What is left of the memory that was pinned last."""
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    def write(self, storage: torch.UntypedStorage) -> Tensor:
+    def write(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> _Block:
         size = storage.nbytes()
-        free = self._free[size]
-        kept = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        if kept.data_ptr() in self._used:
-            torch.cuda.current_stream(storage.device).wait_event(self._used[kept.data_ptr()])
-        here, stream = _bytes(storage), torch.cuda.current_stream(storage.device)
-        kept.copy_(here, non_blocking=True)
-        here.record_stream(stream)  # the memory may be another stream's, which would reuse it before the copy has ended
-        self._used[kept.data_ptr()] = stream.record_event()
-        return kept
+        block = self._free[size].pop() if self._free[size] else self._new(size)
+        self._copy(block, block.bytes, _bytes(storage), stream, 0)
+        return block
 
-    def read(self, key: Tensor, storage: torch.UntypedStorage) -> None:
-        stream = torch.cuda.current_stream(storage.device)
-        stream.wait_event(self._used[key.data_ptr()])
-        _bytes(storage).copy_(key, non_blocking=True)
-        self._used[key.data_ptr()] = stream.record_event()
+    def read(self, key: _Block, storage: torch.UntypedStorage) -> None:
+        self._copy(key, _bytes(storage), key.bytes, self.stream(storage), 1)
 
-    def drop(self, key: Tensor, size: int) -> None:
+    def drop(self, key: _Block, size: int) -> None:
         self._free[size].append(key)
+
+    def stream(self, storage: torch.UntypedStorage) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(storage.device)
+
+    def finish(self, key: _Block, stream: torch.cuda.Stream) -> None:
+        assert key.copied is not None
+        for each in {stream, torch.cuda.current_stream(stream.device)}:
+            each.wait_event(key.copied)
+
+    def _new(self, size: int) -> _Block:
+        room = -(-size // ALIGNED) * ALIGNED
+        if len(self._chunk) < room:  # torch would round the size up to a power of two, and leave the rest unused
+            self._chunk = torch.empty(max(CHUNK, 1 << (room - 1).bit_length()), dtype=torch.uint8, pin_memory=True)
+        bytes, self._chunk = self._chunk[:size], self._chunk[room:]
+        return _Block(bytes)
+
+    def _copy(self, block: _Block, to: Tensor, source: Tensor, computes: torch.cuda.Stream, way: int) -> None:
+        """In the stream of one way, after what has been computed and after the block's last copy."""
+        device = computes.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        stream = self._streams[device][way]
+        for each in {computes, torch.cuda.current_stream(device)}:
+            stream.wait_stream(each)
+        if block.copied is not None:
+            stream.wait_event(block.copied)
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            block.copied = stream.record_event()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -103,15 +104,19 @@ def test_calls_of_many_threads_are_exact(monkeypatch: pytest.MonkeyPatch) -> Non
 class Stream:
     """What a GPU's stream is asked."""
 
+    device = torch.device("cuda", 0)
+
     def __init__(self, told: list[str], name: str) -> None:
         self._told, self.name = told, name
 
     def record_event(self) -> str:
-        self._told.append(f"{self.name} records")
         return f"event of {self.name}"
 
     def wait_event(self, event: str) -> None:
         self._told.append(f"{self.name} waits for the {event}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self._told.append(f"{self.name} waits for {other.name}")
 
 
 class Bytes:
@@ -121,25 +126,30 @@ class Bytes:
     def copy_(self, *_: Any, **__: Any) -> None:
         self._told.append("copy")
 
-    def record_stream(self, stream: Stream) -> None:
-        self._told.append(f"the memory is used in {stream.name}")
+    def __len__(self) -> int:
+        return 0
 
-    def data_ptr(self) -> int:
-        return 1
+    def __getitem__(self, _: slice) -> Bytes:
+        return self
 
 
 def test_memory_that_leaves_a_gpu_is_reused_after_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     one, two = Stream(told, "one"), Stream(told, "two")
+    copying = iter([Stream(told, "out"), Stream(told, "back")])
     monkeypatch.setattr(places, "_bytes", lambda storage: Bytes(told))
     monkeypatch.setattr(torch, "empty", lambda *_, **__: Bytes(told))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(copying))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     place, storage = places.Pinned(), torch.zeros(4).untyped_storage()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: one)
-    key = place.write(storage)
-    assert told == ["copy", "the memory is used in one", "one records"]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: two)
+    key: Any = place.write(storage, one)  # type: ignore[arg-type]
+    assert told == ["out waits for one", "copy"]
     place.read(key, storage)
+    assert told[2:] == ["back waits for one", "back waits for the event of out", "copy"]
+    place.finish(key, one)  # type: ignore[arg-type]
+    assert told[5:] == ["one waits for the event of back"]
     place.drop(key, 16)
-    place.write(storage)
-    assert told[3:6] == ["two waits for the event of one", "copy", "two records"]
-    assert told[6] == "two waits for the event of two"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: two)
+    assert place.write(storage, two) is key  # type: ignore[arg-type, comparison-overlap]
+    assert told[6:] == ["out waits for two", "out waits for the event of back", "copy"]

@@ -1,0 +1,99 @@
+"""The storages that the parts of a call have made, and in which order such calls bring them back to the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from mucudnn.process.recent import Recent
+
+NEAR = 2
+"""So many places ahead in the order of the call before, a storage is looked for that is read now."""
+
+
+class Page:
+    """A storage.
+
+    Attributes:
+        key: where a copy of it is kept, if one is.
+        users: operators that run on it.
+        number: of the storages that its call has made.
+        stream: in which its memory was allocated.
+        copied: the storage, while it is copied beside what is computed: its memory must not be used for others then.
+        comes: whether that copy goes to the device.
+    """
+
+    __slots__ = ("__weakref__", "away", "comes", "copied", "key", "number", "size", "storage", "stream", "users")
+
+    def __init__(self, storage: torch.UntypedStorage, number: int, stream: Any) -> None:
+        self.storage, self.size = weakref.ref(storage), storage.nbytes()
+        self.number, self.stream = number, stream
+        self.key: Any = None
+        self.away, self.comes, self.users = False, False, 0
+        self.copied: torch.UntypedStorage | None = None
+
+
+class _Order:
+    """In which order a call brings storages back, by number.
+
+    Attributes:
+        expected: how the call before has done it.
+        read: how this one does it.
+        found: how many of these were expected.
+    """
+
+    def __init__(self, expected: Sequence[int]) -> None:
+        self.expected, self.found = expected, 0
+        self.read: list[int] = []
+
+    def of_next_call(self) -> Sequence[int]:
+        """What has been expected, if it was of use: what comes early makes others leave, which then come, too."""
+        return self.expected if self.expected and 2 * self.found >= len(self.read) else self.read
+
+
+class Paged:
+    """A call of a model.
+
+    Attributes:
+        limit: the most bytes that are to be on the device while its operators run; more where one needs more.
+        keys: of the storages that it has made.
+    """
+
+    def __init__(self, limit: int, kind: Hashable = None) -> None:
+        """``kind``: equal for calls that are expected to bring back the same storages in the same order."""
+        self.limit = limit
+        self.keys: set[int] = set()
+        self._pages: list[weakref.ref[Page]] = []
+        before = _orders.get(kind)
+        self._order = _Order(() if before is None else before.of_next_call())
+        self._at = 0
+        """How many of the expected ones have come."""
+        if kind is not None:
+            _orders[kind] = self._order
+
+    def made(self, storage: torch.UntypedStorage, stream: Any) -> Page:
+        """The call has made a storage."""
+        page = Page(storage, len(self._pages), stream)
+        self._pages.append(weakref.ref(page))
+        return page
+
+    def next_of(self, pages: Iterable[Page]) -> Page | None:
+        """Pages that had left are read: what the call before has read next of such, if it is there in this call."""
+        order = self._order
+        for page in pages:
+            if page.number >= len(self._pages) or self._pages[page.number]() is not page:
+                continue  # another call's
+            order.read.append(page.number)
+            near = order.expected[self._at : self._at + NEAR]
+            if page.number in near:  # else another one has left this time
+                self._at += near.index(page.number) + 1
+                order.found += 1
+        following = order.expected[self._at : self._at + 1]
+        return self._pages[following[0]]() if following and following[0] < len(self._pages) else None
+
+
+_orders: Recent[Hashable, _Order] = Recent(64)
+"""By kind of call: that of the last one."""
