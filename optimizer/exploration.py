@@ -85,6 +85,7 @@ class Exploration:
         launches: dict[Key, list[float]] | None = None,
         smallest_first: bool = False,
         any_gain: bool = False,
+        plays_baseline: bool = True,
     ) -> None:
         """
         Args:
@@ -99,8 +100,9 @@ class Exploration:
             smallest_first: as `Launches` has it.
             any_gain: whether launches are tried that may beat the baseline though not the best division so far: where
                 the limit may become smaller later, those with less workspace are of interest.
+            plays_baseline: whether the baseline may be called; otherwise its seconds are assumed.
         """
-        self._any_gain = any_gain
+        self._any_gain, self._plays_baseline = any_gain, plays_baseline
         self._name, self._overhead, self._margins, self._warm_ups = baseline, overhead, margins, warm_ups
         self.launches = Launches(variants, baseline, launches, smallest_first)
         self.settled: Settled | None = None
@@ -267,8 +269,8 @@ class Exploration:
         stock, wholes = self.baseline_seconds, dict.fromkeys(self.launches.wholes())
         fast = (whole for whole in wholes if whole.seconds < (1 - self._margin(whole)) * stock)
         self._contenders = sorted(fast, key=lambda whole: whole.seconds)[:MOST_CONTENDERS]
-        margins = [self._margin(division) for division in self._contenders]
-        self._playoff = Playoff(margins, stock, [division.seconds for division in self._contenders])
+        margins, expected = (list(map(of, self._contenders)) for of in (self._margin, lambda whole: whole.seconds))
+        self._playoff = Playoff(margins, stock, expected, self._plays_baseline)
 
     def _margin(self, division: Division) -> float:
         return self._margins[1 if {option.algorithm for option in division.options} == {self._name} else 0]

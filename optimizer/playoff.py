@@ -30,14 +30,17 @@ class Playoff:
         ratios: of each contender, a number per round.
     """
 
-    def __init__(self, margins: Sequence[float], baseline: float, seconds: Sequence[float]) -> None:
+    def __init__(
+        self, margins: Sequence[float], baseline: float, seconds: Sequence[float], plays_baseline: bool = True
+    ) -> None:
         """
         Args:
             margins: of each contender, the share of the baseline's time by which it must be faster.
             baseline: what is known of the baseline's seconds.
             seconds: that are expected of each contender.
+            plays_baseline: whether the baseline may be called.
         """
-        self._margins = margins
+        self._margins, self._plays_baseline = margins, plays_baseline
         self._known, self._expected = baseline, seconds
         self.ratios: list[list[float]] = [[] for _ in margins]
         self.winner: int | None = None if margins else BASELINE
@@ -46,7 +49,7 @@ class Playoff:
 
     def next(self) -> int:
         """The contender whose turn it is: a place or `BASELINE`."""
-        if BASELINE not in self._round and min(map(self.expected, self._left)) >= DECISIVE:
+        if self._plays_baseline and BASELINE not in self._round and min(map(self.expected, self._left)) >= DECISIVE:
             return BASELINE
         return next(place for place in self._left if place not in self._round)
 

@@ -41,7 +41,7 @@ def plan_ahead(search: Search) -> Plan:
     kept = search.kept()
     if kept is not None:
         return kept
-    stock_seconds = search.measurement.stock_seconds()
+    stock_seconds = search.assumed_seconds or search.measurement.stock_seconds()
     if search.settings.workspace_limit == 0 or search.is_too_short(stock_seconds):
         plan = search.stock(stock_seconds)
         search.settle(plan)
@@ -193,10 +193,22 @@ class Planner:
         """
         limit = self._settings.workspace_limit if limit is None else limit
         held = scratch_of(measurement.problem, measurement.turn()) if self._counts else None
-        if self._knows_columns and (columns := columns_bytes(measurement.problem)) > limit:
-            held = columns
+        avoids_stock = self.exceeds(measurement.problem, limit)
+        if avoids_stock:
+            held = columns_bytes(measurement.problem)
         peers = tuple(peer.search(measurement.elsewhere(peer.device), limit) for peer in self._peers)
-        return Search(measurement, limit, self._settings, self.offers, self._experience, held, peers)
+        given = measurement, limit, self._settings, self.offers, self._experience, held, peers
+        return Search(*given, avoids_stock=avoids_stock)
+
+    def exceeds(self, problem: ConvProblem, limit: float | None = None) -> bool:
+        """Whether torch's own kernel is known to exceed a limit on the whole, without a call of it.
+
+        Args:
+            limit: bytes of workspace; that of the settings if not given.
+        """
+        return self._knows_columns and columns_bytes(problem) > (
+            self._settings.workspace_limit if limit is None else limit
+        )
 
     def plan(self, measurement: Measurement, limit: float | None = None) -> Plan:
         """The fastest division of a problem within a limit, measured now as far as it is not known.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,17 +20,20 @@ class Recollection:
     Times count in units of torch's own kernel on the whole, since the speed of a machine changes from run to run.
     """
 
-    def __init__(self, measurement: Measurement) -> None:
+    def __init__(self, measurement: Measurement, assumed: float | None = None) -> None:
         """
         Args:
             measurement: of the problem.
+            assumed: seconds of torch's own kernel on the whole, where it is never called.
         """
-        self._measurement, self._problem = measurement, measurement.problem
+        self._measurement, self._problem, self._assumed = measurement, measurement.problem, assumed
         self._unit: float | None = None
 
     @cached_property
     def stock_seconds(self) -> float | None:
         """Seconds of torch's own kernel on the whole, as an earlier run has recorded them; `None` for none."""
+        if self._assumed is not None:
+            return self._assumed
         row = self._measurement.logbook.launches(self._problem).get((STOCK, self._problem.extent))
         return row.seconds if row is not None and not row.workspace and row.seconds > 0 else None
 
@@ -38,7 +42,7 @@ class Recollection:
         """The least time on record of the whole in one launch, in units of torch's own kernel; 1 for nothing less."""
         rows = self._measurement.logbook.launches(self._problem).items()
         wholes = (option.seconds for (_, extent), option in rows if extent == self._problem.extent)
-        return 1.0 if self.stock_seconds is None else min(wholes) / self.stock_seconds
+        return 1.0 if self.stock_seconds is None else min(wholes, default=math.inf) / self.stock_seconds
 
     def ratios(self, launches: Launches) -> dict[Key, float]:
         """What is on record of launches that are not timed yet, in units of torch's own kernel on the whole."""

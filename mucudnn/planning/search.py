@@ -21,7 +21,7 @@ from mucudnn.planning.plan import MARGIN, Plan
 from mucudnn.planning.recollection import Recollection
 from mucudnn.providers import STOCK, Provider
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.provider import compute_dtype
+from mucudnn.providers.provider import Effort, compute_dtype
 from mucudnn.reporting.record import Record
 from mucudnn.settings import Settings
 from mucudnn.timing.measurement import Candidate, Measurement
@@ -50,6 +50,7 @@ class Search:
         offers: the algorithms of the problem's device.
         experience: of other problems.
         stock_workspace: as `Plan` has it.
+        avoids_stock: whether torch's own kernel is never called on the whole, as it is known to exceed the limit.
         peers: the same search on other devices of the same kind, which share the measuring.
         tries_compiled: whether engines that cuDNN compiles are tried though nothing is known of them.
     """
@@ -62,6 +63,7 @@ class Search:
     stock_workspace: int | None = None
     peers: tuple[Search, ...] = ()
     tries_compiled: bool = False
+    avoids_stock: bool = False
 
     @property
     def problem(self) -> ConvProblem:
@@ -72,6 +74,15 @@ class Search:
     def stock_fits(self) -> bool:
         """Whether torch's own kernel on the whole keeps the limit."""
         return (self.stock_workspace or 0) <= self.limit
+
+    @cached_property
+    def assumed_seconds(self) -> float | None:
+        """What torch's own kernel is assumed to take on the whole, by its operations and columns, where it is never
+        called."""
+        if not self.avoids_stock:
+            return None
+        effort = Effort.of(self.problem.flops, self.stock_workspace or 0)
+        return self.measurement.device.least_seconds(*effort, compute_dtype(self.problem))
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -100,7 +111,8 @@ class Search:
             is_live: whether calls of the program are the trials, so that large parts and warm-ups cost little, and a
                 fast algorithm that computes the whole soon checks the others.
         """
-        self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
+        if not self.avoids_stock:
+            self.note((str(Dim.BATCH), STOCK, self.problem.extent), min(seconds))
         self.measurement.device.measure_speeds(compute_dtype(self.problem))
         margins = (MARGIN, PARTS_MARGIN)
         if not self.stock_fits:
@@ -109,7 +121,7 @@ class Search:
         given = self._variants(min(seconds)), overhead, margins, warm_ups, launches
         # Of a total a convolution gets a share, and what is measured without a limit is to answer for every limit.
         any_gain = not is_live and (self.limit == math.inf or self.settings.total_workspace_size is not None)
-        exploration = Exploration(STOCK, seconds, *given, smallest_first=not is_live, any_gain=any_gain)
+        exploration = Exploration(STOCK, seconds, *given, not is_live, any_gain, not self.avoids_stock)
         if is_live:
             exploration.adopt(self.recollection.ratios(exploration.launches))
         return exploration
@@ -117,7 +129,7 @@ class Search:
     @cached_property
     def recollection(self) -> Recollection:
         """What is on record of the problem's launches."""
-        return Recollection(self.measurement)
+        return Recollection(self.measurement, self.assumed_seconds)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
         """What may be tried, without algorithms that cannot win by their times for similar problems: of these not even
@@ -199,7 +211,7 @@ class Search:
         whole, parts = Option(problem.extent, STOCK, seconds, held or 0), ((problem.extent, STOCK),)
         wrong = tuple(self.measurement.logbook.wrong(problem).items())
         told = problem, str(problem.direction), self.limit, parts, *same, whole.workspace
-        record = Record(*told, wrong=wrong, stock_workspace=held)
+        record = Record(*told, wrong=wrong, stock_workspace=held, is_stock_assumed=self.avoids_stock)
         return Plan(Schedule(problem, Division((whole,)), self.providers), record, {}, self.settings.check)
 
     def so_far(self, exploration: Exploration) -> Plan:
@@ -223,7 +235,8 @@ class Search:
         for dim in dims(self.problem):
             for option in exploration.launches.options(dim):
                 self.measurement.adopt(dim, option)
-        self.recollection.keep_stock(plan.record.stock_seconds)
+        if not self.avoids_stock:
+            self.recollection.keep_stock(plan.record.stock_seconds)
         if not plan.is_stock:
             whole = Option(self.problem.extent, plan.schedule.name, plan.record.seconds, plan.division.workspace)
             self.measurement.logbook.record_later(self.problem, whole)

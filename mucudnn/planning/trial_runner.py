@@ -74,9 +74,10 @@ class TrialRunner:
         """
         start = time.perf_counter()
         met = {key[:2] for key in schedule.division.keys if key[1] != STOCK}
-        # Where budgets come from a step's memory, no second result may be held: a sample must do.
+        # Where budgets come from a step's memory, no second result may be held, and where torch's own kernel exceeds
+        # the limit, it may not compute one: a sample must do.
         is_new = not met <= self._met
-        compares = is_new and not self._search.settings.is_by_step
+        compares = is_new and not self._search.settings.is_by_step and not self._search.avoids_stock
         alone = self._alone(schedule, operands) if compares and self._peer is None else None
         other, by = self._second_result(operands) if compares and alone is None else (None, STOCK)
         found: dict[str, str] | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import torch
+
 from mucudnn.convolution.problem import ConvProblem, Role
 from mucudnn.devices import Host
 from mucudnn.providers.stock import torchs_backend
@@ -32,7 +34,9 @@ def _bytes(problem: ConvProblem, switches: tuple[object, ...]) -> int:
     kind = torchs_backend(problem)
     if kind == "Slow2d":  # group after group
         copies = math.prod(problem.x_shape) + math.prod(problem.y_shape) if groups > 1 else 0
-        return copies * problem.element_bytes + (0 if problem.target is Role.X else whole // groups)
+        # For the input's gradient each thread has columns of one sample, which torch's allocator does not see.
+        at_once = min(problem.extent, torch.get_num_threads()) if problem.target is Role.X else problem.extent
+        return copies * problem.element_bytes + at_once * one // groups
     if kind == "Slow3d" or (kind == "SlowTranspose2d" and problem.target is Role.X):
         return whole
     return one if kind in ("SlowDilated2d", "SlowDilated3d", "SlowTranspose2d", "SlowTranspose3d") else 0

@@ -40,6 +40,8 @@ class Record:
         seen: seconds that the calls in this run took; 0 where they were not timed.
         spread: the factor within which the ratio of `seconds` to `stock_seconds` is known, as the two were timed in
             turn; while something is tried, that of `stock_seconds`.
+        is_stock_assumed: whether torch's own kernel was never timed, as its scratch memory exceeds the limit:
+            `stock_seconds` follow from its operations and bytes.
     """
 
     problem: ConvProblem
@@ -62,6 +64,7 @@ class Record:
     stock_workspace: int | None = None
     seen: float = 0.0
     spread: float = 1.0
+    is_stock_assumed: bool = False
 
     @property
     def saved(self) -> float:

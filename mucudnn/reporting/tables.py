@@ -38,7 +38,7 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
         (True, "division", text, _division),
         (True, "ms", number, lambda record: f"{record.seconds * 1e3:.3f}"),
         (wide, "over\nundivided", number, lambda record: times(record.undivided_seconds, record.seconds)),
-        (True, "over\nstock", number, lambda record: times(record.stock_seconds, record.seconds)),
+        (True, "over\nstock", number, _over_stock),
         (True, "workspace", number, lambda record: format_bytes(record.workspace)),
         (title is None, "limit", number, lambda record: format_bytes(record.limit)),
         (is_counted, "stock\nholds", number, _held),
@@ -70,9 +70,10 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met:
         return "No convolution was met."
     divided = sum(record.is_divided for record in records)
     weights = [1] * len(records) if counts is None else counts
+    timed = [(r, weight) for r, weight in zip(records, weights, strict=True) if not r.is_stock_assumed]
     seconds, undivided, stock = (
-        sum(weight * time for weight, time in zip(weights, times, strict=True))
-        for times in zip(*((r.seconds, r.undivided_seconds, r.stock_seconds) for r in records), strict=True)
+        sum(weight * getattr(r, name) for r, weight in timed)
+        for name in ("seconds", "undivided_seconds", "stock_seconds")
     )
     calls = "One call of each" if counts is None else "All calls of one pass"
     gain = (
@@ -81,6 +82,12 @@ def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met:
         f"({stock * 1e3:.3f} ms) and {times(undivided, seconds)} that of the best undivided algorithms within the "
         f"limit ({undivided * 1e3:.3f} ms)."
     )
+    untimed = len(records) - len(timed)
+    if untimed:
+        gain = (
+            f"{gain if timed else gain.partition('. ')[0] + '.'} {untimed} of them torch's own kernel never computed, "
+        )
+        gain += "as its scratch memory would exceed the limit: no time of it is known."
     return " ".join(
         (
             gain,
@@ -144,6 +151,10 @@ def _wrong(records: Sequence[Record]) -> list[str]:
     ]
 
 
+def _over_stock(record: Record) -> str:
+    return "-" if record.is_stock_assumed else times(record.stock_seconds, record.seconds)
+
+
 def _held(record: Record) -> str:
     return "-" if record.stock_workspace is None else format_bytes(record.stock_workspace)
 
@@ -153,7 +164,9 @@ def _tried(record: Record) -> str:
 
 
 def _division(record: Record) -> str:
-    return f"{record.division}, so far {record.leader} {_ratio(record)}x" if record.leader else record.division
+    if not record.leader:
+        return record.division
+    return f"{record.division}, so far {record.leader}{'' if record.is_stock_assumed else f' {_ratio(record)}x'}"
 
 
 def _ratio(record: Record) -> str:
@@ -175,7 +188,7 @@ def _explored(records: Sequence[Record]) -> list[str]:
     if untried:
         told.append(f"{untried} of them {'were' if untried > 1 else 'was'} called too seldom for anything to be tried.")
     exploring = [record for record in records if record.leader is not None and record.trials]
-    ahead = [record for record in exploring if record.leader]
+    ahead = [record for record in exploring if record.leader and not record.is_stock_assumed]
     if exploring:
         text = f"Still exploring {len(exploring)} of them, computed by torch's own kernel between trials"
         if ahead:

@@ -96,11 +96,14 @@ class Explored:
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
-        if self.fixed is None:
+        while self.fixed is None:
             with self._budget.lock:
                 trial = self._next()
-            if trial is not None:
-                return self._try(trial, call)
+            if trial is None:
+                break
+            result = self._try(trial, call)
+            if result is not None or not self._search.avoids_stock:
+                return result
         return None if self.fixed is None else self.fixed.run(call)
 
     def began(self, calls: int, watches: Sequence[Stopwatch]) -> None:
@@ -126,13 +129,16 @@ class Explored:
         if self.fixed is not None or self._pending:
             return None
         if self._exploration is None:
-            if len(self._stock) < (WATCHED if self._search.recollection.stock_seconds is None else 1):
+            assumed = self._search.assumed_seconds
+            if assumed is not None:
+                self._stock = [assumed]
+            elif len(self._stock) < (WATCHED if self._search.recollection.stock_seconds is None else 1):
                 return Trial()
             self._consider(min(self._stock))
         exploration = self._exploration
         if exploration is None:
             return None
-        if self._pool is None:
+        if self._pool is None or self._search.avoids_stock:  # torch's own kernel cannot fill in while others try
             trial = exploration.trial()
         else:
             start = time.perf_counter()

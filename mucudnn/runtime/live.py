@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from mucudnn.convolution.problem import ConvProblem
 from mucudnn.devices import Stopwatch, device_of
 from mucudnn.optimizer import Key
 from mucudnn.planning.experience import Experience
+from mucudnn.planning.outline import may_exceed, outline
 from mucudnn.planning.plan import Plan
 from mucudnn.planning.planner import Planner
 from mucudnn.planning.search import is_too_short
@@ -51,7 +54,7 @@ class LivePlanning:
             planner_for: as above.
             board: of processes that run the same program, among which trials are shared out.
         """
-        self._is_chosen, self._board = settings.planning == "live", board
+        self._is_chosen, self._board, self._limit = settings.planning == "live", board, settings.workspace_limit
         self.planner_for = planner_for
         self.budget, self._shapes = LiveBudget(), experience.shapes
         self._explored: Recent[Hashable, Explored] = Recent(MOST_SHAPES)
@@ -72,14 +75,17 @@ class LivePlanning:
         """
         return self._is_chosen or (self.serves(device.type) and not device_of(device).is_deterministic)
 
-    def awaits(self, key: Hashable, device: torch.device) -> bool:
+    def awaits(self, key: tuple[Any, ...], device: torch.device) -> bool:
         """Whether a convolution is decided only at its next call, so that torch computes this one.
 
         This holds for a first call that the database knows nothing about: a program may have new shapes at every step,
-        and shapes that do not recur must cost next to nothing.
+        and shapes that do not recur must cost next to nothing. What torch's own kernel may not compute within the limit
+        is decided at once.
         """
         name = hash(key)
         if self._shapes or name in self._called_once or device_of(device).is_deterministic:
+            return False
+        if may_exceed(key[1], self._limit):
             return False
         self._called_once[name] = None
         return True
@@ -92,6 +98,12 @@ class LivePlanning:
         """Whether something may be on record of a call's convolutions, so that the first call should look there."""
         shapes = str(call.direction), tuple(call.input.shape), tuple(call.weight.shape)
         return shapes in self._shapes or device_of(call.input.device).is_deterministic
+
+    def avoids_stock(self, call: Call, limit: float) -> bool:
+        """Whether torch's own kernel is known to exceed a limit, so that not even the first call may be its own."""
+        if limit == math.inf or (problem := call.problem()) is None or (planner := self.planner_for(call)) is None:
+            return False
+        return planner.exceeds(problem, limit)
 
     def calls_before(self, key: Hashable) -> int:
         """The number of calls, none or one, that torch has computed before a convolution is decided."""
@@ -131,7 +143,7 @@ class Live:
     """
 
     __slots__ = (
-        *("_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock"),
+        *("_avoids_stock", "_calls", "_explored", "_is_expected", "_is_left", "_left_by", "_limit", "_lock"),
         *("_planning", "_seconds", "_timed", "_watch"),
     )
 
@@ -153,6 +165,7 @@ class Live:
         """
         self._planning, self._limit, self._left_by, self._calls = planning, limit, leave, calls
         self._is_expected = planning.expects(call)
+        self._avoids_stock = planning.avoids_stock(call, limit)
         self._lock = renewed(threading.Lock())
         self._watch: Stopwatch | None = None  # of the second call: the first does more than the others
         self._seconds: float | None = None
@@ -179,6 +192,9 @@ class Live:
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result; `None` where torch's own kernel is to compute it."""
+        if self._avoids_stock and self._explored is None:
+            with self._lock:
+                self._begin_without_stock(call)
         explored = self._explored
         if explored is None:
             return None if self._is_left else self._wait(call)
@@ -212,6 +228,13 @@ class Live:
             return result
         finally:
             self._lock.release()
+
+    def _begin_without_stock(self, call: Call) -> None:
+        if self._explored is None and not self._is_left:
+            result = outline(call)
+            self._avoids_stock = result is not None
+            if result is not None:
+                self._begin(call, result, [])
 
     def _begin(self, call: Call, result: torch.Tensor, watches: Sequence[Stopwatch]) -> None:
         explored = self._planning.explored(call, result, self._limit)

@@ -9,12 +9,14 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from mucudnn.convolution.call import Call
 from mucudnn.devices import allocations, device_of
 from mucudnn.planning.experience import Experience
+from mucudnn.planning.outline import outline
 from mucudnn.planning.planner import Planner
 from mucudnn.process.at_fork import renewed
 from mucudnn.process.recent import Recent
@@ -95,7 +97,7 @@ class Session:
             return False
         return not self._is_by_convolution or (self._live is not None and self._live.serves(device_type))
 
-    def awaits(self, key: Hashable, device: torch.device) -> bool:
+    def awaits(self, key: tuple[Any, ...], device: torch.device) -> bool:
         """Whether a convolution is decided only at its next call, so that torch computes this one.
 
         This is so under live planning alone, in one process: budgets and totals count every call, and all ranks must
@@ -223,7 +225,9 @@ class Session:
                 return None
             start = time.perf_counter()
             try:
-                result = stock_result(unplanned, call.operands())
+                result = outline(call) if planner.exceeds(unplanned, limit) else None
+                if result is None:
+                    result = stock_result(unplanned, call.operands())
                 seconds = None if device_of(planner.device).is_asynchronous else time.perf_counter() - start
                 problem = call.problem(result)
                 assert problem is not None

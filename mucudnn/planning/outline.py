@@ -1,0 +1,57 @@
+"""Outline: what torch's own kernel would take and return, without a call of that kernel on the whole."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mucudnn.convolution.call import Call, torch_format
+from mucudnn.providers import stock_result
+from mucudnn.providers.stock import torchs_backend
+from mucudnn.timing.measurement import synthetic_operands
+
+
+def outline(call: Call) -> torch.Tensor | None:
+    """An empty tensor of the shape and strides of a call's result; `None` where these are not known.
+
+    Torch's own kernel computes the smallest convolution of the same kind, of two samples and two outputs along each
+    spatial dim, and the memory format of its result is taken.
+    """
+    problem = call.problem()
+    if problem is None or "strided" in problem.formats:
+        return None
+    samples, windows = min(2, problem.extent), problem.windows
+    inputs = [max(2, window.stride + window.reach - 2 * window.padding) for window in windows]
+    outputs = [window.outputs(extent) for window, extent in zip(windows, inputs, strict=True)]
+    x_shape, y_shape = (samples, problem.x_shape[1], *inputs), (samples, problem.y_shape[1], *outputs)
+    least = replace(problem, x_shape=x_shape, y_shape=y_shape)
+    if torchs_backend(least) != torchs_backend(problem):
+        return None
+    # The weight is as large; one of a single channel is contiguous and channels-last at once, so strides tell.
+    given = replace(synthetic_operands(least, call.input.device, torch.zeros), w=call.weight)
+    computed = stock_result(least, given)
+    for name in ("contiguous", "channels_last") if problem.dims > 1 else ("contiguous",):
+        shapes = least.target_shape, problem.target_shape
+        small, whole = (
+            torch.empty(shape, dtype=computed.dtype, memory_format=torch_format(name, len(shape))) for shape in shapes
+        )
+        if small.stride() == computed.stride():
+            return whole
+    return None
+
+
+def may_exceed(looks: tuple[Any, ...], limit: float) -> bool:
+    """Whether columns may take more than so many bytes, by the shapes alone, which takes a microsecond.
+
+    Args:
+        looks: what the shim tells convolutions apart by: of one or two activations, and of the weight, the shape,
+            strides, type and device; then stride, padding, dilation, transposed, output padding and groups.
+    """
+    if limit == math.inf:
+        return False
+    *_, source, _, _, _, weight, _, dtype, _, (_, padding, *_, groups), _ = looks
+    places = source[0] * math.prod(extent + 2 * pad for extent, pad in zip(source[2:], padding, strict=False))
+    return bool(math.prod(weight[1:]) * groups * places * dtype.itemsize > limit)
