@@ -86,7 +86,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     A wrapper only calls the model in it, whose layers have the names that strategies say.
     """
     if torch.compiler.is_dynamo_compiling():
-        if compiled.is_tracing_model or next(module.parameters(), None) is None:
+        if compiled.is_tracing_model() or next(module.parameters(), None) is None:
             return _call(module, *args, **kwargs)
         return _beyond_graphs(module, *args, **kwargs)
     run = inside.run

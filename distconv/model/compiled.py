@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -28,8 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.model.graph_entrance import enter_parameters
 from distconv.model.graph_statistics import move_statistics_last
 from distconv.tensors.mesh import whole_group
+from distconv.tensors.replacements import replace, until_put_back
 from distconv.tensors.user_lines import asked_for
 from distconv.transfer.graph_merges import merging
+from mucudnn.lazily import uncollected
 from mucudnn.process.substitution import substituted
 from mucudnn.process.warning import warn
 
@@ -39,6 +40,9 @@ class NotCompiled(Exception):
 
 
 class _Thread(threading.local):
+    is_tracing = False
+    """Whether what torch.compile traces in this thread is a whole model."""
+
     meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None
     """Tells where the parameters lie of the compiled model that runs: asked where a graph is made, not at each call."""
 
@@ -47,8 +51,32 @@ _thread = _Thread()
 
 _FORMS = "_distconv_forms"
 
-is_tracing_model = False
-"""Whether a compiled model runs, or is traced before that; only what is traced reads it."""
+
+def is_tracing_model() -> bool:
+    """Whether what this thread traces is a whole model, and no function of the program that calls one."""
+    return _thread.is_tracing
+
+
+@until_put_back
+def watch_traces() -> None:
+    """Dynamo learns of ``nn.Module.__call__`` while that is torch's own, and of distconv's only in `tracing`.
+
+    It traces in one thread at a time, so that no other one finds what is replaced meanwhile.
+    """
+    with uncollected():
+        from torch._dynamo import convert_frame
+        from torch._dynamo.variables import nn_module
+
+    torch.compiler.assume_constant_result(is_tracing_model)
+    stock = convert_frame.CatchErrorsWrapper.__call__
+
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _thread.is_tracing:
+            return stock(self, *args, **kwargs)
+        with convert_frame.compile_lock, substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
+            return stock(self, *args, **kwargs)
+
+    replace(convert_frame.CatchErrorsWrapper, "__call__", traced)
 
 
 def original(module: nn.Module) -> nn.Module:
@@ -97,15 +125,12 @@ def tracing(meshes: Callable[[], Mapping[Tensor, DeviceMesh]] | None = None) -> 
     Dynamo knows an ``nn.Module.__call__`` in whose place it calls ``forward`` where a module has no hooks. Any other it
     traces step by step: that takes longer, and leaves a graph with more to check at every call of it.
     """
-    from torch._dynamo.variables import nn_module
-
-    outer, _thread.meshes = _thread.meshes, meshes
-    own = substituted(sys.modules[__name__], is_tracing_model=True)
+    outer = _thread.meshes, _thread.is_tracing
+    _thread.meshes, _thread.is_tracing = meshes, True
     try:
-        with own, substituted(nn_module, unpatched_nn_module_call=nn.Module.__call__):
-            yield
+        yield
     finally:
-        _thread.meshes = outer
+        _thread.meshes, _thread.is_tracing = outer
 
 
 def _warn(module: nn.Module, reason: str) -> None:

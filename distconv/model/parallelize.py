@@ -22,7 +22,7 @@ from distconv.model.assignment import Assignment, assignments
 from distconv.model.calls import assigned, call, loaded, scripts
 from distconv.model.checkpoint import saving_whole
 from distconv.model.comparisons import open_comparisons
-from distconv.model.compiled import original
+from distconv.model.compiled import original, watch_traces
 from distconv.model.direct import discover
 from distconv.model.direct.activation import open_functions
 from distconv.model.direct.checkpoints import open_checkpoints
@@ -37,6 +37,7 @@ from distconv.model.strategy import Strategy
 from distconv.model.transforms import transforms_of_whole_tensors
 from distconv.model.whole_calls import graphs_of_whole_models
 from distconv.reading.array import LazyArray
+from distconv.private_names import COMPILED, lacks
 from distconv.reading.opening import identity, read_shard
 from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors
@@ -148,6 +149,8 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
 @until_put_back
 def _look_at_calls() -> None:
     """Modules run distributed, and what the ranks must agree on is compared."""
+    if not lacks(COMPILED):
+        watch_traces()
     replace(nn.Module, "__call__", call)
     replace(nn.Module, "load_state_dict", _loading(nn.Module.load_state_dict))
     for hook in (before_step, record.count_step):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,11 @@ def test_what_was_compiled_before_distconv_was_imported_hides_no_rule() -> None:
     done = run_python("-c", COMPILED_FIRST, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "torch.Size([2, 3])"
+
+
+def test_a_compiled_function_leaves_the_models_that_it_calls_to_ranks() -> None:
+    done = subprocess.run(  # a forked process has imported Dynamo
+        [sys.executable, SCRIPTS / "traced.py"], env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [False, False]
