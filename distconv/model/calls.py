@@ -45,7 +45,7 @@ from distconv.rules.normalization.running import is_a_modules
 from distconv.rules.registry import checks
 from distconv.tensors import user_lines
 from distconv.tensors.gathering.calls import model_call
-from distconv.tensors.mesh import is_ours, is_the_programs
+from distconv.tensors.mesh import is_ours, is_the_programs, whole_group
 from distconv.tensors.plain_tensors import plain, watchers
 from distconv.tensors.refusal import UnsupportedOperation
 from distconv.transfer.account import ACCOUNT
@@ -139,6 +139,7 @@ def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     mesh = assignment.mesh if assignment is not None and (assignment.fixed or theirs is None) else theirs
     if mesh is None:
         return _call_alone(wrapper, made, args, kwargs)
+    whole_group(mesh)  # which is still there
     is_scripts = scripts and theirs is None and assignment is not None and not assignment.fixed
     if is_scripts and is_whole_as_well(module, mesh, leaves):
         ACCOUNT.called()

@@ -36,8 +36,8 @@ from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.model.transforms import transforms_of_whole_tensors
 from distconv.model.whole_calls import graphs_of_whole_models
-from distconv.reading.array import LazyArray
 from distconv.private_names import COMPILED, lacks
+from distconv.reading.array import LazyArray
 from distconv.reading.opening import identity, read_shard
 from distconv.rules.installation import install_rules
 from distconv.rules.registry import watch_plain_tensors

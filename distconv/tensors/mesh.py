@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.settings.partition import AXES, Partition, shards_channels
 from distconv.tensors.process_groups import new_group
 
-_groups: dict[DeviceMesh, dist.ProcessGroup | None] = {}
-"""Our meshes, and for each one group of all its ranks."""
+_groups: dict[DeviceMesh, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]] = {}
+"""Our meshes, and for each one group of all its ranks, and the default group of its job."""
 
+_jobs: dict[dist.ProcessGroup | None, int] = {}
+"""The default groups under which meshes were made, in their order."""
 
 _meshes: dict[tuple[object, ...], DeviceMesh] = {}
 """The meshes made so far, by the job's default group, partition, ranks and device type."""
@@ -68,8 +71,21 @@ def make_mesh(partition: Partition, *, ranks: Sequence[int] | None = None, devic
     if mesh is None:
         mesh = DeviceMesh(device_type, torch.tensor(list(ranks)).view(partition.sizes), mesh_dim_names=partition.names)
         _meshes[key] = mesh
-        _groups[mesh] = _group_of(mesh, local=False)
+        _know(mesh, local=False)
     return mesh
+
+
+def _know(mesh: DeviceMesh, *, local: bool) -> None:
+    """Makes the group of a mesh, and makes the mesh another one than a former job's.
+
+    Meshes over the same ranks are equal else, and plans, which name groups, are kept by their meshes.
+    """
+    job = dist.group.WORLD
+    number = _jobs.setdefault(job, len(_jobs))
+    if number and mesh._thread_id in (None, threading.get_ident()):  # no mesh of parts in turn
+        mesh._thread_id = -number
+        vars(mesh).pop("_hash", None)  # which it keeps
+    _groups[mesh] = _group_of(mesh, local=local), job
 
 
 def _group_of(mesh: DeviceMesh, *, local: bool) -> dist.ProcessGroup | None:
@@ -93,7 +109,7 @@ def adopt(mesh: DeviceMesh) -> DeviceMesh:
                 f"mesh axis {names[axis]!r}: accepted: ranks ascending along the axis, not {mesh.mesh.tolist()}"
             )
     if mesh not in _groups:
-        _groups[mesh] = _group_of(mesh, local=True)
+        _know(mesh, local=True)
     return mesh
 
 
@@ -125,8 +141,18 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def whole_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The process group of all ranks of one of our meshes."""
-    return _groups[mesh]
+    """The process group of all ranks of one of our meshes. RuntimeError where its job has ended."""
+    if is_ended(mesh):
+        raise RuntimeError(
+            "a mesh whose process group the program has destroyed; accepted: a new one of distconv.init, and"
+            " distconv.parallelize for each model again"
+        )
+    return _groups[mesh][0]
+
+
+def is_ended(mesh: DeviceMesh) -> bool:
+    """Whether the program has destroyed the process group under which one of our meshes was made."""
+    return mesh.size() > 1 and _groups[mesh][1] is not dist.group.WORLD
 
 
 def is_ours(mesh: DeviceMesh) -> bool:
