@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ T = TypeVar("T")
 
 def is_traced(x: Tensor) -> bool:
     """Whether a tensor represents one of a graph that is being made, and so has no values."""
-    return not _following and has_no_numbers(x)
+    return has_no_numbers(x) and not _following.get()
 
 
 def has_no_numbers(x: Tensor) -> bool:
@@ -26,17 +27,17 @@ def has_no_numbers(x: Tensor) -> bool:
     return type(x) is not Tensor and isinstance(x, FakeTensor | FunctionalTensor)
 
 
-_following: list[None] = []
+_following = ContextVar("following", default=False)  # parts in turn have their caller's context
 
 
 @contextlib.contextmanager
 def shapes_followed() -> Iterator[None]:
     """Within it tensors without numbers are of no graph: what runs is followed, and takes the paths of real tensors."""
-    _following.append(None)
+    before = _following.set(True)
     try:
         yield
     finally:
-        _following.pop()
+        _following.reset(before)
 
 
 def constant(x: Tensor, like: Tensor) -> Tensor:

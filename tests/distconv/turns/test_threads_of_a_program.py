@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 
 import distconv
 from distconv import settings
+from distconv.transfer.tracing import is_traced, shapes_followed
 from distconv.turns import pager, places, turning
+from distconv.turns.surroundings import Surroundings
 
 
 class Waiting(nn.Module):
@@ -54,6 +57,19 @@ def test_another_thread_does_not_meet_what_a_call_needs() -> None:
         assert seen == ["on", True, [1.0, 1.0]]
     finally:
         dist.destroy_process_group()
+
+
+def test_what_another_thread_traces_is_of_a_graph_while_a_call_is_followed() -> None:
+    """The call is followed in the threads of its parts, which have its surroundings."""
+
+    def asked(surroundings: Surroundings | None) -> bool:
+        return is_traced(x) if surroundings is None else surroundings.run(lambda: is_traced(x))
+
+    with FakeTensorMode():
+        x = torch.empty(2)
+    with ThreadPoolExecutor() as pool, shapes_followed():
+        assert [pool.submit(asked, one).result() for one in (None, Surroundings.now("cpu"))] == [True, False]
+    assert is_traced(x)
 
 
 def trained(turned: nn.Module, x: Tensor, between: Any = None) -> tuple[int, list[Tensor]]:
