@@ -88,7 +88,8 @@ def original(module: nn.Module) -> nn.Module:
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether ``maker`` has anything to tell."""
-    return getattr(module, "_compiled_call_impl", None) is not None or "dynamo_ctx" in module.__dict__
+    held = module.__dict__
+    return "_compiled_call_impl" in held or "dynamo_ctx" in held
 
 
 def maker(module: nn.Module) -> Any:

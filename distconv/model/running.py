@@ -66,14 +66,17 @@ def meshes_of(
     """The mesh of each parameter of some modules, that of the one that holds it; ``mesh`` where none is assigned."""
     meshes: dict[Tensor, DeviceMesh] = {}
     for module in modules:
-        if module._parameters:
+        parameters = module._parameters
+        if parameters:
             assignment = assignments.get(module)
             own = assignment.mesh if assignment is not None and assignment.fixed else mesh
-            for name, parameter in module._parameters.items():
-                if type(parameter) is Replaced:  # which functional_call has put back
-                    parameter = module._parameters[name] = current(parameter)
-                if parameter is not None and not is_the_programs(parameter):
-                    meshes.setdefault(parameter, own)
+            for name, parameter in parameters.items():
+                if type(parameter) is not nn.Parameter:  # as most are
+                    if type(parameter) is Replaced:  # which functional_call has put back
+                        parameter = parameters[name] = current(parameter)
+                    if parameter is None or is_the_programs(parameter):
+                        continue
+                meshes.setdefault(parameter, own)
     return meshes
 
 

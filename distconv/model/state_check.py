@@ -12,7 +12,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -187,7 +187,7 @@ def _find_unknown(model: nn.Module, now: _State, uses: Uses) -> None:
         if own not in uses.meshes and place[1] == "_parameters":
             x = place[0]()._parameters[place[2]]  # type: ignore[union-attr]
             if not is_the_programs(x) and id(current(x)) not in uses.meshes:  # type: ignore[arg-type]
-                raise _refused(*_named(model, place), model, "was put into the module's dict")
+                raise _refused(*_named(_paths(model), place), model, "was put into the module's dict")
 
 
 def _changed(before: dict[Key, bytes], after: dict[Key, bytes]) -> list[Key]:
@@ -218,23 +218,28 @@ def _find_unseen(
         at = now.ids.index(own)
         if earlier.get(own) == now.versions[at] >= 0 and own not in seen and now.places[at][2] not in _UNCOUNTED:
             if not is_used_itself(at):
-                kind, path = _named(model(), now.places[at])
+                kind, path = _named(_paths(model()), now.places[at])
                 raise _refused(kind, path, model(), "was written to, by no function of torch on it,")
             found = True
     return found
 
 
-def _named(model: nn.Module, place: Place) -> tuple[str, str]:
+def _named(paths: Mapping[nn.Module, str], place: Place) -> tuple[str, str]:
     """ "parameter" or "buffer", and the path."""
     owner, kind, name = place
-    path = next((path for path, module in model.named_modules() if module is owner()), "")
+    path = paths.get(owner(), "")  # type: ignore[arg-type]
     return kind[1:-1], f"{path}.{name}" if path else name
+
+
+def _paths(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: path for path, module in model.named_modules()}
 
 
 def _sites(model: nn.Module, now: _State, only_parameters: bool) -> dict[Key, Site]:
     found: dict[Key, Site] = {}
-    for at, (own, pointer, x) in enumerate(zip(now.ids, now.pointers, now.here, strict=True)):
-        kind, path = _named(model, now.places[at])
+    paths = _paths(model)
+    for place, own, pointer, x in zip(now.places, now.ids, now.pointers, now.here, strict=True):
+        kind, path = _named(paths, place)
         if id(x) == own and not (only_parameters and kind == "buffer"):
             found[own, pointer] = Site(f"{kind} {path} of {type(model).__name__}", tuple(x.shape), str(x.dtype), "")
     return found

@@ -42,7 +42,7 @@ class Uses:
         self._made: dict[int, tuple[Tensor, Tensor, int | None]] = {}
         """By parameter: what functions are given, the tensor of this rank that it was made of, and its version then."""
         self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """By parameter: all that functions were given so far, and what it was made of."""
+        """By parameter: what functions were given until a change, and what that was made of."""
         self._sources: dict[int, tuple[Tensor, Bucket, int]] = {}
         self.given_out: set[int] = set()
         """The ids of parameters and buffers whose data the model has asked for."""
@@ -73,13 +73,15 @@ class Uses:
         return used(args, self), kwargs and dict(zip(kwargs, used(list(kwargs.values()), self), strict=True))
 
     def __call__(self, parameter: Tensor) -> Tensor:
-        found = self._made.get(id(parameter))
+        key = id(parameter)
+        found = self._made.get(key)
         if found is not None:
             given, root, version = found
             unchanged = version is None or root._version == version
             if unchanged and (not self._late or root.requires_grad or not torch.is_grad_enabled()):
                 return given
-        elif id(parameter) not in self.meshes:
+            self._set_aside(key)
+        elif key not in self.meshes:
             return parameter
         with torch._C.DisableTorchFunctionSubclass():
             return self._make(parameter)
@@ -92,17 +94,22 @@ class Uses:
             self._enter(new_bucket_plans({parameter: mesh}))
             source = self._sources[key]
         if source is None:
-            lies = home(parameter, mesh)
-            root, place = held(parameter), where(lies.mesh, lies.placements, parameter.shape)
+            own = home(parameter, mesh)
+            root, place = held(parameter), where(own.mesh, own.placements, parameter.shape)
         else:
+            _, bucket, index = source
             if key in self._before:
-                source[1].one_more(source[2])
-            root, place = _arriving(*source), source[1].plan.places[source[2]]
+                bucket.one_more(index)
+            root, place = _arriving(*source), bucket.plan.places[index]
         share = functools.partial(use_parameter, place=place)
         found = activation(root, place, share) if self._direct else share(root)
         self._made[key] = found, root, None if root.is_inference() else root._version
-        self._before.setdefault(key, []).append((found, root))
         return found
+
+    def _set_aside(self, key: int) -> None:
+        made = self._made.pop(key, None)
+        if made is not None:
+            self._before.setdefault(key, []).append(made[:2])
 
     def copied(self, x: DTensor, copy: Tensor) -> None:
         """Another library gets a copy of a distributed tensor: it is kept, where that is a parameter's."""
@@ -119,9 +126,10 @@ class Uses:
         """What was made of a parameter so far, all of it in the parameter's memory."""
         source = self._sources.get(key)
         aliases = [] if source is None else [source[0]]
-        for found, root in self._before.get(key, ()):
+        made = (self._made[key][:2],) if key in self._made else ()
+        for found, root in (*self._before.get(key, ()), *made):
             dtensor = found.dtensor if isinstance(found, Activation) else found
-            aliases += [root] if dtensor is None else [root, dtensor._local_tensor]  # type: ignore[attr-defined]
+            aliases += [root] if dtensor is None else [root, dtensor._local_tensor]
         return aliases
 
     def renew(self, parameter: Tensor) -> None:
@@ -141,7 +149,7 @@ class Uses:
         elif (own.data_ptr(), own.stride()) != (like.data_ptr(), like.stride()):
             for alias in aliases:
                 rebind(alias, own)
-            self._made.pop(key, None)
+            self._set_aside(key)
 
 
 def _copied(x: DTensor, copy: Tensor) -> None:

@@ -31,7 +31,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Statistics over samples and space of all ranks; parameters and running statistics as modules hold them."""
-    if type(input) is not Activation or input.share is not None or converts_operands(input.device):
+    if type(input) is not Activation or input.share is not None or converts_operands(input):
         return NotImplemented
     if not ((weight is None or is_parameter(weight)) and (bias is None or is_parameter(bias))):
         return NotImplemented

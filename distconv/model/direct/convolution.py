@@ -136,7 +136,7 @@ def _convolution(function: Any, dims: int, transposed: bool) -> None:
             call = plans[key] = _call(x._place, *places, dtypes, arguments)
         if call is None:
             return NotImplemented
-        converts = converts_operands(own.device)
+        converts = converts_operands(own)
         if not call.alone and converts:
             return NotImplemented
 

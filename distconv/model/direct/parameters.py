@@ -33,6 +33,9 @@ _OWN = (
 )
 """Functions that concern a parameter itself, besides its properties and what changes it."""
 
+_OTHERS = {int, float, bool, str, type(None), Tensor, Activation}
+"""Classes of most of a function's arguments, which are no parameters in use and have none in them."""
+
 _OF_GRAPHS = ("T", "mT", "H", "mH", "real", "imag")
 """The properties that autograd records."""
 
@@ -158,16 +161,17 @@ def _among(values: Iterable[Any]) -> Iterator[Any]:
 
 def used(args: Sequence[Any], uses: Parameters) -> list[Any]:
     """The arguments of a function, with what stands for each parameter in use, in lists too."""
-    found = []
-    for arg in args:  # of every function with parameters: as few steps as can be
-        kind = type(arg)
-        if kind in _classes:
-            arg = uses(arg)
-        elif isinstance(arg, list | tuple) and arg and type(arg[0]) is not int:
-            values = used(arg, uses)
-            arg = kind(*values) if hasattr(arg, "_fields") else kind(values)
-        found.append(arg)
-    return found
+    return [  # of every function with parameters: as few steps as can be
+        arg if (kind := type(arg)) in _OTHERS else uses(arg) if kind in _classes else _used_within(arg, uses)
+        for arg in args
+    ]
+
+
+def _used_within(values: Any, uses: Parameters) -> Any:
+    if not isinstance(values, list | tuple) or not values or type(values[0]) is int:
+        return values
+    found = used(values, uses)
+    return type(values)(*found) if hasattr(values, "_fields") else type(values)(found)
 
 
 def is_own(func: Any, args: Any, kwargs: Any) -> bool:

@@ -123,7 +123,7 @@ def group_normalized(
     over = Over(groups.share, groups.total, here * groups.columns, of_rows)
     mean, variance = _statistics(local, groups, index)
     shape = 1, here * own, positions
-    y = normalized(local, shape, weight, bias, mean[of_rows], variance[of_rows], over, eps)
+    y = normalized(local, shape, weight, bias, mean[of_rows], variance[of_rows], over, eps, (here, own))
     return y, lambda: (mean.view(here, groups.columns), variance.view(here, groups.columns))
 
 

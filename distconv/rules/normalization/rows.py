@@ -73,31 +73,41 @@ def normalized(
     variance: Tensor,
     over: Over | None,
     eps: float,
+    repeat: tuple[int, int] | None = None,
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias, with one of each per row. Differentiable.
 
-    Weight and bias may also be those of the first rows, which are repeated for the others.
-
     ``shape``: in which x is rows; None where it is. ``over``: what the statistics, those of the rows, go over; None for
-    numbers that do not depend on the rows.
+    numbers that do not depend on the rows. ``repeat``: (times, n) where weight and bias are those of the first n rows,
+    and are repeated for the others.
     """
-    result: Tensor = apply(_Normalized, x, shape, weight, bias, mean, variance, over, eps)
+    result: Tensor = apply(_Normalized, x, shape, weight, bias, mean, variance, over, eps, repeat)
     return result
 
 
 class _Normalized(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shape: Any, weight: Any, bias: Any, mean: Tensor, variance: Tensor, over: Any, eps: float
+        ctx: Any,
+        x: Tensor,
+        shape: Any,
+        weight: Any,
+        bias: Any,
+        mean: Tensor,
+        variance: Tensor,
+        over: Any,
+        eps: float,
+        repeat: Any,
     ) -> Tensor:
         dtype = precise(x.dtype)
         mean, variance = _as(mean, dtype), _as(variance, dtype)
         ctx.save_for_backward(x, weight, mean, variance)  # the weight itself, so that backward sees changes of it
         ctx.shape, ctx.over, ctx.eps = shape, over, eps
-        ctx.vectors = [v if v is None else v.shape for v in (weight, bias)]
+        ctx.repeat = repeat
         if not x.numel():
             return torch.empty_like(x)
-        weight, bias = _repeated(weight, mean), _repeated(bias, mean)
+        if repeat is not None:
+            weight, bias = _repeated(weight, repeat), _repeated(bias, repeat)
         y = _scaled(x if shape is None else x.reshape(shape), mean, variance, weight, bias, eps)
         return y if shape is None else torch.ops.aten._unsafe_view(y, x.shape)  # autograd lets no view be changed
 
@@ -107,16 +117,16 @@ class _Normalized(torch.autograd.Function):
         shape, rows = ctx.shape, x
         if shape is not None:
             grad, rows = grad.reshape(shape), x.reshape(shape)
-        need_x, _, *mask = ctx.needs_input_grad[:4]
+        need_x, _, need_weight, need_bias, *_ = ctx.needs_input_grad
         gradients = _differentiable_gradients if torch.is_grad_enabled() else normalized_backward
-        found = gradients(grad, rows, _repeated(weight, mean), mean, variance, ctx.over, ctx.eps, need_x)
+        repeated = weight if ctx.repeat is None else _repeated(weight, ctx.repeat)
+        dx, dweight, dbias = gradients(grad, rows, repeated, mean, variance, ctx.over, ctx.eps, need_x)
+        if ctx.repeat is not None:
+            dweight, dbias = _added_up(dweight, ctx.repeat), _added_up(dbias, ctx.repeat)
         dtype = mean.dtype if weight is None else weight.dtype
-        vectors = (
-            _as(_added_up(v, like), dtype) if wanted else None
-            for v, like, wanted in zip(found[1:], ctx.vectors, mask, strict=True)
-        )
-        dx = found[0] if need_x else None
-        return dx if shape is None or dx is None else dx.view(x.shape), None, *vectors, None, None, None, None
+        dx = None if dx is None or not need_x else dx if shape is None else dx.view(x.shape)
+        vectors = _as(dweight, dtype) if need_weight else None, _as(dbias, dtype) if need_bias else None
+        return dx, None, *vectors, None, None, None, None, None
 
 
 def normalized_backward(
@@ -158,19 +168,19 @@ def normalized_backward(
 def _scaled(
     rows: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    weight, bias = (v if v is None else _as(v, mean.dtype) for v in (weight, bias))
+    dtype = mean.dtype
+    weight, bias = None if weight is None else _as(weight, dtype), None if bias is None else _as(bias, dtype)
     return torch.native_batch_norm(rows, weight, bias, mean, variance, False, 0.0, eps)[0]
 
 
-def _repeated(vector: Tensor | None, rows: Tensor) -> Tensor | None:
+def _repeated(vector: Tensor | None, repeat: tuple[int, int]) -> Tensor | None:
     """A vector with one number for each of the rows."""
-    same = vector is None or vector.shape == rows.shape
-    return vector if same else vector.repeat(len(rows) // len(vector))  # type: ignore[arg-type, union-attr]
+    return vector if vector is None else vector.repeat(repeat[0])
 
 
-def _added_up(vector: Tensor, shape: torch.Size) -> Tensor:
+def _added_up(vector: Tensor, repeat: tuple[int, int]) -> Tensor:
     """The adjoint of `_repeated`."""
-    return vector if vector.shape == shape else vector.view(-1, *shape).sum(0)
+    return vector.view(repeat).sum(0)
 
 
 def _as(vector: Tensor, dtype: torch.dtype) -> Tensor:
