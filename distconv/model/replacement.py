@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from distconv.model.direct.activation import Activation, as_dtensors
+from distconv.model.direct.graphs import follow, memory
 from distconv.model.direct.parameters import DATA, InUse
 from distconv.model.direct.paths import running
 from distconv.model.shard_gather import whole
@@ -105,9 +106,17 @@ def open_replacement() -> None:
         if type(x) is Activation:
             x.set_data(sharded(value.detach(), x.device_mesh, x.placements))
         elif is_ours(x.device_mesh):
+            before = memory(x)
             replace(x, value)
+            follow(x, before)
         else:
             DATA.__set__(x, value)
+
+    def data_of_sharded(x: DTensor) -> Any:
+        found = DATA.__get__(x)
+        if isinstance(found, DTensor) and is_ours(found.device_mesh):  # as torch, without a version in common
+            found._local_tensor = found._local_tensor.data
+        return found
 
     def data_of_plain(x: Tensor) -> Any:
         if running.uses is not None:
@@ -121,7 +130,9 @@ def open_replacement() -> None:
         if isinstance(value, DTensor) and is_ours(value.device_mesh):
             (value,) = as_dtensors([value])
             value = whole(value) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", value)  # type: ignore[arg-type]
+        before = memory(x)
         DATA.__set__(x, value)
+        follow(x, before)
 
     make: Any = nn.Parameter.__new__
 
@@ -135,7 +146,7 @@ def open_replacement() -> None:
 
     replacements.replace(nn.Parameter, "__new__", new)
     replacements.replace(Tensor, "data", property(data_of_plain, set_data_of_plain))
-    replacements.replace(DTensor, "data", property(DATA.__get__, set_data))
+    replacements.replace(DTensor, "data", property(data_of_sharded, set_data))
 
 
 def _swapping(stock: Any) -> Any:

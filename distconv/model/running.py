@@ -107,6 +107,7 @@ def entered(run: Run) -> Iterator[None]:
     try:
         with model_call(), in_use(run.uses.parameters), inside.watch(), waiting(run.modules), meeting:
             yield
+            run.uses.end()
     finally:
         inside.run, running.uses = outer
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from distconv.agreement.checksum import checksum
 from distconv.model.direct.activation import Activation, activation
+from distconv.model.direct.graphs import note_saved
 from distconv.model.direct.parameters import enter, used
 from distconv.model.direct.paths import running
 from distconv.model.direct.shares import use as use_parameter
@@ -131,6 +132,11 @@ class Uses:
             dtensor = found.dtensor if isinstance(found, Activation) else found
             aliases += [root] if dtensor is None else [root, dtensor._local_tensor]
         return aliases
+
+    def end(self) -> None:
+        """The call has ended: what was made of its parameters may be in graphs, until these are given up."""
+        if torch.is_grad_enabled():
+            note_saved({key: self._aliases(key) for key in self._before})
 
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""

@@ -65,10 +65,7 @@ class InUse:
         if running.uses is not None:
             running.uses.given_out.add(id(self))
         with _as_ever([self]):
-            found = DATA.__get__(self)
-        if isinstance(found, DTensor):  # as torch, without a version in common: autograd does not count what is written
-            found._local_tensor = found._local_tensor.data
-        return found
+            return self.data
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -27,7 +27,7 @@ def in_place(layer: Any, *_: Any) -> None:
 
 
 def trained(change: Callable[..., None], frozen: bool) -> dict[str, Tensor]:
-    """What two steps find, where each layer's weight is changed in a forward hook."""
+    """What two steps find, where each layer's weight is changed in a forward hook, and before backward."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding="same"),
@@ -45,7 +45,8 @@ def trained(change: Callable[..., None], frozen: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for step in range(2):
         x = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(step), requires_grad=True)
-        loss = net(x * 1.0).square().mean()
+        loss = (net(x * 1.0) * net(x * 2.0)).mean()
+        change(net[step])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
