@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from distconv.rules.decompositions import has_strategy, without_strategy
 from distconv.rules.elementwise import elementwise, in_place
+from distconv.rules.outputs import without_outputs, written
 from distconv.rules.registry import rule, schemas_without_rule
 from distconv.rules.schemas import is_tensor, is_view, name_of, operator
 from distconv.rules.stock import leave
@@ -95,8 +96,12 @@ def _handler(schema: Any) -> Any:
     """What runs an operator without a rule; None for one that stays with torch."""
     name = schema.name.removeprefix("aten::")
     func = operator(f"{name}.{schema.overload_name}")
-    if func is None or any(argument.is_out for argument in schema.arguments):
+    if func is None:
         return None
+    if any(argument.is_out for argument in schema.arguments):
+        reads = any(is_tensor(a.type) for a in schema.arguments if not a.is_out)
+        is_torchs = torch.Tag.generated in func.tags or name.startswith("_")
+        return written if reads and not is_torchs and without_outputs(func) is not None else None
     if torch.Tag.pointwise not in func.tags:
         return fallback if _is_for_fallback(func, name, schema) else None
     several = sum(is_tensor(argument.type) for argument in schema.arguments) > 1

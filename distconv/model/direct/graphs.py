@@ -50,14 +50,17 @@ def follow(parameter: Tensor, before: int) -> None:
 
     ``before``: where its memory was, by which it is told from an earlier one with the same id.
     """
+    if before == 0:
+        return
     with torch._C.DisableTorchFunctionSubclass():
         own = _own(parameter)
+        if own.data_ptr() == before:
+            return
         kind = own.shape, own.dtype, own.device
-        if own.data_ptr() != before != 0:
-            for reference in _saved.get(id(parameter), ()):
-                x = reference()
-                if x is not None and x.data_ptr() == before and (x.shape, x.dtype, x.device) == kind:
-                    rebind(x, own)
+        for reference in _saved.get(id(parameter), ()):
+            x = reference()
+            if x is not None and x.data_ptr() == before and (x.shape, x.dtype, x.device) == kind:
+                rebind(x, own)
 
 
 def _own(parameter: Any) -> Tensor:

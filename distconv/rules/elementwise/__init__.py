@@ -155,8 +155,10 @@ def _plain(arg: Any) -> Any:
 
 
 @rule("aten::fill_.Tensor")
-def fill(func: Any, x: DTensor, value: Tensor) -> DTensor:
+def fill(func: Any, x: Tensor, value: Tensor) -> Tensor:
     """Every element becomes the value."""
+    if not isinstance(x, DTensor):
+        return func(x, whole_beside(func, value))
     refuse_partial(func, x.placements, "its tensor")
     func(x._local_tensor, local_as(value, x.device_mesh, replicated(x.device_mesh)))
     return x

@@ -27,13 +27,15 @@ ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
 
 
 @rule("aten::index_add", "aten::index_add_")
-def index_add(func: Any, x: DTensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> DTensor:
+def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     """Adds slices of source at the indices of a dim that is not sharded."""
+    if not isinstance(x, DTensor) and func._schema.name.endswith("_"):
+        return x.copy_(whole_beside(func, torch.index_add(x, dim, index, source, alpha=alpha)))
     mesh, placements = common_layout(source, x, index)
     dim %= max(x.dim(), 1)
     in_place = func._schema.name.endswith("_")
     if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        if in_place and (not isinstance(x, DTensor) or x.placements not in (placements, replicated(mesh))):
+        if in_place and x.placements not in (placements, replicated(mesh)):  # type: ignore[attr-defined]
             raise refuse(func, f"its dim {dim} is sharded: {placements}")
         added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
         return _became(x, added) if in_place else added

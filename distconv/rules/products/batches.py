@@ -193,12 +193,6 @@ def multiplied_and_added(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, al
     return result + (x if beta == 1 else x * beta)
 
 
-@rule("aten::mm.out")
-def mm_out(func: Any, a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """The product, written to a tensor."""
-    return out.copy_(torch.mm(a, b))
-
-
 @rule("aten::_euclidean_dist")
 def euclidean(func: Any, a: Tensor, b: Tensor) -> Tensor:
     """|a_i - b_j| of points a (..., n, k) and b (..., m, k): the root of |a|^2 - 2 a b + |b|^2, as torch's own formula.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import Ranks
 from reference import differing
 from torch import Tensor
@@ -35,6 +37,22 @@ def written(x: Tensor) -> Tensor:
     return torch.mm(x, x.t(), out=torch.empty_like(x))
 
 
+def written_to_plain(x: Tensor) -> list[Tensor]:
+    """What operators write to plain tensors, in place and by ``out=``."""
+    plain, index = functools.partial(torch.zeros, dtype=x.dtype), torch.arange(x.shape[1])
+    with torch.no_grad():
+        filled = plain(x.shape).fill_(x.sum())
+        filled[0, 0] = x.mean()
+        return [
+            *(filled, plain(x.shape).index_add_(1, index, x)),
+            *(torch.mul(x, 2, out=plain(x.shape)), torch.mean(x, (2, 3), out=plain(x.shape[:2]))),
+            *torch.max(x, 1, out=(plain(x[:, 0].shape), torch.zeros(x[:, 0].shape, dtype=torch.int64))),
+            *(torch.prod(x, 3, out=plain(x.shape[:3])), torch.cumsum(x, 2, out=plain(0))),
+            *(F.normalize(x.mean((0, 2, 3)), dim=0, out=plain(len(index))), torch.cat([x, x], out=plain(0))),
+            *(torch.mean(x, 1, out=x[:, 0] * 1), torch.norm(x, 2, (0, 2), out=plain(x[0, :, 0].shape))),
+        ]
+
+
 CONFLICTS: dict[str, Callable[[Tensor], Any]] = {
     "sum of rows and columns": lambda x: x + x.transpose(2, 3),
     "where": lambda x: torch.where(x.transpose(1, 2) > 0, x, x.transpose(2, 3)),
@@ -44,6 +62,7 @@ CONFLICTS: dict[str, Callable[[Tensor], Any]] = {
     "products": lambda x: [map_of(x) @ map_of(x), map_of(x) @ map_of(x).t(), map_of(x).t() @ map_of(x)],
     "sum with a product": lambda x: torch.addmm(map_of(x).t(), map_of(x), map_of(x).t(), alpha=2),
     "written to a tensor": lambda x: written(map_of(x).detach()),
+    "written to plain tensors": written_to_plain,
     "one row": lambda x: [row_of(x).mT @ row_of(x), x * row_of(x), x @ row_of(x).mT, row_of(x) @ x.mT],
     "small integers": lambda x: [shorts(x).amax(2), shorts(x).sum(2), shorts(x).argmin(3), shorts(x).cumsum(2)],
     "equal": lambda x: torch.tensor([torch.equal(x, x * 1), torch.equal(x, x + (x == x.max()))]),
