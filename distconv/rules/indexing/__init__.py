@@ -15,6 +15,7 @@ from distconv.rules.operands.broadcasting import sharding
 from distconv.rules.operands.layouts import common_layout
 from distconv.rules.reductions.along import Meeting, computed_along
 from distconv.rules.registry import rule
+from distconv.rules.stock import leave
 from distconv.rules.whole import whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.dtensors import wrap
@@ -27,15 +28,16 @@ ALONG = Meeting(lambda arguments, _: [arguments["dim"]])
 
 
 @rule("aten::index_add", "aten::index_add_")
-def index_add(func: Any, x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
+def index_add(func: Any, x: Any, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Tensor:
     """Adds slices of source at the indices of a dim that is not sharded."""
     if not isinstance(x, DTensor) and func._schema.name.endswith("_"):
-        return x.copy_(whole_beside(func, torch.index_add(x, dim, index, source, alpha=alpha)))
+        whole: Tensor = x.copy_(whole_beside(func, torch.index_add(x, dim, index, source, alpha=alpha)))
+        return whole
     mesh, placements = common_layout(source, x, index)
     dim %= max(x.dim(), 1)
     in_place = func._schema.name.endswith("_")
     if any(isinstance(p, Shard) and p.dim == dim for p in (*placements, *getattr(x, "placements", ()))):
-        if in_place and x.placements not in (placements, replicated(mesh)):  # type: ignore[attr-defined]
+        if in_place and x.placements not in (placements, replicated(mesh)):
             raise refuse(func, f"its dim {dim} is sharded: {placements}")
         added = computed_along(torch.ops.aten.index_add.default, (x, dim, index, source), {"alpha": alpha}, ALONG)
         return _became(x, added) if in_place else added
@@ -138,3 +140,16 @@ def assign(func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tenso
     if not in_place:
         return result
     return _became(x, result) if isinstance(x, DTensor) else x.copy_(whole_beside(func, result))
+
+
+@rule("aten::embedding_dense_backward")
+def embedding_backward(
+    func: Any, grad: Tensor, indices: Tensor, count: int, padding: int, scale_by_frequency: bool
+) -> Tensor:
+    """The gradient of a table, as DTensor computes it, over how often all ranks together have read each row."""
+    total: Tensor = leave(func, grad, indices, count, padding, False)
+    if not scale_by_frequency:
+        return total
+    once = torch.ones_like(indices, dtype=torch.promote_types(grad.dtype, torch.float32)).unsqueeze(-1)
+    times = func(once, indices, count, padding, False)
+    return (total / times.clamp(min=1)).to(grad.dtype)

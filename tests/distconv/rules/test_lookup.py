@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from ranks import Ranks
 from reference import random
 from small_tensors import gathered_up_to
@@ -39,6 +40,9 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "of a table": lambda x, t: t[NUMBERS],
     "bias": biased,
     "numbers of shards": lambda x, t: t[(x.detach() > 0).long()] * x[..., None],
+    "rows by frequency": lambda x, t: (
+        x[..., None] * F.embedding((x.detach().mean(1) > 0).long(), t, scale_grad_by_freq=True)[:, None]
+    ),
     "numbers of two dims": lambda x, t: t[(x.detach() > 0).long(), 1] * x,
     "of a vector": lambda x, t: t[:, 0][x.detach().argmax(2) % 3] * x[:, :, 0],
     "rows put": lambda x, t: put(x, (torch.tensor([1, 0]),), x[:2] * 3, False),
