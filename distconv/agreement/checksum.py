@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
 
 import torch
 from torch import Tensor
@@ -41,12 +41,21 @@ def folded(sums: Tensor) -> Tensor:
     return (sums * _weights(sums.device).flip(0)[: sums.numel()]).sum()
 
 
-def checksums(words: Tensor, lengths: Sequence[int]) -> Tensor:
-    """One checksum for each run of a list of words, int64 of shape (runs,). No run has more than BLOCK of them."""
-    weights = torch.cat([_weights(words.device)[:length] for length in lengths])
-    ends = torch.tensor(lengths, device=words.device).cumsum(0)
-    sums = (words.to(torch.int64) * weights).cumsum(0)[ends - 1]
+def checksums(words: Tensor, ends: tuple[int, ...]) -> Tensor:
+    """One checksum for each run of a list of words, int64 of shape (runs,). No run has more than BLOCK of them.
+
+    ends: where each run ends. What is made of them is kept: for a few hundred words, which are read again and again.
+    """
+    weights, last = _of_runs(words.device, ends)
+    sums = (words.to(torch.int64) * weights).cumsum(0)[last]
     return sums.diff(prepend=sums.new_zeros(1))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_runs(device: torch.device, ends: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """The weights of all words, and the place of each run's last."""
+    weights = [_weights(device)[: end - start] for start, end in itertools.pairwise((0, *ends))]
+    return torch.cat(weights), torch.tensor(ends, device=device) - 1
 
 
 def _words(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Samples:
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._views: dict[Key, list[Tensor]] = {}
-        self._together: list[tuple[list[Tensor], list[Key], list[int]]] = []
+        self._together: list[tuple[list[Tensor], list[Key], tuple[int, ...]]] = []
         """What is read at once: views, the tensors that they are of, and where the words of each tensor end."""
 
     def of(self, tensors: Sequence[Tensor], ids: list[int], pointers: list[int]) -> None:
@@ -48,7 +48,7 @@ class Samples:
             (
                 [view for _, views in alike for view in views],
                 [key for key, _ in alike],
-                list(itertools.accumulate(sum(view.numel() for view in views) for _, views in alike)),
+                tuple(itertools.accumulate(sum(view.numel() for view in views) for _, views in alike)),
             )
             for alike in kinds.values()
         ]
@@ -78,10 +78,7 @@ class Samples:
 
     def sums(self, read: Sequence[Tensor]) -> list[tuple[list[Key], Tensor]]:
         """Checksums of what was read of each tensor, int64 of shape (n,), and the tensors; for each device and type."""
-        return [
-            (keys, checksums(words, [b - a for a, b in itertools.pairwise((0, *ends))]))
-            for words, (_, keys, ends) in zip(read, self._together, strict=True)
-        ]
+        return [(keys, checksums(words, ends)) for words, (_, keys, ends) in zip(read, self._together, strict=True)]
 
 
 def _views(x: Tensor) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 def converts_operands(x: Tensor) -> bool:
     """Whether autocast is on where a tensor is; never for meta tensors, by which steps are predicted."""
-    if not torch._C._is_any_autocast_enabled():  # soonest: the device of an activation takes several calls
-        return False
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return False  # soonest: the device of an activation takes several calls
     device = x.device.type
     return device != "meta" and torch.is_autocast_enabled(device)
