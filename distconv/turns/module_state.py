@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
+import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from distconv.turns.leaving import Leaving
 from distconv.turns.places_of_state import Attributes, Place, Values, attributes
 from distconv.turns.reach import Kind, Reach, kind_of
 from distconv.turns.values_of_parts import are_equal
+
+_DICT = operator.attrgetter("__dict__")
 
 _SHARED = ("_modules", "_parameters")
 
@@ -62,7 +66,12 @@ class ModuleState:
         self, reach: Reach, parts: int, is_shared: Callable[[Tensor], bool], enter: Callable[[int, Tensor], Tensor]
     ) -> None:
         named = [*reach.objects, *reach.parameters]
-        self._places: list[Place] = [*(attributes(name, each) for name, each in named), *reach.places]
+        of_objects = [attributes(name, each) for name, each in named]
+        dicts = [place for place in of_objects if isinstance(place, Attributes)]
+        self._objects = [place.object for place in dicts]
+        """What has its attributes in a dict: the first of the places, which are exchanged at once."""
+        others = [place for place in of_objects if not isinstance(place, Attributes)]
+        self._places: list[Place] = [*dicts, *others, *reach.places]
         self._copies: list[Copies] = [Copies(part, is_shared, enter) for part in range(parts)]
         self._known = {id(each) for _, each in named}
         self._parameters: list[dict[int, dict[str, Any]]] = [{} for _ in range(parts)]
@@ -73,10 +82,11 @@ class ModuleState:
 
     def begin(self) -> None:
         """Every part begins with what the caller has now. A list that a part has copied before remains its copy."""
-        self._callers = [place.read() for place in self._places]
+        self._callers = self._in_place()
         self._begun = [dict(of) for of in self._callers]
         self._begun_parameters = [dict(of.get("_parameters") or ()) for of in self._callers]
         self._changed: list[dict[tuple[int, str], Any]] = [{} for _ in self._copies]
+        self._with_copies = [_with_copies(place, of) for place, of in zip(self._places, self._callers, strict=True)]
         self._own = [self._copied(copies) for copies in self._copies]
         first = self._copies[0].known
         self._pairs = [
@@ -92,29 +102,34 @@ class ModuleState:
     def _copied(self, copies: Copies) -> list[Values]:
         copies.begin()
         result: list[Values] = []
-        for place, of in zip(self._places, self._callers, strict=True):
+        for of, some in zip(self._callers, self._with_copies, strict=True):
             own = dict(of)
-            for name, value in of.items():
-                if type(value) is OrderedDict and isinstance(place, Attributes) and "_hooks" in name:
-                    if copies.part > 0:
-                        own[name] = copies.of(value) if value else _without_hooks(self._taken)
-                elif name not in _SHARED:
+            for name, value, is_hooks in some:
+                if not is_hooks:
                     own[name] = copies.of(value)
+                elif copies.part > 0:
+                    own[name] = copies.of(value) if value else _without_hooks(self._taken)
             if isinstance(of.get("_parameters"), dict):
                 number = len(result)
                 own["_parameters"] = {**of["_parameters"], **self._parameters[copies.part].get(number, {})}
             result.append(own)
         return result
 
-    def arrive(self, part: int) -> None:
-        for place, own in zip(self._places, self._own[part], strict=True):
+    def _in_place(self) -> list[Values]:
+        """The values that all places have now."""
+        found: list[Values] = [*map(_DICT, self._objects)]
+        return found + [place.read() for place in self._places[len(found) :]]
+
+    def arrive(self, part: int | None) -> None:
+        values = self._callers if part is None else self._own[part]
+        # In C: this is done for every module at every turn.
+        collections.deque(map(object.__setattr__, self._objects, itertools.repeat("__dict__"), values), maxlen=0)
+        first = len(self._objects)
+        for place, own in zip(self._places[first:], values[first:], strict=True):
             place.write(own)
 
     def leave(self, part: int) -> None:
-        own = self._own[part] = [place.read() for place in self._places]
-        assert len(own) == len(self._callers)
-        for place, of in zip(self._places, self._callers, strict=True):
-            place.write(of)
+        self._own[part] = self._in_place()
 
     def leaving(self, part: int, whole: Callable[[Tensor], Tensor]) -> Leaving:
         """What makes of a part's values those of the caller."""
@@ -130,8 +145,13 @@ class ModuleState:
         for number, (place, of) in enumerate(zip(self._places, self._callers, strict=True)):
             own, begun = place.read(), self._begun[number]
             changed = {}
-            for name, x in own.items():
-                if x is begun.get(name) or name in _SHARED:
+            items: Iterable[tuple[Any, Any]]
+            if list(own) == list(begun):
+                items = itertools.compress(own.items(), map(operator.is_not, own.values(), begun.values()))
+            else:
+                items = ((name, x) for name, x in own.items() if x is not begun.get(name))
+            for name, x in list(items):
+                if name in _SHARED:
                     continue
                 kind = kind_of(x)
                 if "_hooks" not in name:
@@ -192,6 +212,15 @@ class ModuleState:
                     if id(each) == key:
                         return ".".join(str(each) for each in (place.name, inner) if each)
         return "a tensor that it keeps"
+
+
+def _with_copies(place: Place, of: Values) -> list[tuple[Any, Any, bool]]:
+    """The values of a place that parts may have copies of, by name, and whether they are a module's hooks."""
+    return [
+        (name, value, isinstance(place, Attributes) and "_hooks" in name and type(value) is OrderedDict)
+        for name, value in of.items()
+        if name not in _SHARED and kind_of(value) in (Kind.CONTAINER, Kind.TENSOR)
+    ]
 
 
 def _counts(own: Tensor, x: Tensor) -> int:

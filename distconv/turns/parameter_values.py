@@ -48,7 +48,8 @@ class ParameterValues:
                     self._of_storage.setdefault(_key(each), []).append(x)
         with _stock():
             self._data = {key: DATA.__get__(x) for key, x in self._parameters.items()}
-        self._pointers = {key: x.data_ptr() for key, x in self._data.items()}
+            pointers = list(map(Tensor.data_ptr, self._data.values()))
+        self._pointers = dict(zip(self._data, pointers, strict=True))
         self._begun = self._state()
         self._values: dict[Any, Value] = {}
         """What some part has changed, by what it is and of which storage or parameter."""
@@ -94,9 +95,9 @@ class ParameterValues:
         if key in self._values:
             self._handed_out[key] = self._values[key]
 
-    def arrive(self, part: int) -> None:
+    def arrive(self, part: int | None) -> None:
         """Puts what a part has written in place."""
-        if self._values:
+        if self._values and part is not None:
             with _stock():
                 for each in self._values.values():
                     each.put(each.own[part])
@@ -114,6 +115,9 @@ class ParameterValues:
     def _note_moved(self) -> None:
         """Notes the parameters that have been given other memory by `Tensor.set_`, which nobody sees beforehand."""
         with _stock():
+            of_all = list(map(Tensor.data_ptr, self._parameters.values()))  # at every turn, so in C
+            if of_all == list(self._pointers.values()) and not any(kind == "data" for kind, _ in self._values):
+                return
             for key, x in self._parameters.items():
                 found = self._values.get(("data", key))
                 if x.data_ptr() == (self._pointers[key] if found is None else found.now.data_ptr()):

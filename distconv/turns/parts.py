@@ -39,11 +39,11 @@ _numbers = itertools.count(1)
 class State(Protocol):
     """State of which every part has its own; it is in place while that part runs."""
 
-    def arrive(self, part: int) -> None:
-        """Puts the state of a part in place."""
+    def arrive(self, part: int | None) -> None:
+        """Puts the state of a part in place; None: that of the caller, as far as it has one of its own meanwhile."""
 
     def leave(self, part: int) -> None:
-        """Keeps the state of the part that is in place."""
+        """Keeps the state of the part that is in place, which stays there until one arrives."""
 
 
 class Parts:
@@ -144,14 +144,15 @@ class Parts:
         kinds[mesh] = SharedBucket
         return mesh
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, number: int | None) -> None:
         for state in self._states:
             state.arrive(number)
 
     def _leave(self, number: int) -> None:
         for state in reversed(self._states):
             state.leave(number)
-        self._heap.tidy()
+        if self.device_type == "cpu":
+            self._heap.tidy()
         if self._releases:
             workspaces.release()
 

@@ -26,14 +26,14 @@ class Attributes:
     """Those of an object: its dict itself is exchanged."""
 
     def __init__(self, name: str, value: Any) -> None:
-        self.name, self._object = name, value
+        self.name, self.object = name, value
 
     def read(self) -> Values:
-        found: Values = self._object.__dict__
+        found: Values = self.object.__dict__
         return found
 
     def write(self, values: Values) -> None:
-        object.__setattr__(self._object, "__dict__", values)
+        object.__setattr__(self.object, "__dict__", values)
 
 
 class Slots:

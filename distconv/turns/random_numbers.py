@@ -2,38 +2,115 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import random
+import struct
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+State = Any
 
-def _sources(device_type: str, generators: Sequence[Any]) -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """How to read and to set the state of every generator of the process."""
-    found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
-        (torch.get_rng_state, torch.set_rng_state),
-        (random.getstate, random.setstate),
-    ]
+
+class _Source:
+    """A generator, by the functions that read and set its state."""
+
+    def __init__(self, read: Callable[[], State], write: Callable[[State], None]) -> None:
+        self.read, self.write = read, write
+
+
+class _Twister:
+    """A Mersenne twister of Python or NumPy, whose states take long to read and to set: both only where it is another.
+
+    ``memory``: where its 624 words and its position are, in that order or the other one; ``words``: those of a state,
+    in the same order; ``normal``: whether a state may keep a normal number for the next time, which is elsewhere.
+    """
+
+    def __init__(
+        self,
+        source: _Source,
+        memory: Callable[[], int | None],
+        words: Callable[[State], bytes],
+        normal: Callable[[State], bool],
+    ) -> None:
+        self._source, self._memory, self._normal = source, memory, normal
+        self._state, self._seen = source.read(), self._now()
+        self.is_known = words(self._state) == self._seen
+
+    def _now(self) -> bytes | None:
+        at = self._memory()
+        return None if at is None else ctypes.string_at(at, _BYTES)
+
+    def read(self) -> State:
+        """A state; the same object as before if no number was drawn."""
+        now = self._now()
+        if now is None or now != self._seen or self._normal(self._state):
+            self._state, self._seen = self._source.read(), now
+        return self._state
+
+    def write(self, state: State) -> None:
+        if state is not self.read():
+            self._source.write(state)
+            self._state, self._seen = state, self._now()
+
+
+_BYTES = 4 * 625
+
+
+def _of_python() -> _Source | _Twister:
+    """That of the module ``random``."""
+    source = _Source(random.getstate, random.setstate)
+    twister: Any = random.getstate.__self__  # type: ignore[attr-defined]
+    at = id(twister) + object.__basicsize__
+
+    def words(state: State) -> bytes:
+        return struct.pack("=i624I", state[1][-1], *state[1][:-1])
+
+    found = _Twister(source, lambda: at, words, lambda state: state[2] is not None)
+    return found if found.is_known else source
+
+
+def _of_numpy(numpy: Any) -> _Source | _Twister:
+    """That of the module ``numpy.random``."""
+    source = _Source(numpy.get_state, numpy.set_state)
+    generator: Callable[[], Any] = getattr(numpy, "get_bit_generator", lambda: None)
+
+    def memory() -> int | None:
+        bits = generator()
+        return bits.ctypes.state_address if type(bits) is numpy.MT19937 else None
+
+    if memory() is None:
+        return source
+
+    def words(state: State) -> bytes:
+        return bytes(state[1].tobytes() + struct.pack("=i", state[2]))
+
+    found = _Twister(source, memory, words, lambda state: not isinstance(state, tuple) or bool(state[3]))
+    return found if found.is_known else source
+
+
+def _sources(device_type: str, generators: Sequence[Any]) -> list[_Source | _Twister]:
+    """All generators of the process."""
+    found: list[_Source | _Twister] = [_Source(torch.get_rng_state, torch.set_rng_state), _of_python()]
     if device_type == "cuda":
-        found.append((torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+        found.append(_Source(torch.cuda.get_rng_state, torch.cuda.set_rng_state))
     if "numpy" in sys.modules:
-        numpy = sys.modules["numpy"].random
-        found.append((numpy.get_state, numpy.set_state))
+        found.append(_of_numpy(sys.modules["numpy"].random))
     return found + [_source(each) for each in generators]
 
 
-def _source(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Those of a generator of torch, of Python, or of NumPy."""
+def _source(generator: Any) -> _Source:
+    """A generator of torch, of Python, or of NumPy."""
     if isinstance(generator, torch.Generator):
         write: Any = generator.set_state
-        return generator.get_state, write
+        return _Source(generator.get_state, write)
     if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
+        return _Source(generator.getstate, generator.setstate)
     bits = generator.bit_generator
-    return lambda: bits.state, functools.partial(setattr, bits, "state")
+    return _Source(lambda: bits.state, functools.partial(setattr, bits, "state"))
 
 
 class RandomNumbers:
@@ -43,12 +120,13 @@ class RandomNumbers:
         self._sources = _sources(device_type, generators)
         self._own = [self._now()] * parts
 
-    def _now(self) -> list[Any]:
-        return [read() for read, _ in self._sources]
+    def _now(self) -> list[State]:
+        return [source.read() for source in self._sources]
 
-    def arrive(self, part: int) -> None:
-        for (_, write), state in zip(self._sources, self._own[part], strict=True):
-            write(state)
+    def arrive(self, part: int | None) -> None:
+        if part is not None:
+            for source, state in zip(self._sources, self._own[part], strict=True):
+                source.write(state)
 
     def leave(self, part: int) -> None:
         self._own[part] = self._now()
