@@ -38,7 +38,7 @@ def folded(sums: Tensor) -> Tensor:
     """One checksum for a list of them, int64 of shape (n,), in its order."""
     if sums.numel() > BLOCK:
         return checksum(sums)
-    return (sums * _weights(sums.device).flip(0)[: sums.numel()]).sum()
+    return (sums * _weights(sums.device)[BLOCK - sums.numel() :].flip(0)).sum()
 
 
 def checksums(words: Tensor, ends: tuple[int, ...]) -> Tensor:

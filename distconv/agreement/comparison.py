@@ -41,13 +41,13 @@ class Comparison:
         self, mesh: DeviceMesh, noted: Sequence[Note[Tensor]], turn: Sequence[Note[Tensor]], serial: int
     ) -> None:
         self._noted, self._serial = [*noted, *turn], serial
-        self._ranks = ranks_of(mesh)
+        self._mesh = mesh
         device = torch.device(torch.cuda.current_device() if mesh.device_type == "cuda" else "cpu")
         summary = [len(self._noted), _fingerprint(self._noted), turn[0].shard if turn else 0]
         # From memory that is not pinned a copy may wait for the stream.
         numbers = torch.tensor(summary, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
         mine = torch.cat([numbers, *(folded(_together(part, device)).view(1) for part in (noted, turn))])
-        self._all = mine.new_empty(len(self._ranks) * FIELDS)
+        self._all = mine.new_empty(mesh.size() * FIELDS)
         self._work = all_gather(self._all, mine, whole_group(mesh), async_op=True)
         self._arrived: Any = None
         if device.type == "cuda":
@@ -87,18 +87,19 @@ class Comparison:
         if line := lacks(DIFFERENCES):
             return f"the ranks hold different data: {line}"
         store = dist.distributed_c10d._get_default_store()
-        name = f"distconv/agreement/{self._ranks[0]}-{len(self._ranks)}/{self._serial}/"
+        ranks = ranks_of(self._mesh)
+        name = f"distconv/agreement/{ranks[0]}-{len(ranks)}/{self._serial}/"
         sums = _together(self._noted, torch.device("cpu")).tolist()
         sites = [(site, each.shard) for each in self._noted for site in each.within or [each.site]]
         mine = [Note(site, value, shard) for (site, shard), value in zip(sites, sums, strict=True)]
         store.set(f"{name}{dist.get_rank()}", json.dumps([asdict(note) for note in mine]))
         try:
-            store.wait([f"{name}{rank}" for rank in self._ranks], ANSWER)
+            store.wait([f"{name}{rank}" for rank in ranks], ANSWER)
         except RuntimeError:  # torch's store errors: not all of them wrote theirs in time
             return (
                 f"the ranks do not have the same, and not all report theirs: rank {dist.get_rank()} has {_shown(mine)}"
             )
-        notes = {rank: _notes(store.get(f"{name}{rank}")) for rank in self._ranks}
+        notes = {rank: _notes(store.get(f"{name}{rank}")) for rank in ranks}
         return explain(notes) or "the ranks do not have the same tensors"
 
 
