@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from distconv.turns import workspaces
+from distconv.turns.baton import Baton
 
 
 def computes(end: threading.Event) -> None:
@@ -18,7 +19,23 @@ def computes(end: threading.Event) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("wait, is_released", [(threading.Event.wait, True), (computes, False)])
+def waits_for_its_turn(end: threading.Event) -> None:
+    baton = Baton(1, lambda part: None, lambda part: None)
+
+    def runs() -> None:
+        end.wait()
+        baton.run()
+
+    other = threading.Thread(target=runs)
+    other.start()
+    baton.start(0)
+    baton.end(0, None)
+    other.join()
+
+
+@pytest.mark.parametrize(
+    "wait, is_released", [(threading.Event.wait, True), (waits_for_its_turn, True), (computes, False)]
+)
 def test_they_are_kept_while_another_thread_computes(
     wait: Callable[[threading.Event], object], is_released: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
