@@ -17,7 +17,8 @@ import torch
 from distconv.turns import baton
 
 _WAITS = {
-    each.__file__ for each in (concurrent.futures.thread, multiprocessing.connection, queue, selectors, threading, baton)
+    each.__file__
+    for each in (concurrent.futures.thread, multiprocessing.connection, queue, selectors, threading, baton)
 }
 """The files in which threads wait for each other, and compute nothing."""
 
