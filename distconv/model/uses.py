@@ -135,8 +135,15 @@ class Uses:
 
     def end(self) -> None:
         """The call has ended: what was made of its parameters may be in graphs, until these are given up."""
-        if torch.is_grad_enabled():
-            note_saved({key: self._aliases(key) for key in self._before})
+        if not torch.is_grad_enabled():
+            return
+        saved = [(key, x) for key in self._before for x in self._aliases(key)]
+        for key, (found, root, _) in self._made.items():
+            saved.append((key, root))
+            dtensor = found.dtensor if type(found) is Activation else found
+            if dtensor is not None:
+                saved.append((key, dtensor._local_tensor))  # type: ignore[attr-defined]
+        note_saved(saved)
 
     def renew(self, parameter: Tensor) -> None:
         """A parameter itself was changed: what was made of it has its memory again, and so has what will be."""

@@ -7,7 +7,8 @@ since, by another call of the model or by the program between forward and backwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,19 +16,18 @@ from torch import Tensor
 
 from distconv.rules.operands.derived import rebind
 
-_saved: dict[int, list[weakref.ref[Any]]] = {}
+_saved: defaultdict[int, list[weakref.ref[Any]]] = defaultdict(list)
 """By the id of a parameter: tensors of this rank that share its memory."""
 
 _size = {"now": 0, "most": 1024}
 """How many are noted. When there are so many, those that autograd has given up are dropped."""
 
 
-def note_saved(aliases: Mapping[int, Iterable[Tensor]]) -> None:
-    """Graphs may have saved these tensors, in the memory of the parameters whose ids are given."""
-    for parameter, tensors in aliases.items():
-        references = [weakref.ref(x) for x in tensors]
-        _saved.setdefault(parameter, []).extend(references)
-        _size["now"] += len(references)
+def note_saved(aliases: Sequence[tuple[int, Tensor]]) -> None:
+    """Graphs may have saved these tensors, each in the memory of the parameter whose id is given with it."""
+    for parameter, x in aliases:
+        _saved[parameter].append(weakref.ref(x))
+    _size["now"] += len(aliases)
     if _size["now"] > _size["most"]:
         for parameter, references in list(_saved.items()):
             _saved[parameter] = [each for each in references if each() is not None]
@@ -57,7 +57,7 @@ def follow(parameter: Tensor, before: int) -> None:
         if own.data_ptr() == before:
             return
         kind = own.shape, own.dtype, own.device
-        for reference in _saved.get(id(parameter), ()):
+        for reference in _saved[id(parameter)]:
             x = reference()
             if x is not None and x.data_ptr() == before and (x.shape, x.dtype, x.device) == kind:
                 rebind(x, own)

@@ -26,8 +26,8 @@ def in_place(layer: Any, *_: Any) -> None:
     layer.weight.data.mul_(0.5).add_(0.25)
 
 
-def trained(change: Callable[..., None], frozen: bool) -> dict[str, Tensor]:
-    """What two steps find, where each layer's weight is changed in a forward hook, and before backward."""
+def trained(change: Callable[..., None], frozen: bool, hooked: bool) -> dict[str, Tensor]:
+    """What two steps find, where a layer's weight is changed before backward, or each one's in a forward hook, too."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(2, 4, 3, padding="same"),
@@ -40,7 +40,8 @@ def trained(change: Callable[..., None], frozen: bool) -> dict[str, Tensor]:
     )
     for layer in net:
         layer.weight.requires_grad_(not frozen)
-        layer.register_forward_hook(change)
+        if hooked:
+            layer.register_forward_hook(change)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     found: dict[str, Tensor] = {}
     for step in range(2):
@@ -61,14 +62,14 @@ def unlike() -> dict[str, list[str]]:
     torch.set_default_dtype(torch.float64)
     wrong: dict[str, list[str]] = {}
     for change in (assigned, in_place):
-        for frozen in (False, True):
-            expected = trained(change, frozen)
+        for frozen, hooked in ((False, False), (False, True), (True, True)):
+            expected = trained(change, frozen, hooked)
             for partition in PARTITIONS:
                 with distconv.distributed_script(distconv.init(partition, device_type="cpu")):
-                    here = {name: distconv.gather(value) for name, value in trained(change, frozen).items()}
+                    here = {name: distconv.gather(value) for name, value in trained(change, frozen, hooked).items()}
                 names = [k for k, v in expected.items() if k not in here or not torch.allclose(v, here[k], 1e-9, 1e-11)]
                 if names or here.keys() != expected.keys():
-                    wrong[f"{change.__name__}, frozen {frozen}, {partition}"] = names
+                    wrong[f"{change.__name__}, frozen {frozen}, hooked {hooked}, {partition}"] = names
     return wrong
 
 
