@@ -1,4 +1,4 @@
-"""Columns: the scratch memory of torch's own plain kernels, which a formula tells without a call."""
+"""The scratch memory that torch's own im2col kernels on a processor take for their columns, by a formula."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def columns_bytes(problem: ConvProblem) -> int:
 
 @lru_cache(maxsize=4096)
 def _bytes(problem: ConvProblem, switches: tuple[object, ...]) -> int:
-    """By the switches on which torch's choice of a kernel depends, too."""
+    """The result of `columns_bytes`, cached also by the switches on which torch's choice of a kernel depends."""
     taps = math.prod(problem.w_shape[2:])
     is_view = taps == 1 and set(problem.stride) == {1} and not any(problem.padding)
     one = math.prod(problem.w_shape[1:]) * problem.groups * math.prod(problem.y_shape[2:]) * problem.element_bytes

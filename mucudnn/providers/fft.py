@@ -17,8 +17,8 @@ from mucudnn.providers.provider import Effort, Provider, compute_dtype
 FFT = "fft"
 
 SLOWNESS = 3.0
-"""Transforms and their copies take at least so many times what as many operations take in products of matrices, and as
-many bytes when they are only written: 4.2 to 9.2 times in 8 of 10 of the layers that were drawn, on one core."""
+"""An operation of a transform, and a byte that it copies, takes at least so many times as long as one of a matrix
+product, or a byte that is only written: 4.2 to 9.2 times in 8 of 10 random layers, on one core."""
 
 
 class Fft(Provider):
@@ -83,7 +83,7 @@ class Fft(Provider):
 
     @staticmethod
     def _inverse_elements(problem: ConvProblem, lengths: Shape) -> int:
-        """Real numbers held per image while it is transformed back."""
+        """Real numbers in memory per image while it is transformed back."""
         real = math.prod(lengths)
         spectrum = 2 * math.prod(_half(lengths))
         if problem.dims == 1:
@@ -106,8 +106,8 @@ class Fft(Provider):
                 weight, lengths = None, _lengths(problem)
                 weight = _spectrum(problem, lengths, Role.W, operands.w)
                 weight = weight.conj_physical_().mT if source is Role.X else weight
-            held = [torch.bmm(_spectrum(problem, lengths, source, getattr(operands, source)), weight)]
-            images = _images(problem, lengths, problem.target, held)
+            spectrum = [torch.bmm(_spectrum(problem, lengths, source, getattr(operands, source)), weight)]
+            images = _images(problem, lengths, problem.target, spectrum)
             if operands.bias is not None:
                 images += operands.bias.view(problem.groups, 1, -1, *(1,) * problem.dims)
             _grouped(problem, problem.target, part.target).copy_(images)
@@ -125,10 +125,10 @@ class Fft(Provider):
             total = torch.bmm(y, x) if total is None else total.baddbmm_(y, x)
             del x, y
         assert total is not None, "a launch has at least one part"
-        held = [total]
+        spectrum = [total]
         del total
         problem, operands = parts[0].problem, parts[0].operands
-        images = _images(problem, lengths, Role.W, held)
+        images = _images(problem, lengths, Role.W, spectrum)
         target = _grouped(problem, Role.W, operands.w)
         if accumulate:
             target.add_(images)
@@ -142,7 +142,7 @@ def _half(lengths: Shape) -> Shape:
 
 
 def _places(problem: ConvProblem, role: Role) -> tuple[Any, ...]:
-    """Where the elements of x, w or y lie among the transform's positions."""
+    """The index of the elements of x, w or y among the transform's positions."""
     if role is Role.X:
         return tuple(slice(p, p + n) for p, n in zip(problem.padding, problem.x_shape[2:], strict=True))
     if role is Role.W:
@@ -169,12 +169,12 @@ def _spectrum(problem: ConvProblem, lengths: Shape, role: Role, images: torch.Te
     return grouped.permute(3, 0, 1, 2).reshape(-1, *grouped.shape[1:3]).contiguous()
 
 
-def _images(problem: ConvProblem, lengths: Shape, role: Role, held: list[torch.Tensor]) -> torch.Tensor:
+def _images(problem: ConvProblem, lengths: Shape, role: Role, given: list[torch.Tensor]) -> torch.Tensor:
     """The inverse of `_spectrum` at the role's places: (groups, A, B, *spatial).
 
-    Takes the spectrum out of the list that held it, so that it can be freed half-way.
+    Takes the spectrum out of the list, so that the caller has no reference to it and it can be freed half-way.
     """
-    spectrum = held.pop()
+    spectrum = given.pop()
     grouped = spectrum.view(*_half(lengths), problem.groups, *spectrum.shape[1:])
     del spectrum
     dims = problem.dims

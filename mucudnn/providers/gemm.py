@@ -21,7 +21,7 @@ MAX_TAPS = 1024
 """Kernels of more elements are not offered: adding the columns back takes one pass over the data per element."""
 
 MOST_SUMS, SMALL = 8, 4096
-"""In how many sums a small matrix of weight gradients is added up at most, and of how many elements it is small."""
+"""A small matrix of weight gradients is added up in at most so many sums; and the elements up to which it is small."""
 
 
 class Gemm(Provider):
@@ -41,7 +41,7 @@ class Gemm(Provider):
         rows = problem.w_shape[0] * pixels
         weight = math.prod(problem.w_shape)
         # The steps of `launch`, each with what is alive during it; half types are widened first. The weight as a matrix
-        # is a copy of these, and of channels-last weights, which a problem does not tell from others.
+        # is a copy of these, and of channels-last weights: a problem does not say which format its weight has.
         widened_x = math.prod(problem.x_shape) if problem.is_half else 0
         windows = max(padded, columns)  # without padding or overlap the columns are a view of the padded input
         steps = {
@@ -102,7 +102,7 @@ def _backward_filter(problem: ConvProblem, part: Operands, accumulate: bool) -> 
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """bmm whose operands are this frame's own, so that nothing outlives it."""
+    """torch.bmm, whose operands are freed at its end: no caller's variable refers to them."""
     return torch.bmm(a, b)
 
 
@@ -157,7 +157,7 @@ def _columns(problem: ConvProblem, x: torch.Tensor) -> torch.Tensor:
     dims = problem.dims
     windows = padded.permute(1, 2, *range(3 + dims, 3 + 2 * dims), 0, *range(3, 3 + dims))
     columns = windows.reshape(problem.groups, math.prod(problem.w_shape[1:]), -1)
-    # Windows that overlap, or lie apart, may be a view that a matrix product would copy, the padded input beside it.
+    # Windows that overlap, or have gaps, may be a view that a matrix product would copy, the padded input beside it.
     return columns if _are_matrices(columns) else columns.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Layout: an algorithm computes copies in another memory format, and its result is copied back."""
+"""Computes a convolution by another provider on copies in the other memory format, and copies the result back."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mucudnn.providers.stock import torchs_backend
 CHANNELS_LAST, CONTIGUOUS = "channels_last", "contiguous"
 
 OTHER = {CONTIGUOUS: CHANNELS_LAST, CHANNELS_LAST: CONTIGUOUS}
-"""What tensors of a memory format are copied into."""
+"""The memory format into which tensors of the other one are copied."""
 
 COLUMNS = "Slow2d"
 PLAIN = COLUMNS, "SlowDilated2d", "SlowTranspose2d"
-"""Torch's kernels of its own that compute in either format. Those for volumes copy channels-last tensors first."""
+"""Torch's own kernels that compute in either format. Those for volumes copy channels-last tensors first."""
 
 
 class Layout(Provider):
@@ -90,8 +90,8 @@ def converted(problem: ConvProblem) -> ConvProblem | None:
 def in_torch(problem: ConvProblem) -> bool:
     """Whether torch's own kernel may be faster on copies in the problem's format, and is right there.
 
-    oneDNN's kernels for groups are, in channels last: above all for gradients. In other cases it brings tensors into
-    blocks of its own, so that nothing is gained. With strides, dilations, or a kernel that reaches across the whole
+    oneDNN's kernels for groups are, in channels last: above all for gradients. In other cases it copies tensors into
+    its own blocked layout, so that nothing is gained. With strides, dilations, or a kernel that spans the whole
     image it has given wrong results in channels last, and written beyond its memory (torch 2.13). Torch's own kernels
     for images may be several times faster in either format, by direction, groups and type.
     """
@@ -114,7 +114,7 @@ def _gains(problem: ConvProblem, is_last: bool) -> bool:
 
 
 def _is_rough(problem: ConvProblem) -> bool:
-    """Whether a weight's gradient is a small matrix for each group, of whose elements each is one long sum."""
+    """Whether a weight's gradient is a small matrix for each group, so that each element is one long sum."""
     return problem.target is Role.W and math.prod(problem.w_shape) <= SMALL * problem.groups
 
 
@@ -126,7 +126,7 @@ def _there(problem: ConvProblem) -> ConvProblem:
 
 
 def _copies(there: ConvProblem, given: Operands, w: torch.Tensor) -> Operands:
-    """What is read, copied; the target as it is.
+    """The operands with those that are read copied; the target is not copied.
 
     Args:
         w: the weight, already copied where it is read.

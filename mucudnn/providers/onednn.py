@@ -1,4 +1,4 @@
-"""oneDNN for convolutions for which torch does not choose it."""
+"""The kernels of oneDNN, as a provider for convolutions for which torch does not choose them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class OneDnn(Provider):
         x_shape, y_shape = even.problem.x_shape, problem.y_shape
         copies = sum(map(math.prod, (x_shape, y_shape, even.problem.target_shape)))
         x_format, _, y_format = problem.formats
-        # What is read and lies otherwise than oneDNN converts it is copied twice.
+        # An operand in another memory format than oneDNN converts from is copied twice.
         if problem.target is not Role.X and (x_format != "contiguous" or not even.is_same):
             copies += math.prod(x_shape)
         if problem.target is not Role.Y and y_format != "contiguous":
@@ -69,7 +69,7 @@ class OneDnn(Provider):
 
 
 def onednn_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
-    """What oneDNN's kernel gives for a problem that it serves, in torch's layout; the target is read for its shape."""
+    """The result of oneDNN's kernel for a problem it serves, in torch's layout; only the target's shape is read."""
     return stock_result(problem, _converted(problem, operands)).to_dense()
 
 
@@ -95,7 +95,7 @@ def _is_ordinary(problem: ConvProblem) -> bool:
 
 
 def is_inner(problem: ConvProblem, most: int = 2) -> bool:
-    """Whether a kernel without strides and dilations fits into the image, and exceeds so many times its padding."""
+    """Whether a kernel without strides and dilations fits into the image and exceeds `most` times its padding."""
     spatial = zip(problem.windows, problem.padding, problem.x_shape[2:], strict=True)
     return all(
         window.stride == window.dilation == 1 and most * padding < window.reach <= extent

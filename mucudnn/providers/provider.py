@@ -20,7 +20,7 @@ class Provider(Protocol):
     def algorithms(self, problem: ConvProblem) -> Sequence[str]:
         """The names of the algorithms that compute this problem; each name belongs to one provider.
 
-        Where it is costly to find out, as on a GPU, there may be some that do not: `serves` tells.
+        Where it is costly to find out, as on a GPU, some of them may not compute it: `serves` says so.
 
         The padding of the problem need not be the same at both ends (`ConvProblem.padding_after`).
         """
@@ -30,7 +30,7 @@ class Provider(Protocol):
         return algorithm in self.algorithms(problem)
 
     def workspace(self, problem: ConvProblem, algorithm: str) -> int:
-        """Bytes that a launch of the problem holds at its peak beyond operands and target."""
+        """The peak of the bytes that a launch of the problem allocates beyond operands and target."""
 
     def launch(self, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
         """Runs one algorithm on parts of one convolution, one after the other, writing their targets.
@@ -73,8 +73,8 @@ class Effort(NamedTuple):
 
 @runtime_checkable
 class Estimating(Protocol):
-    """A provider that can tell without a measurement what its algorithms cannot do without, so that those are not
-    tried that cannot win."""
+    """A provider that knows, without a measurement, the least that its algorithms take, so that those that cannot win
+    are not tried."""
 
     def effort(self, problem: ConvProblem, algorithm: str, count: int = 1) -> Effort:
         """What a launch of so many parts like the problem takes at least."""
@@ -116,7 +116,7 @@ class Readying(Protocol):
 
 
 def write(part: Part, result: torch.Tensor, accumulate: bool) -> bool:
-    """Puts a result into the target of a part, or adds it. Whether that of the next part is to be added, too."""
+    """Writes a result to the target of a part, or adds it. Returns whether that of the next part is to be added."""
     if accumulate:
         part.target.add_(result)
     else:

@@ -1,4 +1,4 @@
-"""Convolution of volumes as a sum of convolutions of images, one for each plane of the kernel along the depth."""
+"""Computes a convolution of volumes as a sum of convolutions of images, one for each plane of the kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLICES = "slices"
 
 
 class Plane(NamedTuple):
-    """A plane of the kernel, and what it connects.
+    """A plane of the kernel, with the planes of x that it reads and the planes of y that it adds to.
 
     Attributes:
         tap: its place along the kernel's depth.
@@ -85,7 +85,7 @@ class Slices(Provider):
 
 
 def _result(problem: ConvProblem, given: Operands) -> torch.Tensor:
-    """The target, in the type that is computed in: of x and y a view whose planes are samples in memory."""
+    """The result in the dtype of the computation: for x and y a view whose planes are samples in memory."""
     dtype, target = compute_dtype(problem), problem.target
     if target is Role.W:
         result = given.w.new_zeros(problem.w_shape, dtype=dtype)
@@ -119,7 +119,7 @@ def _result(problem: ConvProblem, given: Operands) -> torch.Tensor:
 
 @lru_cache(maxsize=1024)
 def _planes(problem: ConvProblem) -> tuple[Plane, ...]:
-    """The planes of the kernel that read anything of x."""
+    """The planes of the kernel that do not read padding alone."""
     return tuple(_found(problem))
 
 

@@ -1,4 +1,4 @@
-"""Torch's own kernel, called beneath the dispatcher, and the same kernel as an algorithm for parts of a division."""
+"""Torch's own kernel, called below the dispatcher, and the same kernel as an algorithm for parts of a division."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def stock_kernel(operator: str, dispatch_key: str) -> Callable[..., Any]:
     """The kernel of `aten::convolution` or `aten::convolution_backward`, taken before the shim installs itself.
 
     Other threads of Python run while torch's own kernel computes: the dispatcher calls it, by its entry for tensors of
-    no device, where the kernel for all devices stands. A kernel that another library has put before torch's is called
-    itself, which keeps Python's lock.
+    no device, where the kernel for all devices is registered. If another library has registered a kernel before
+    torch's, that kernel is called directly, with Python's lock taken.
     """
     if not is_torchs_own(operator, dispatch_key):
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, dispatch_key))
@@ -64,7 +64,7 @@ def _computed(
 
 
 def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
-    """What torch's own kernel returns for the problem, in torch's own layout.
+    """The result of torch's own kernel for the problem, in torch's own layout.
 
     The target is not touched: that of a gradient is read for its shape and layout only.
     """
@@ -73,7 +73,7 @@ def stock_result(problem: ConvProblem, operands: Operands) -> torch.Tensor:
 
 
 def stock_call(call: Call) -> torch.Tensor:
-    """What torch's own kernel returns for a call, whose problem need not be known."""
+    """The result of torch's own kernel for a call, whose problem need not be known."""
     if call.by_torch is not None:
         return call.by_torch()
     return _computed(call.direction, call.input, call.weight, call.bias, call.grad_output, call.geometry)
@@ -129,7 +129,7 @@ class Stock(Provider):
 
 
 def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
-    """The operands, the target of a gradient having the strides of its format in the problem.
+    """The operands; the target of a gradient gets the strides of its format in the problem.
 
     Args:
         operands: their target is contiguous in one format or the other.
@@ -138,6 +138,6 @@ def _outlined(problem: ConvProblem, operands: Operands) -> Operands:
         return operands
     target, name = operands.target(problem), dict(zip(Role, problem.formats, strict=True))[problem.target]
     memory_format = torch_format(name, target.dim())
-    # Always, since torch tells by the strides: a weight of one element is contiguous and channels-last at once.
+    # Always, since torch decides by the strides: a weight of one element is contiguous and channels-last at once.
     strides = torch.empty(target.shape, device="meta", memory_format=memory_format).stride()
     return replace(operands, **{str(problem.target): target.as_strided(target.shape, strides)})

@@ -1,4 +1,4 @@
-"""Strips: an algorithm computes a part strip by strip, so that the convolution is cut along two dims."""
+"""Computes a part by another algorithm strip by strip, so that the convolution is cut along two dims."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines cuDNN may use, by torch's settings and by NVIDIA's errata."""
+"""Decides which engines cuDNN may use, by torch's settings and by NVIDIA's errata."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refusal(problem: ConvProblem, notes: Collection[int]) -> str | None:
 def erratum(problem: ConvProblem, configuration: Configuration, version: int) -> str | None:
     """The rule of the file named by `CUDNN_ERRATA_JSON_FILE`, which torch heeds too, that excludes a configuration.
 
-    Conditions on shapes and on the card are not looked at: a rule that might hold is taken to hold.
+    Conditions on shapes and on the card are not evaluated: a rule that might apply excludes the configuration.
     """
     knobs = {f"k{kind}={value}" for kind, value in configuration.knobs}
     for rule in _rules(os.environ.get("CUDNN_ERRATA_JSON_FILE", "")):

@@ -1,4 +1,4 @@
-"""Card: a GPU of this process, with one cuDNN handle for each thread."""
+"""A GPU of this process (`Card`), with one cuDNN handle for each thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Card:
 
     @contextmanager
     def planning(self) -> Iterator[Device]:
-        """What plans are made for, this GPU being current, for one thread at a time."""
+        """The device that plans are made for; this GPU is current meanwhile. One thread at a time may enter."""
         with self._planning, self.current():
             yield self._device
 
@@ -80,7 +80,7 @@ class Card:
         return self._here if self.is_current() else torch.cuda.device(self.index)
 
     def _take(self) -> c_void_p:
-        """A handle of a thread that has ended, else a new one; then one more is made, as none may be in a capture."""
+        """A handle of a thread that has ended, else a new one and a spare: none can be made during a graph capture."""
         with self._lock:
             if torch.cuda.is_current_stream_capturing():
                 if not self._free:

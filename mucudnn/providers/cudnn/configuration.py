@@ -1,4 +1,4 @@
-"""Configuration: one algorithm of cuDNN's graph API, by name."""
+"""The name of one algorithm of cuDNN's graph API: an engine and the values of its knobs."""
 
 from __future__ import annotations
 

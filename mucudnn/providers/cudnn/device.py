@@ -1,4 +1,4 @@
-"""Device: the card that plans are made for, which may be absent."""
+"""The card that cuDNN makes plans for, which may be absent from this machine."""
 
 from __future__ import annotations
 

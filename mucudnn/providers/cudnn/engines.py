@@ -1,4 +1,4 @@
-"""Engines: the algorithms of cuDNN's graph API."""
+"""The algorithms of cuDNN's graph API, which it calls engines, as a provider."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Ready:
 
 
 MOST_PROBLEMS = 4096
-"""Of so many problems it is remembered what is offered."""
+"""The number of problems for which the offered algorithms are cached."""
 
 
 class Engines:
@@ -46,7 +46,7 @@ class Engines:
 
     Offered are the best of those that cuDNN's heuristic A and its fallback list propose and that torch's settings
     allow; with `every`, all other engines, too, their knobs at the defaults. What is offered need not serve the problem
-    after all: only a plan tells, and none is made for the names.
+    after all: only a plan shows that, and none is made for the names.
 
     Attributes:
         archive: of plans that were compiled, also by other processes.
@@ -140,8 +140,8 @@ class Engines:
             lists = self._proposed(problem, device)
             found, reasons = offered(ranked([[self._proposal(problem, graph, one) for one in each] for each in lists]))
             if self._every:
-                met = {configuration.engine for each in lists for configuration in each}
-                rest = (Configuration(index) for index in range(graph.engines) if index not in met)
+                proposed = {configuration.engine for each in lists for configuration in each}
+                rest = (Configuration(index) for index in range(graph.engines) if index not in proposed)
                 others = [self._proposal(problem, graph, configuration) for configuration in rest]
                 reasons |= {str(one.configuration): one.reason for one in others if one.reason is not None}
                 found += [one for one in others if one.reason is None]

@@ -1,4 +1,4 @@
-"""Form: a problem as it is described to cuDNN."""
+"""The description of a convolution problem in cuDNN's terms: shapes, strides and padding."""
 
 from __future__ import annotations
 

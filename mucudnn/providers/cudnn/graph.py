@@ -1,4 +1,4 @@
-"""Graph: one convolution in cuDNN's graph API, its engines, and the plans that are made from them."""
+"""One convolution in cuDNN's graph API, its engines, and the plans that are made from them."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class Graph:
         return ExecutionPlan(self._library, descriptor)
 
     def restored(self, text: str) -> ExecutionPlan:
-        """A plan of this graph from its `text`, which holds what was compiled for it.
+        """A plan of this graph, restored from its `text` with the kernels that were compiled for it.
 
         Raises:
             CudnnError: where cuDNN does not take it, such as that of another version.
@@ -199,7 +199,7 @@ class Engine:
 
 
 class ExecutionPlan:
-    """What can be run.
+    """A finalized plan, which can be run.
 
     Attributes:
         workspace: bytes.
@@ -219,7 +219,7 @@ class ExecutionPlan:
         return self._descriptor.text(Name.EXECUTION_PLAN_JSON_REPRESENTATION)
 
     def execute(self, handle: c_void_p, x: int, w: int, y: int, workspace: int) -> None:
-        """Enqueues the convolution on the handle's stream. One thread at a time: not every engine's plan stands more.
+        """Enqueues the convolution on the handle's stream, for one thread at a time: not all plans are thread-safe.
 
         Args:
             x, w, y, workspace: addresses.

@@ -1,4 +1,4 @@
-"""Launch: cuDNN computes parts of a convolution in the memory format and with the alignment that the plan expects."""
+"""Computes parts of a convolution by cuDNN, in the memory format and with the alignment that the plan expects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mucudnn.providers.cudnn.library import Library
 
 
 class Place(Protocol):
-    """Where plans run: a `Card`, or what stands in for one."""
+    """The device on which plans run: a `Card`, or a substitute in tests."""
 
     library: Library
 
@@ -56,7 +56,7 @@ class Prepared(Protocol):
 
 
 class Preparing(Protocol):
-    """What a provider gives to `launch`."""
+    """The method of a provider that `launch` calls."""
 
     def prepared(self, problem: ConvProblem, algorithm: str, accumulate: bool) -> Prepared:
         """
@@ -104,7 +104,7 @@ _ROLES = tuple(Role)
 
 
 def _union(part: Part, form: Form, is_apart: bool) -> int:
-    """The bits of all addresses of what is not copied, as copies are aligned: the lowest is their common alignment."""
+    """The addresses of all tensors that are not copied, or-ed: the lowest bit is their alignment."""
     union = 0
     for role in Role:
         if role not in form.copied and not (is_apart and role is part.problem.target):
@@ -115,7 +115,7 @@ def _union(part: Part, form: Form, is_apart: bool) -> int:
 def _misaligned(
     provider: Preparing, expected: Prepared, part: Part, algorithm: str, accumulate: bool, alignment: int
 ) -> Prepared:
-    """The same algorithm for addresses that are multiples of less.
+    """The same algorithm, prepared for addresses with a smaller alignment.
 
     Raises:
         RuntimeError: where it does not serve them, or not within the workspace that was promised.
@@ -133,14 +133,14 @@ def _misaligned(
 
 
 def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accumulate: bool) -> None:
-    """Computes a part, on copies of what lies in other formats or types.
+    """Computes a part, on copies of those tensors that have another memory format or dtype.
 
     Args:
         accumulate: whether a target that is copied is added to, rather than overwritten.
     """
     form, problem = prepared.form, part.problem
     dtype: torch.dtype = getattr(torch, problem.dtype)
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for role, shape in zip(Role, form.shapes, strict=True):
         given: torch.Tensor = getattr(part.operands, role)
         if role in form.copied or given.dtype is not dtype:
@@ -148,12 +148,12 @@ def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accum
             given = torch.empty(shape, dtype=dtype, device=given.device, memory_format=form.memory_format)
             if role is not problem.target:
                 given.copy_(source)
-        held[role] = given
-    prepared.execute(handle, held[Role.X].data_ptr(), held[Role.W].data_ptr(), held[Role.Y].data_ptr(), workspace)
+        tensors[role] = given
+    prepared.execute(handle, *(tensors[role].data_ptr() for role in Role), workspace)
     target = part.target
-    if held[problem.target] is target:
+    if tensors[problem.target] is target:
         return
-    result = held[problem.target].squeeze(2) if problem.dims == 1 else held[problem.target]
+    result = tensors[problem.target].squeeze(2) if problem.dims == 1 else tensors[problem.target]
     if accumulate:
         target.add_(result)
     else:
@@ -161,5 +161,5 @@ def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accum
 
 
 def _shaped(tensor: torch.Tensor, dims: int) -> torch.Tensor:
-    """With two spatial dims where there is one."""
+    """The tensor, with a second spatial dim if it has only one."""
     return tensor.unsqueeze(2) if dims == 1 else tensor

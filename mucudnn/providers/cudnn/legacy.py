@@ -1,4 +1,4 @@
-"""Legacy algorithms: those of cuDNN's older functions, among which mu-cuDNN (Oyama et al. 2018) chose."""
+"""The algorithms of cuDNN's older functions, among which mu-cuDNN (Oyama et al. 2018) chose, as a provider."""
 
 from __future__ import annotations
 
@@ -261,12 +261,12 @@ class Legacy:
 
 
 def _left_out(problem: ConvProblem) -> frozenset[str]:
-    """What torch's settings do not allow now."""
+    """The algorithms that torch's settings do not allow now."""
     return frozenset(PREFIX + name for name in NONDETERMINISTIC[problem.target]) if is_deterministic() else frozenset()
 
 
 def math_type(problem: ConvProblem) -> int:
-    """What torch's settings allow now."""
+    """The type of arithmetic (cudnnMathType_t) that torch's settings allow now."""
     if problem.is_half:
         return TENSOR_OP_MATH
     return FMA_MATH if problem.dtype == "float32" and not is_tf32() else DEFAULT_MATH

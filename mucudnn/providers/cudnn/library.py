@@ -1,4 +1,4 @@
-"""Library: the functions of libcudnn 9 through ctypes, and the meaning of its errors."""
+"""The functions of libcudnn 9 through ctypes, and the meaning of its errors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Unavailable(RuntimeError):
 
 
 class AlgorithmPerformance(ctypes.Structure):
-    """cudnnConvolution{Fwd,BwdData,BwdFilter}AlgoPerf_t, which are alike."""
+    """cudnnConvolution{Fwd,BwdData,BwdFilter}AlgoPerf_t, which have the same fields."""
 
     _fields_ = (
         ("algorithm", c_int),
@@ -152,7 +152,7 @@ class Library:
             raise CudnnError(what, status, said or "no message")
 
     def created(self, create: str) -> c_void_p:
-        """What a function that makes something gives, by the function's name."""
+        """The new object that cuDNN's function `create` gives."""
         made = c_void_p()
         self.check(getattr(self, create)(byref(made)), create)
         return made

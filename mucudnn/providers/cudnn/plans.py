@@ -1,4 +1,4 @@
-"""Plans: which algorithms serve which problems, how much workspace they need, and the finalized plans in use."""
+"""A cache of cuDNN's plans: which algorithms serve which problems, their workspaces, and the plans in use."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mucudnn.process.recent import Recent
 from mucudnn.providers.cudnn.library import CudnnError
 
 MOST_KNOWN = 65536
-"""Plans of which the workspace, or the refusal, is remembered."""
+"""The number of plans of which the workspace, or the refusal, is cached."""
 
 MOST_RECENT = 64
-"""Plans that are kept although nobody holds them: what was just asked for its workspace is often run next."""
+"""The number of unreferenced plans that are kept: a plan that was just asked for its workspace is often run next."""
 
 
 class _Plan(Protocol):
@@ -28,7 +28,7 @@ P = TypeVar("P", bound=_Plan)
 
 
 class Plans(Generic[P]):
-    """Makes plans by their keys, each once while somebody holds it.
+    """Makes plans by their keys, each once as long as it is referenced.
 
     A finalized plan takes about 200 KiB, and planning one layer asks for thousands. So what is remembered of each is
     its workspace, or cuDNN's refusal; the plan itself lives as long as the schedule that runs it.
@@ -63,7 +63,7 @@ class Plans(Generic[P]):
         return known
 
     def plan(self, *key: Hashable) -> P:
-        """The plan of a key, for the caller to hold.
+        """The plan of a key, which lives as long as the caller keeps it.
 
         Raises:
             CudnnError: where there is none.

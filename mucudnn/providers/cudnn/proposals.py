@@ -1,4 +1,4 @@
-"""Proposals: which of the configurations that cuDNN's heuristics propose are offered. No plan is made for that."""
+"""Chooses which of the configurations that cuDNN's heuristics propose are offered, without making a plan."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def ranked(lists: Iterable[Sequence[Proposal]]) -> list[Proposal]:
 
 
 def _varied(proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Without what differs from better ones in knobs only; what may not be offered takes no place of others."""
+    """The proposals without those that differ from better ones in knobs only. `FIRST` counts those that are allowed."""
     found: list[Proposal] = []
-    met: set[int] = set()
+    engines: set[int] = set()
     allowed = 0
     for proposal in proposals:
-        if allowed < FIRST or proposal.configuration.engine not in met:
+        if allowed < FIRST or proposal.configuration.engine not in engines:
             found.append(proposal)
             allowed += proposal.reason is None
-        met.add(proposal.configuration.engine)
+        engines.add(proposal.configuration.engine)
     return found
 
 

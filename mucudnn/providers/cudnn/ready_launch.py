@@ -1,4 +1,4 @@
-"""Ready launch: parts that cuDNN computes where they lie, by plans that are looked up once for all calls."""
+"""Launches whose plans are looked up once for all calls: cuDNN computes the parts in the operands' own memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mucudnn.providers.cudnn.form import Form, form
 from mucudnn.providers.cudnn.launch import Place, Prepared, Preparing
 
 Plan = tuple[Callable[[c_void_p, int, int, int, int], None], int, int]
-"""Of a part: what executes its plan, and the bytes before its x and y."""
+"""A part's plan as a function to call, and the offsets of its x and y in bytes."""
 
 
 class ReadyLaunch:
@@ -68,8 +68,8 @@ class ReadyLaunch:
         if not place.is_current():
             with place.current():
                 return self.run(operands)
-        held = operands if self._copies is None else self._copied(operands, self._copies)
-        x, w, y = held.x.data_ptr(), held.w.data_ptr(), held.y.data_ptr()
+        read = operands if self._copies is None else self._copied(operands, self._copies)
+        x, w, y = read.x.data_ptr(), read.w.data_ptr(), read.y.data_ptr()
         if (x | w | y) & self._mask:
             return False
         scratch = place.scratch(self._workspace) if self._workspace else None
@@ -85,16 +85,16 @@ class ReadyLaunch:
         return True
 
     def _copied(self, operands: Operands, form: Form) -> Operands:
-        """The only part's tensors, those that lie in another memory format copied."""
+        """The only part's tensors, those in another memory format copied."""
         views = self._tiles[0].views(operands)
         for role in form.copied:
             setattr(views, role, getattr(views, role).contiguous(memory_format=form.memory_format))
         return views
 
     def _made(self) -> Sequence[Plan]:
-        """The plans, held as long as this launch; none where this class does not serve the parts."""
+        """The plans, which live as long as this launch; none where this class does not serve the parts."""
         made: list[Plan] = []
-        held: list[Prepared] = []
+        kept: list[Prepared] = []
         accumulate = self._accumulate
         for tile in self._tiles:
             put = form(tile.problem)
@@ -108,9 +108,9 @@ class ReadyLaunch:
             at = tile.at and tile.at + len(put.shapes[0]) - len(tile.problem.x_shape)  # one spatial dim becomes two
             x, _, y = (strides[at] * tile.problem.element_bytes for strides in put.strides)
             made.append((prepared.execute, *((0, 0) if put.copied else (tile.x[0] * x, tile.y[0] * y))))
-            held.append(prepared)
+            kept.append(prepared)
             self._workspace = max(self._workspace, prepared.workspace)
             self._mask |= prepared.alignment - 1
             accumulate = tile.problem.target is Role.W
-        self._prepared = held
+        self._prepared = kept
         return made

@@ -1,4 +1,4 @@
-"""State: sentences about the cuDNN that this process has found."""
+"""Describes the cuDNN that this process has found, in sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mucudnn.providers.provider import Provider
 
 
 def found(problem: ConvProblem, providers: Any) -> dict[str, Any]:
-    """Which libcudnn, which version, and for a small problem on every GPU the algorithms offered and refused.
+    """The path and version of libcudnn, and for a small problem on every GPU the algorithms offered and refused.
 
     Args:
         providers: `providers_on`.
