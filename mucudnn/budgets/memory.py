@@ -1,4 +1,4 @@
-"""Memory recorders: how many bytes are alive at each convolution of a few training steps, and at the peak.
+"""Records how many bytes are alive at each convolution of a few training steps, and at the peak.
 
 On a GPU torch's allocator counts the bytes. On a host it does not, but torch's memory profiler does. The profiler takes
 time, so it runs for a few steps only.
@@ -50,13 +50,13 @@ class HostRecorder:
         self._device = device
         self._profile: torch.profiler.profile | None = None
         self._steps: list[list[int]] = []
-        self._held = 0
+        self._at_start = 0
 
     def start(self) -> bool:
         if not allocations.can_profile():
             return False
         # Asked for before the profiler starts, whose own memory would be counted otherwise.
-        self._steps, self._held = [], self._device.held()
+        self._steps, self._at_start = [], self._device.bytes_in_use()
         self._profile = allocations.started()
         return True
 
@@ -83,7 +83,7 @@ class HostRecorder:
             return []
         # Between two marks of steps: the marks of convolutions, and the most that was alive.
         marks = [place for place, (_, is_mark) in enumerate(totals) if is_mark]
-        base = self._held - totals[marks[0]][0]
+        base = self._at_start - totals[marks[0]][0]
         timelines = []
         for sizes in self._steps[:-1]:
             own, marks = marks[: len(sizes) + 1], marks[len(sizes) + 1 :]
@@ -111,12 +111,12 @@ class GpuRecorder:
 
     def step(self) -> None:
         self._steps.append([])
-        self._peaks.append(self._device.most_held())
+        self._peaks.append(self._device.peak_bytes())
 
     def mark(self, size: int) -> None:
         if self._steps:
             # The allocator of a GPU gives blocks of 512 bytes.
-            self._steps[-1].append(self._device.held() + -(-size // 512) * 512)
+            self._steps[-1].append(self._device.bytes_in_use() + -(-size // 512) * 512)
 
     def stop(self) -> list[Timeline]:
         return [

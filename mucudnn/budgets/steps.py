@@ -1,4 +1,4 @@
-"""Training steps: where they begin, which of them repeat, and how much workspace their convolutions may use.
+"""Finds where training steps begin, which of them repeat, and how much workspace their convolutions may use.
 
 A script does not say where its steps begin, but its convolutions show it: after a convolution of the backward pass, the
 next forward one begins a new step. With gradient accumulation or checkpointing this finds several steps where the

@@ -1,4 +1,4 @@
-"""A total of workspace: how much of it each kernel has (WD), and how much is in use at this moment."""
+"""Divides a total of workspace among kernels (WD), and counts the bytes in use at this moment."""
 
 from __future__ import annotations
 
@@ -100,28 +100,28 @@ class Ledger:
 
     def __init__(self, total: float) -> None:
         self.total = total
-        self._held = 0
+        self._taken = 0
         self._closed = False
         self._changed = renewed(threading.Condition())
         in_child(self._leave_to_parent)
 
     def take(self, size: int) -> bool:
-        """Holds `size` bytes if they are there; never waits."""
+        """Takes `size` bytes if so many are free; never waits."""
         with self._changed:
-            if self._closed or self._held + size > self.total:
+            if self._closed or self._taken + size > self.total:
                 return False
-            self._held += size
+            self._taken += size
             return True
 
     def give(self, size: int) -> None:
         """Gives back what was taken."""
         with self._changed:
-            self._held -= size
+            self._taken -= size
             self._changed.notify_all()
 
     def _leave_to_parent(self) -> None:
         # The threads that use bytes have stayed there.
-        self._held, self._closed = 0, False
+        self._taken, self._closed = 0, False
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -130,7 +130,7 @@ class Ledger:
             while self._closed:
                 self._changed.wait()
             self._closed = True
-            while self._held:
+            while self._taken:
                 self._changed.wait()
         try:
             yield

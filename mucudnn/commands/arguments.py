@@ -1,4 +1,4 @@
-"""Arguments: options that several commands share, with a one-line error for every mistake."""
+"""The options that several commands share, with a one-line error for every mistake."""
 
 from __future__ import annotations
 

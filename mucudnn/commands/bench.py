@@ -35,15 +35,15 @@ def add(commands: Commands) -> None:
 def _bench(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        met = layers_of(arguments)
+        calls = layers_of(arguments)
     store = Store(chosen.database)
-    records = layers.measure(met, chosen, store)
+    records = layers.measure(calls, chosen, store)
     store.close()
     if arguments.json:
-        named = [{"layer": layer.name, "count": layer.count} for layer in met]
+        named = [{"layer": layer.name, "count": layer.count} for layer in calls]
         print_json([name | values for name, values in zip(named, to_json(records), strict=True)])
     else:
-        names = [f"{layer.name}{f' x{layer.count}' if layer.count > 1 else ''}" for layer in met]
-        sentence = summary(records, [layer.count for layer in met])
+        names = [f"{layer.name}{f' x{layer.count}' if layer.count > 1 else ''}" for layer in calls]
+        sentence = summary(records, [layer.count for layer in calls])
         show(sys.stdout, table(records, names, arguments.wide), sentence, wide=arguments.wide)
     return 0

@@ -1,4 +1,4 @@
-"""Findings: what mucudnn finds on this machine, and whether it works here."""
+"""Finds the devices and libraries of this machine, and whether mucudnn works with them."""
 
 from __future__ import annotations
 

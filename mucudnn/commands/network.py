@@ -15,10 +15,10 @@ NAMES = (
     "NETWORK is module:attribute or file.py:attribute, the attribute a torch.nn.Module or something that\n"
     "makes one; or the name of a network that ships with mucudnn, such as resnet18."
 )
-"""What NETWORK may be, for a help text."""
+"""The values of NETWORK, for a help text."""
 
 INPUT = "the shape of one sample, or, samples first, of the whole input: whichever the network takes"
-"""What `--input` may be, for a help text."""
+"""The values of `--input`, for a help text."""
 
 USUAL = 32
 """Samples, where nothing says how many."""

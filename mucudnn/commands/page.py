@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST_BARS = 30
-"""So many convolutions are drawn: those whose calls take torch's own kernel longest."""
+"""The number of convolutions that are drawn: those whose calls take torch's own kernel longest."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222; }
@@ -33,7 +33,7 @@ _ROW, _LEFT, _WIDTH = 22, 330, 900
 
 def of_a_run(outcome: Outcome) -> str:
     """The page about a run: its summary, a picture of the times, all convolutions, and the memory of a step."""
-    parts = [escape(summary(outcome.records, met=outcome.met)), *map(escape, outcome.notices)]
+    parts = [escape(summary(outcome.records, called=outcome.called)), *map(escape, outcome.notices)]
     body = "".join(f"<p>{part}</p>\n" for part in parts)
     if outcome.records:
         body += f"<h2>Milliseconds of a call</h2>\n{bars(outcome.records)}\n"

@@ -56,8 +56,8 @@ def add_recorded(parser: Parser) -> None:
 def _plan(arguments: Any) -> int:
     with usage(arguments.parser):
         chosen = settings(arguments)
-        met, known = recorded(arguments, chosen)
-    found = plan(met, known, chosen)
+        calls, known = recorded(arguments, chosen)
+    found = plan(calls, known, chosen)
     if arguments.json:
         print_json(_plain(found, known))
     else:
@@ -80,9 +80,9 @@ def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
     """
     if chosen.count_stock:
         raise SettingError("count_stock=on: accepted here is off, as a database does not keep what torch's kernels use")
-    met, store = layers_of(arguments), Store(chosen.database)
+    calls, store = layers_of(arguments), Store(chosen.database)
     if arguments.measure:
-        layers.measure(met, chosen, store)
+        layers.measure(calls, chosen, store)
     every = times(store.contents())
     store.close()
     wanted = [entry for entry in every if arguments.machine is None or arguments.machine in entry.name]
@@ -92,25 +92,25 @@ def recorded(arguments: Any, chosen: Settings) -> tuple[list[LayerCall], Times]:
             + (f" of --machine {arguments.machine}: there are " + "; ".join(e.name for e in every) if every else "")
             + ": `python -m mucudnn bench` or plan --measure measures"
         )
-    known = _best(wanted, met)
-    if arguments.batch is None and not any(known.knows(layer.problem) for layer in met):
-        counts = Counter(batch for entry in wanted for layer in met for batch in entry.batches(layer.problem))
+    known = _best(wanted, calls)
+    if arguments.batch is None and not any(known.knows(layer.problem) for layer in calls):
+        counts = Counter(batch for entry in wanted for layer in calls for batch in entry.batches(layer.problem))
         if counts:
             batch = max(counts, key=lambda batch: (counts[batch], batch))
             print(f"{arguments.parser.prog}: the batch size on record is {batch}; --batch sets it", file=sys.stderr)
-            met = layers_of(arguments, batch)
-            known = _best(wanted, met)
-    return met, known
+            calls = layers_of(arguments, batch)
+            known = _best(wanted, calls)
+    return calls, known
 
 
-def _best(wanted: list[Times], met: list[LayerCall]) -> Times:
-    """Those of this machine, else the most complete."""
+def _best(wanted: list[Times], calls: list[LayerCall]) -> Times:
+    """The times of this machine, else the most complete ones."""
     here = Environment.current(torch.device("cpu")).launch_key()
     return max(
         wanted,
         key=lambda entry: (
-            entry.environment == here and any(entry.knows(layer.problem) for layer in met),
-            sum(entry.knows(layer.problem) for layer in met),
+            entry.environment == here and any(entry.knows(layer.problem) for layer in calls),
+            sum(entry.knows(layer.problem) for layer in calls),
         ),
     )
 

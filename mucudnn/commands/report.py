@@ -47,7 +47,7 @@ def _report(arguments: Any) -> int:
                 print_json(to_json(outcome.records))
             else:
                 tables = [table(outcome.records, wide=arguments.wide)] if outcome.records else []
-                sentence = summary(outcome.records, met=outcome.met)
+                sentence = summary(outcome.records, called=outcome.called)
                 show(sys.stdout, *tables, sentence, *outcome.notices, wide=arguments.wide)
             return 0
         chosen = settings(arguments)
@@ -67,7 +67,7 @@ def _report(arguments: Any) -> int:
 
 
 def read(path: str) -> Outcome:
-    """What `run --report` wrote.
+    """The outcome that `run --report` wrote.
 
     Raises:
         NotFound: where the file cannot be read or is something else.

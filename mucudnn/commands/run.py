@@ -73,11 +73,11 @@ def _run(arguments: Any) -> int:
         finally:
             # A child that the script forked ends here too.
             if os.getpid() == process:
-                _tell(arguments, session.outcome())
+                _report(arguments, session.outcome())
     return 0
 
 
-def _tell(arguments: Any, outcome: Outcome) -> None:
+def _report(arguments: Any, outcome: Outcome) -> None:
     """Writes and prints what the user asked for, whatever became of the script."""
     if arguments.report is not None:
         try:
@@ -86,7 +86,8 @@ def _tell(arguments: Any, outcome: Outcome) -> None:
             print(f"{arguments.parser.prog}: --report {arguments.report}: {error.strerror}", file=sys.stderr)
     if arguments.verbose:
         tables = [table(outcome.records, wide=arguments.wide)] if outcome.records else []
-        show(sys.stderr, *tables, summary(outcome.records, met=outcome.met), *outcome.notices, wide=arguments.wide)
+        sentences = summary(outcome.records, called=outcome.called), *outcome.notices
+        show(sys.stderr, *tables, *sentences, wide=arguments.wide)
     if arguments.summary or (arguments.summary is None and sys.stderr.isatty()):
         for sentence in gained(outcome, arguments.report):
             print(f"mucudnn: {sentence}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What a convolution is: its problem, geometry and parts."""
+"""Describes a convolution: its problem, geometry and parts."""

@@ -1,4 +1,4 @@
-"""Call: the arguments that torch passes to a convolution, and the problem that they define."""
+"""The arguments that torch passes to a convolution, and the problem that they define."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Call:
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dims."""
+"""The channels-last memory formats by the number of dims."""
 
 
 def torch_format(name: str, dims: int) -> torch.memory_format:

@@ -1,4 +1,4 @@
-"""Elements: computes single elements of a convolution's result in float64."""
+"""Computes single elements of a convolution's result in float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def terms(problem: ConvProblem) -> int:
 
 
 def _factors(problem: ConvProblem, operands: Operands, place: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is multiplied for one element, element by element, as views."""
+    """The factors of one element's sum of products, as two views of the same shape."""
     x, w, y = operands.x, operands.w, operands.y
     channels, filters = problem.w_shape[1], problem.w_shape[0] // problem.groups
     first, second, *inner = place
@@ -82,7 +82,7 @@ def _inside(first: int, step: int, count: int, end: int) -> range:
 
 
 def _slice(first: int, step: int, numbers: range) -> slice:
-    """What takes the indices first + step * number, in ascending order."""
+    """The slice of the indices first + step * number, in ascending order."""
     if not numbers:
         return slice(0)
     ends = first + step * numbers[0], first + step * numbers[-1]

@@ -1,4 +1,4 @@
-"""Which input interval an output interval needs, along one spatial dim.
+"""Computes the input interval that an output interval needs, along one spatial dim.
 
 Intervals are half-open pairs ``(start, stop)`` of global positions, ``(0, 0)`` when empty. They are *unclipped*:
 positions below 0 or past the extent are the padding. With stride s, padding p before the first element, dilation d and
@@ -30,7 +30,7 @@ def intersect(a: Interval, b: Interval) -> Interval:
 class Window:
     """The geometry of a convolution or pooling window along one dim.
 
-    ``padding`` is what lies before the first input; what lies after it follows from the output extent asked for.
+    ``padding`` is that before the first input; the padding after the last one follows from the requested output extent.
     """
 
     kernel: int
@@ -73,7 +73,7 @@ class Window:
         return (first, last + 1) if first <= last else EMPTY
 
     def transposed(self, outputs: Interval) -> Transposed:
-        """How to make the outputs [a, b) of a transposed convolution with one local call."""
+        """The arguments of one local call that computes the outputs [a, b) of a transposed convolution."""
         start, stop = outputs
         if start >= stop:
             return Transposed(EMPTY, EMPTY, 0, 0)

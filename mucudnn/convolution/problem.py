@@ -1,4 +1,4 @@
-"""ConvProblem: the immutable key of one convolution in one direction."""
+"""The immutable key of one convolution in one direction (`ConvProblem`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 class Direction(enum.StrEnum):
-    """What is computed: the output, the input's gradient, or the weight's gradient."""
+    """The result that is computed: the output, the input's gradient, or the weight's gradient."""
 
     FORWARD = "forward"
     BACKWARD_DATA = "backward_data"
@@ -44,7 +44,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """The element types that are divided, with their sizes."""
 
 _KEPT = ("stride", "padding", "dilation", "groups", "transposed", "dtype", "formats")
-"""What of a problem its key in a database holds as it is."""
+"""The fields of a problem that are in its database key unchanged."""
 
 ALIGNMENT = 16
 """Bytes of the largest alignment that any algorithm asks for; tensors of torch's own start at multiples of more."""
@@ -143,7 +143,7 @@ class ConvProblem:
 
     @cached_property
     def target(self) -> Role:
-        """Which of x, w and y is computed from the other two."""
+        """The one of x, w and y that is computed from the other two."""
         if self.direction is Direction.BACKWARD_FILTER:
             return Role.W
         return Role.Y if (self.direction is Direction.FORWARD) != self.transposed else Role.X
@@ -178,7 +178,7 @@ class ConvProblem:
 
     @property
     def output_padding(self) -> Shape:
-        """What a transposed convolution adds to its smallest output; zeros for an ordinary one."""
+        """The extent that a transposed convolution adds to its smallest output; zeros for an ordinary one."""
         if not self.transposed:
             return (0,) * self.dims
         pairs = zip(self.windows, self.x_shape[2:], self.y_shape[2:], strict=True)

@@ -1,4 +1,4 @@
-"""Tile: a part of a convolution along the mini-batch or a spatial dim, which is a convolution itself.
+"""A part of a convolution along the mini-batch or a spatial dim, which is a convolution itself.
 
 Along the mini-batch the parts are micro-batches. Along a spatial dim they are micro-tiles: disjoint intervals of dL/dx
 in the backward data pass, of dL/dy (over which the results are summed) for the weight's gradient, and of y forward.
@@ -22,7 +22,7 @@ from mucudnn.convolution.problem import ALIGNMENT, ConvProblem, Dim, Role, Shape
 
 @dataclass(frozen=True)
 class Tile:
-    """Where a part of a convolution lies.
+    """The position of a part of a convolution.
 
     Attributes:
         problem: of the part.
@@ -181,7 +181,7 @@ def _starting(part: ConvProblem, whole: ConvProblem, at: int, x: int, y: int) ->
 
 
 def _format_of_rows(name: str, shape: Shape, at: int) -> str:
-    """The memory format of some rows of a tensor: its own if the rows lie together in memory, else "strided"."""
+    """The memory format of some rows of a tensor: its own if the rows are contiguous in memory, else "strided"."""
     inner = range(2, at)
     outside = {"contiguous": shape[0] * shape[1], "channels_last": shape[0]}.get(name)
     if outside is not None:

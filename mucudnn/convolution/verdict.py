@@ -1,7 +1,7 @@
-"""Verdict: whether a convolution's result is as near to the exact one as its sizes and its type allow.
+"""Judges whether a convolution's result is as near to the exact one as its sizes and its dtype allow.
 
 Two results are compared element by element. The elements in which they differ, and a sample of the others that contains
-the corners of the result and of its parts, are computed in float64: this tells which of the two results is wrong. No
+the corners of the result and of its parts, are computed in float64: this shows which of the two results is wrong. No
 whole tensor is converted to float64.
 """
 
@@ -37,7 +37,7 @@ AT_ONCE = 1 << 20
 """Elements that are compared at once, if a sample does not have more, since their differences take memory."""
 
 INPUT_ROUNDINGS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-"""Of float32 numbers, where a device's switches let them be multiplied in a narrower type."""
+"""The rounding of float32 numbers, where a device's switches let them be multiplied in a narrower type."""
 
 
 class Fault(NamedTuple):
@@ -100,13 +100,13 @@ def verdict(
     seams: Iterable[tuple[int, int]] = (),
     sample: int = SAMPLE,
 ) -> tuple[Fault | None, Fault | None] | None:
-    """The worst fault of a result, and that of another one; `None` where operands that are not finite tell nothing.
+    """The worst fault of a result, and that of another one; `None` where the operands are not finite.
 
     Args:
         operands: what both were computed from.
         other: what another algorithm computed; without it only a sample is looked at.
         precision: what `Device.precision` says.
-        seams: where parts of the result meet, as (tensor dim, index of the first element behind).
+        seams: the boundaries between parts of the result, as (tensor dim, index of the first element behind).
         sample: elements that are looked at in any case, at most.
     """
     peak = math.prod(_largest(getattr(operands, role)) for role in Role if role is not problem.target)
@@ -134,7 +134,7 @@ def _worst(
     most = torch.finfo(result.dtype).max
     for place, found, one in zip(places, result[indices].double().tolist(), known, strict=True):
         allowed = bound(*one)
-        # What the type cannot hold may be anything.
+        # Numbers that the dtype cannot represent may become anything.
         if abs(one[0]) + allowed < most and not abs(found - one[0]) <= allowed:
             faults.append(Fault(place, found, one[0], allowed))
     return max(faults, key=_excess, default=None)

@@ -1,4 +1,4 @@
-"""Devices: one interface for the kinds of device that convolutions run on, and one file for each kind."""
+"""One interface for the kinds of device that convolutions run on, and one file for each kind."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from mucudnn.devices.gpu import Gpu
 from mucudnn.devices.host import Host
 
 KINDS: dict[str, type[Device]] = {"cpu": Host, "cuda": Gpu}
-"""By torch's name of the device's type."""
+"""The classes by torch's name of the device's type."""
 
 SERVED: dict[str, type[Device]] = {"CPU": Host} | ({"CUDA": Gpu} if torch.version.cuda is not None else {})
 """The kinds whose convolutions the shim takes, by the dispatch key that torch registers their kernels under."""

@@ -1,7 +1,7 @@
-"""Allocations: what torch's memory profiler sees of the memory of a device's tensors.
+"""Counts the bytes of a device's tensors by torch's memory profiler.
 
 It reports the bytes that are alive at every allocation and release of the thread that starts it. That is exact,
-whatever operator or kernel allocates; nothing above a host's allocator could tell it, and a GPU's counters of peaks are
+whatever operator or kernel allocates; nothing above a host's allocator could know it, and a GPU's counters of peaks are
 the program's.
 """
 
@@ -46,7 +46,7 @@ def ended(profile: torch.profiler.profile, place: torch.device) -> list[tuple[in
     return list(_totals(profile.profiler.kineto_results.experimental_event_tree(), place))  # type: ignore[union-attr]
 
 
-def most_held(work: Work, place: torch.device) -> int:
+def peak_bytes(work: Work, place: torch.device) -> int:
     """Bytes that are alive at a place at once, at most, while work is done, beyond those before.
 
     Raises:

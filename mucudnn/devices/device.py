@@ -1,4 +1,4 @@
-"""The interface of a device: all that the rest of mucudnn needs to know about where a convolution runs."""
+"""The interface of a device on which convolutions run: its clock, its memory and its switches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Work = Callable[[], object]
 
 
 class Clock(Protocol):
-    """Tells how long work takes where it runs.
+    """Measures how long work takes on its device.
 
     Attributes:
         repetitions: of a time at most, of which the median is taken.
@@ -32,7 +32,7 @@ class Clock(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Tells how long what a program does anyway takes where it runs; it runs from when it was made."""
+    """Measures how long the program's own work takes on its device, from the moment when the stopwatch is made."""
 
     def lap(self) -> None:
         """Ends a lap after all work so far."""
@@ -59,7 +59,7 @@ class Device(ABC):
     @staticmethod
     @abstractmethod
     def switches() -> tuple[object, ...]:
-        """What a program may change between two calls and what decides how they are computed.
+        """The switches that a program may change between two calls, and that decide how these are computed.
 
         The shim reads it at every convolution: it takes a fraction of a microsecond.
         """
@@ -103,7 +103,7 @@ class Device(ABC):
         """The switches that let a call be computed in a narrower type, or otherwise than usual, as text."""
 
     def least_seconds(self, operations: float, written: float, fresh: float, dtype: torch.dtype) -> float:
-        """What so much work takes at least there: 0 where nothing is known.
+        """The least time that so much work takes on the device: 0 where nothing is known.
 
         Args:
             operations: of floating-point numbers of a type.
@@ -129,7 +129,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def clock(self) -> Clock:
-        """What times work there."""
+        """The clock that times work on the device."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -140,8 +140,8 @@ class Device(ABC):
         """A new one, on the current stream."""
 
     @abstractmethod
-    def held(self) -> int:
-        """Bytes that the program holds now."""
+    def bytes_in_use(self) -> int:
+        """Bytes that the program has allocated now."""
 
     def outside(self) -> int:
         """Bytes in use there that torch's allocator has not reserved, by whomever: 0 where there is no such allocator.

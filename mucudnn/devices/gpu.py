@@ -30,7 +30,7 @@ LEAST_BATCH = 5e-4
 MOST_CALLS = 3
 
 LONG = 0.01
-"""Where a call takes more seconds, the time until the GPU begins with it does not count."""
+"""Seconds: where a call takes longer, the time until the GPU begins with it does not count."""
 
 
 AWAKE = 0.05
@@ -192,13 +192,13 @@ class Gpu(Device):
         free, total = torch.cuda.mem_get_info(self.place)
         return total - free - torch.cuda.memory_reserved(self.place)
 
-    def held(self) -> int:
+    def bytes_in_use(self) -> int:
         """Bytes of torch's tensors on it."""
         # `memory_allocated` flattens and sorts all of the allocator's counters first, ten times as much work as this.
         counters = torch.cuda.memory_stats_as_nested_dict(self.place)
         return int(counters["allocated_bytes"]["all"]["current"]) if counters else 0
 
-    def most_held(self) -> int:
+    def peak_bytes(self) -> int:
         """The most bytes of tensors on it since the program began, or since it reset that figure."""
         return torch.cuda.max_memory_allocated(self.place)
 

@@ -108,8 +108,8 @@ class Host(Device):
             speeds.raise_by(least / seconds, dtype, self.threads)
         return is_faster
 
-    def held(self) -> int:
-        """What the process has allocated, in bytes: torch does not count the host's tensors."""
+    def bytes_in_use(self) -> int:
+        """Bytes that the process has allocated: torch does not count the host's tensors."""
         return heap_bytes()
 
 

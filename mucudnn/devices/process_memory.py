@@ -1,4 +1,4 @@
-"""What this process holds of the host's memory: its heap, as the C library tells, and its resident pages."""
+"""The host memory of this process: its heap, as the C library reports it, and its resident pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def glibc() -> Any:
 
 
 def heap_bytes() -> int:
-    """Bytes of the heap that are not freed; where the C library does not tell, those of the process in memory."""
+    """Bytes of the heap that are not freed; where the C library does not report them, the process's resident bytes."""
     library = glibc()
     if library is None:
         return resident_bytes()

@@ -1,4 +1,4 @@
-"""Speeds: the most that this process's processor was seen to do in a second, to tell what cannot be fast."""
+"""The highest speeds that were measured of this process's processor, to rule out algorithms that cannot be fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = (1 << 25) + 1
 glibc's largest threshold."""
 
 WRITTEN = 1 << 20
-"""Bytes that are written to tell the speed of writing."""
+"""Bytes that are written to measure the speed of writing."""
 
 _known: dict[Hashable, tuple[float, int]] = {}
 """The most in a second, and the number of moments at which it was measured, by what is done and the threads."""
@@ -61,7 +61,7 @@ def _most(name: tuple[torch.dtype | bool, int]) -> float:
 
 
 def _now(kind: torch.dtype | bool) -> float:
-    """What is done in a second now: operations of a type, or bytes that are written."""
+    """The speed at this moment: operations of a dtype in a second, or bytes that are written in a second."""
     if isinstance(kind, torch.dtype):
         a, b = torch.ones(2, SIDE, SIDE, dtype=kind)
         return 2 * SIDE**3 / _least(lambda: torch.mm(a, b))

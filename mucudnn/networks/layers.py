@@ -103,11 +103,11 @@ def convolutional(build: Callable[[], nn.Module], input_shape: tuple[int, ...]) 
     sample = torch.empty(input_shape, dtype=dtypes[0] if dtypes else torch.float32, device="meta")
     with _named(model) as name, _Calls(name) as calls:
         model(sample)
-    return [LayerCall(name, problem, count) for problem, (name, count) in calls.met.items()]
+    return [LayerCall(name, problem, count) for problem, (name, count) in calls.found.items()]
 
 
 def measure(layers: list[LayerCall], settings: Settings, store: Store) -> list[Record]:
-    """How each layer is computed on this machine's processor, measured as far as the store does not know it."""
+    """The records of all layers on this machine's processor, measured as far as the store does not have them."""
     planner, records = Planner(settings, store), []
     with progress.bar(len(layers), "convolutions", settings.progress) as advance:
         for layer in layers:
@@ -121,7 +121,7 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self, name: Callable[[], str]) -> None:
         super().__init__()
-        self.met: dict[ConvProblem, tuple[str, int]] = {}
+        self.found: dict[ConvProblem, tuple[str, int]] = {}
         self._name = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,8 +145,8 @@ class _Calls(TorchDispatchMode):
                 output_padding=tuple(output_padding),
                 dtype=str(input.dtype).removeprefix("torch."),
             )
-            name, count = self.met.get(problem, (self._name(), 0))
-            self.met[problem] = (name, count + 1)
+            name, count = self.found.get(problem, (self._name(), 0))
+            self.found[problem] = (name, count + 1)
 
 
 @contextmanager

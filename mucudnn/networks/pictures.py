@@ -133,7 +133,7 @@ def workspace_curves(plan: NetworkPlan) -> Figure:
 
 
 def network_division(plan: NetworkPlan) -> Figure:
-    """What each kernel is divided into, its time against torch's own kernel's, and its workspace."""
+    """The division of each kernel, its time beside that of torch's own kernel, and its workspace."""
     longest = sorted(plan.rows, key=lambda row: row.count * row.record.stock_seconds, reverse=True)[:MOST_ROWS]
     rows = [row for row in plan.rows if any(row is shown for shown in longest)]
     algorithms = dict.fromkeys(option.algorithm for row in rows for option in row.choice.options)

@@ -1,4 +1,4 @@
-"""Plan of a network: how its convolutions would be computed within limits, from recorded times alone."""
+"""Plans how a network's convolutions would be computed within limits, from recorded times alone."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Row:
 
     @property
     def direction(self) -> str:
-        """In words."""
+        """The direction in words."""
         return self.record.direction.replace("_", " ")
 
     @property
     def fastest(self) -> Division:
-        """With all the workspace there may be."""
+        """The fastest division, with as much workspace as it needs."""
         return self.choices.desirable[-1]
 
 
@@ -64,12 +64,12 @@ class NetworkPlan:
 
     @property
     def seconds(self) -> float:
-        """Of all kernels of one training step."""
+        """Seconds of all kernels of one training step."""
         return sum(row.count * row.choice.seconds for row in self.rows)
 
     @property
     def stock_seconds(self) -> float:
-        """Of the same by torch's own kernels."""
+        """Seconds of the same convolutions by torch's own kernels."""
         return sum(row.count * row.record.stock_seconds for row in self.rows)
 
     @property
@@ -78,7 +78,7 @@ class NetworkPlan:
         return self._together([(row, row.choice.workspace) for row in self.rows])
 
     def sentences(self) -> list[str]:
-        """What the plan gains, what workspace it saves, and what limits it."""
+        """The time that the plan gains, the workspace that it saves, and its limits."""
         if not self.rows:
             return []
         return [*self._gain(), *self._saved(), *self._limits()]
@@ -145,18 +145,18 @@ def plan(layers: Sequence[LayerCall], known: Times, settings: Settings) -> Netwo
         known: times of one environment.
     """
     missing = [layer for layer in layers if not known.knows(layer.problem)]
-    met = [layer for layer in layers if known.knows(layer.problem)]
-    found = [known.choices(layer.problem, settings.policy) for layer in met]
+    timed = [layer for layer in layers if known.knows(layer.problem)]
+    found = [known.choices(layer.problem, settings.policy) for layer in timed]
     within = [[c for c in choices.desirable if c.workspace <= settings.workspace_limit] for choices in found]
     total, sharing = settings.total_workspace_size, None
     if total is None:
-        chosen = [[choices[-1]] * layer.count for layer, choices in zip(met, within, strict=True)]
+        chosen = [[choices[-1]] * layer.count for layer, choices in zip(timed, within, strict=True)]
     else:
-        sharing = share([c for layer, c in zip(met, within, strict=True) for _ in range(layer.count)], total)
+        sharing = share([c for layer, c in zip(timed, within, strict=True) for _ in range(layer.count)], total)
         left = iter(sharing.divisions)
-        chosen = [[next(left) for _ in range(layer.count)] for layer in met]
+        chosen = [[next(left) for _ in range(layer.count)] for layer in timed]
     rows = []
-    for layer, choices, kernels in zip(met, found, chosen, strict=True):
+    for layer, choices, kernels in zip(timed, found, chosen, strict=True):
         for choice in dict.fromkeys(kernels):
             limit = settings.workspace_limit if total is None else choice.workspace
             record = _record(layer, choice, choices, limit)

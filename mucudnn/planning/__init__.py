@@ -1,1 +1,1 @@
-"""Planning: from a problem and a limit to a plan."""
+"""Makes a plan for a convolution problem within a workspace limit."""

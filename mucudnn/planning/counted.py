@@ -1,7 +1,7 @@
-"""Counted: providers whose workspace includes what torch's own kernels hold for themselves.
+"""Providers whose workspace includes the scratch memory of torch's own kernels.
 
-These are the columns of its plain kernels, oneDNN's scratchpads and the tensors that it reorders, and on a GPU cuDNN's
-workspaces: all that torch's allocator sees on the calling thread. Code and tables of a library are not among it.
+It consists of the columns of plain kernels, oneDNN's scratchpads and reordered tensors, and on a GPU cuDNN's
+workspaces: all that torch's allocator sees on the calling thread. Code and tables of a library are not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import ConvProblem
 from mucudnn.convolution.tile import Part
 from mucudnn.devices import device_of
-from mucudnn.devices.allocations import most_held
+from mucudnn.devices.allocations import peak_bytes
 from mucudnn.providers import Provider, stock_result
 from mucudnn.providers.columns import columns_bytes
 from mucudnn.providers.layout import Layout
@@ -50,12 +50,12 @@ class Counted:
 
 
 def counted(provider: Provider, place: torch.device = HOST) -> Provider:
-    """The provider, what it computes by torch's own kernels at a place being counted by a call of each."""
+    """The provider; the scratch memory of torch's own kernels on the device `place` is counted by a call of each."""
     return _counted(provider, partial(scratch, place=place))
 
 
 def counted_columns(provider: Provider) -> Provider:
-    """The provider, the columns of torch's own kernels on the host being counted by their formula."""
+    """The provider; the columns of torch's own kernels on the host are counted by their formula."""
     return _counted(provider, columns_bytes)
 
 
@@ -73,24 +73,24 @@ def counting(environment: Environment) -> Environment:
 
 
 def scratch(problem: ConvProblem, place: torch.device = HOST) -> int:
-    """Bytes that torch's own kernel holds beyond operands and result, on contiguous or channels-last zeros."""
+    """Bytes of torch's own kernel beyond operands and result at its peak, on contiguous or channels-last zeros."""
     return _scratch(problem, place, device_of(place).switches())
 
 
 @lru_cache(maxsize=4096)
 def _scratch(problem: ConvProblem, place: torch.device, switches: tuple[object, ...]) -> int:
-    """By the switches that a program may change, too."""
+    """`scratch`, cached also by the switches of torch that a program may change."""
     given = synthetic_operands(problem, place, torch.zeros)
     if device_of(place).uses_cudnn:
-        stock_result(problem, given)  # a first call may try kernels that hold more
+        stock_result(problem, given)  # a first call may try kernels that need more
     return scratch_of(problem, given)
 
 
 def scratch_of(problem: ConvProblem, given: Operands) -> int:
-    """Bytes that torch's own kernel holds beyond these operands and its result, by one call.
+    """Bytes of torch's own kernel beyond these operands and its result at its peak, by one call.
 
     Raises:
         RuntimeError: where it cannot be counted, or where the kernel fails.
     """
-    held = most_held(lambda: stock_result(problem, given), given.w.device)
-    return max(0, held - problem.element_bytes * math.prod(problem.target_shape))
+    peak = peak_bytes(lambda: stock_result(problem, given), given.w.device)
+    return max(0, peak - problem.element_bytes * math.prod(problem.target_shape))

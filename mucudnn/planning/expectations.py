@@ -1,4 +1,4 @@
-"""Expectations: what a launch is expected to take before it is timed, and what it takes at least."""
+"""The time that a launch is expected to take before it is timed, and the least that it may take."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mucudnn.providers.provider import compute_dtype
 from mucudnn.timing.measurement import Candidate, Measurement, middle
 
 UNKNOWN, UNKNOWN_PARTS = (1.5, 50.0), (1.0, 1.5)
-"""What is expected of an algorithm of which no launches like its own are known, and of torch's own kernel on parts: the
-seconds of the whole in units of that kernel's on the whole, and the factor within which they are sure to hold."""
+"""The forecast for an algorithm of which no similar launches are known, and for torch's own kernel on parts: the
+seconds of the whole in units of that kernel's on the whole, and the factor within which they surely are."""
 
 TYPICAL = 2.5
 """What is expected where operations and copies are known but no launches, in units of the least that these take: about
@@ -63,12 +63,12 @@ class Expectations:
         return least, self.forecast(name, dim, stock_seconds, best)
 
     def known(self, algorithm: str, dim: Dim) -> Forecast | None:
-        """What launches of other convolutions tell of one on half of the whole; `None` for next to nothing."""
+        """The forecast for half of the whole from launches of other convolutions; `None` where too few are known."""
         part = middle(self._problem, dim, -(-extent(self._problem, dim) // 2)).problem
         return self._experience.forecast(self._environment, algorithm, part)
 
     def note(self, key: Key, seconds: float, provider: Provider | None) -> None:
-        """Notes the time of a provider's launch, which tells of other problems, too, and of the device."""
+        """Notes the time of a provider's launch for the forecasts of other problems, and for the device's speeds."""
         dim, algorithm, size = key
         part = middle(self._problem, Dim(dim), size).problem
         self._experience.note(self._environment, algorithm, part, seconds)

@@ -1,4 +1,4 @@
-"""Experience: what launches of other convolutions tell of the time of a launch."""
+"""Forecasts the time of a launch from the times of launches of other convolutions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Experience:
             return found if is_tried else found._replace(uncertainty=ODD * found.uncertainty)
 
     def _known(self, environment: Environment) -> Costs:
-        """The cost model of an environment, at first of what the database holds."""
+        """The cost model of an environment, at first fitted to the times in the database."""
         if environment not in self._costs:
             costs = self._costs[environment] = Costs()
             here = environment.launch_key()

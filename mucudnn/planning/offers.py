@@ -1,4 +1,4 @@
-"""Offers: which algorithms are tried along which dims of a problem, and in parts of which sizes.
+"""Decides which algorithms are tried along which dims of a problem, and in parts of which sizes.
 
 `fitting_sizes` asks what every size needs; `AffordableParts` asks little, where every question makes a plan.
 """
@@ -30,26 +30,26 @@ WIDTHS = 3
 class Offers:
     """The algorithms of some providers.
 
-    On a processor they are named for parts along each dim, and what these need tells at once along which dims, and in
-    which strips, each is tried (`within`). On a GPU every such answer of cuDNN's takes a plan. So there an algorithm is
+    On a processor they are named for parts along each dim, and the workspaces of these decide at once along which dims,
+    and in which strips, each is tried (`within`). On a GPU each workspace takes a plan. So there an algorithm is
     named for the whole and tried along the mini-batch, then, if one sample is too large for it, along space, and if the
     smallest tile is, too, in strips (`in_strips`): see `AffordableParts`.
 
     Attributes:
-        are_plans_costly: whether providers can only tell what a part needs by making a plan, as on a GPU.
+        are_plans_costly: whether providers must make a plan to know the workspace of a part, as on a GPU.
     """
 
     def __init__(self, providers: Sequence[Provider], are_plans_costly: bool) -> None:
         self._providers, self.are_plans_costly = providers, are_plans_costly
 
     def candidates(self, problem: ConvProblem, dim: Dim) -> list[Candidate]:
-        """Who serves parts of the problem along a dim, by which algorithms; where plans are costly, who may."""
+        """The candidates for parts of the problem along a dim; where plans are costly, some may not serve them."""
         is_whole = dim is Dim.BATCH or self.are_plans_costly
         part = problem if is_whole else middle(problem, dim, extent(problem, dim) // 2).problem
         return [(provider, name) for provider in self._providers for name in provider.algorithms(part)]
 
     def providers(self, problem: ConvProblem) -> dict[str, Provider]:
-        """Who serves the problem or parts of it, by algorithm."""
+        """The providers that serve the problem or parts of it, by algorithm."""
         found: dict[str, Provider] = {}
         for dim in dims(problem):
             found |= {algorithm: provider for provider, algorithm in self.candidates(problem, dim)}
@@ -58,7 +58,7 @@ class Offers:
         return found
 
     def within(self, measurement: Measurement, allowed: float) -> dict[Task, Candidate]:
-        """Who serves parts of a problem along which dim, within so many bytes or not.
+        """The candidates for parts of a problem along each dim, within so many bytes or not.
 
         An algorithm of which the smallest part along any one dim needs more is offered on strips along a second dim: on
         the widest that fit beneath the smallest part along the first, on half of these, and on a quarter.
@@ -203,7 +203,7 @@ class AffordableParts:
             self.fitting[task] = {} if largest is None else {largest: int(sizes.need(largest))}
 
     def _ask_further(self) -> None:
-        """Asks for smaller sizes of all in turn, but of engines that are compiled for every plan."""
+        """Asks for smaller sizes of all candidates in turn, except engines that are compiled for every plan."""
         for _ in range(MOST_FURTHER):
             for task, fitting in self.fitting.items():
                 smaller = [size for size in self._tried[task].sizes if size < min(fitting, default=0)]
@@ -217,7 +217,7 @@ class AffordableParts:
         return isinstance(provider, Engines) and provider.is_compiled(self._measurement.problem, name)
 
     def _sizes(self, dim: Dim, candidate: Candidate) -> PartSizes:
-        # Not `self`: a cycle would hold the operands, memory of the card, until Python collects its garbage.
+        # Not `self`: a cycle would keep the operands, memory of the card, until Python collects its garbage.
         measurement, budget = self._measurement, self._budget
 
         def ask(size: int) -> int | None:
@@ -236,14 +236,14 @@ class AffordableParts:
 
 
 def _left_by(sizes: Iterable[int], whole: int) -> int:
-    """What is left of the whole beside as many parts of each size as it has room for, large ones first."""
+    """The remainder of the whole after as many parts of each size as fit, large ones first."""
     for size in sorted(sizes, reverse=True):
         whole %= size
     return whole
 
 
 class PlanBudget:
-    """The plans of one problem. Of those of micro-batches, enough are left to ask once of every engine.
+    """Counts the plans of one problem. Enough of them remain for micro-batches to ask every engine once.
 
     Where a user wants all engines tried, and not the best few, there are more plans, one part of each.
     """

@@ -13,7 +13,7 @@ from mucudnn.providers import STOCK
 from mucudnn.timing.store import canonical
 
 _PROBLEM = ("direction", "x", "w", "y", "stride", "padding", "dilation", "groups", "transposed", "dtype", "formats")
-"""What of a database's key is `ConvProblem.launch_key()`."""
+"""The fields of a database's key that come from `ConvProblem.launch_key()`."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Choices:
     """How a convolution may be computed.
 
     Attributes:
-        desirable: what no other choice beats in time and workspace, ascending in workspace; first of all torch's own
-            kernel, then what is faster than it by the planner's margin.
+        desirable: the choices that no other beats in time and workspace, ascending in workspace; the first is torch's
+            own kernel, and the others are faster than it by the planner's margin.
         undivided: every algorithm on the whole, torch's own kernel among them.
     """
 
@@ -61,7 +61,7 @@ class Times:
         return {row.extent for row in self._of(problem) if row.algorithm == STOCK and not row.workspace}
 
     def choices(self, problem: ConvProblem, policy: str) -> Choices:
-        """What the times know of a problem, the parts of a mini-batch being of the policy's sizes.
+        """The choices for a problem by these times; the parts of a mini-batch have the policy's sizes.
 
         A division that was timed as a whole counts for that time. Divisions along a spatial dim are known as wholes
         only.
@@ -95,7 +95,7 @@ class Times:
 
 
 def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Times]:
-    """What a database holds, by environment.
+    """The times in a database, by environment.
 
     Args:
         contents: `Store.contents()`.
@@ -110,7 +110,7 @@ def times(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[T
 
 
 def _is_launch(row: Option, problem: ConvProblem) -> bool:
-    """Whether a row tells what a launch takes: torch's kernel on a whole mini-batch is on record without workspace."""
+    """Whether a row has a launch's workspace: torch's kernel on a whole mini-batch is recorded without one."""
     return row.algorithm != STOCK or (row.extent < problem.extent and row.workspace > 0)
 
 

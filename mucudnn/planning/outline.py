@@ -1,4 +1,4 @@
-"""Outline: what torch's own kernel would take and return, without a call of that kernel on the whole."""
+"""Predicts the layout of the result, and the columns, of torch's own kernel without calling it on the whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outline(call: Call) -> torch.Tensor | None:
     least = replace(problem, x_shape=x_shape, y_shape=y_shape)
     if torchs_backend(least) != torchs_backend(problem):
         return None
-    # The weight is as large; one of a single channel is contiguous and channels-last at once, so strides tell.
+    # The weight is as large. One of a single channel is contiguous and channels-last at once, so its strides decide.
     given = replace(synthetic_operands(least, call.input.device, torch.zeros), w=call.weight)
     computed = stock_result(least, given)
     for name in ("contiguous", "channels_last") if problem.dims > 1 else ("contiguous",):
@@ -47,7 +47,7 @@ def may_exceed(looks: tuple[Any, ...], limit: float) -> bool:
     """Whether columns may take more than so many bytes, by the shapes alone, which takes a microsecond.
 
     Args:
-        looks: what the shim tells convolutions apart by: of one or two activations, and of the weight, the shape,
+        looks: the shim's key of a convolution: of one or two activations, and of the weight, the shape,
             strides, type and device; then stride, padding, dilation, transposed, output padding and groups.
     """
     if limit == math.inf:

@@ -1,4 +1,4 @@
-"""Plan: how one problem is computed, and the alternatives."""
+"""The plan of one problem: how it is computed, and the alternatives."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Plan:
     def divided(self, division: Division) -> Plan:
         """The plan with another division, at the time that the launches of that one add up to."""
         parts = tuple((option.extent, option.algorithm) for option in division.options)
-        told = self.told(parts=parts, dim=str(division.dim), seconds=division.seconds, workspace=division.workspace)
-        return replace(told, schedule=replace(self.schedule, division=division))
+        fields = {"dim": str(division.dim), "seconds": division.seconds, "workspace": division.workspace}
+        return replace(self.recorded(parts=parts, **fields), schedule=replace(self.schedule, division=division))
 
-    def told(self, **changes: Any) -> Plan:
-        """The plan with a record of which some fields are others."""
+    def recorded(self, **changes: Any) -> Plan:
+        """The plan with some fields of its record changed."""
         return replace(self, record=replace(self.record, **changes))
 
     def undivided(self) -> Plan:

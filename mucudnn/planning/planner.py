@@ -1,4 +1,4 @@
-"""Planner: finds the fastest measured division of a problem within a limit, ahead of the first call."""
+"""Finds the fastest measured division of a problem within a limit, ahead of the first call."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_ahead(search: Search) -> Plan:
     assert exploration.settled is not None, "everything is granted"
     if exploration.settled.division is None and (wider := search.with_compiled()) is not None:
         return plan_ahead(wider)
-    plan = search.found(exploration, exploration.settled).told(trials=0, cost=0.0, tries=())  # none in its calls
+    plan = search.found(exploration, exploration.settled).recorded(trials=0, cost=0.0, tries=())  # none in its calls
     search.keep(plan, exploration)
     return plan
 
@@ -65,7 +65,7 @@ class _Trials:
         self._spent = 0.0
 
     def make(self) -> None:
-        """Makes them, those of launches on several devices at once where these share the measuring."""
+        """Makes the trials; those of launches run on several devices at once where these share the measuring."""
         exploration, peers = self._exploration, self._search.peers
         with ThreadPoolExecutor(max(1, len(peers))) as pool:
             while (trial := exploration.trial()) is not None:
@@ -138,7 +138,7 @@ class Planner:
         Args:
             providers: of algorithms; those of the device if not given.
             board: where other processes with the same program post their plans.
-            experience: that others share; what the database tells, if not given.
+            experience: shared with other planners; if not given, one of the times in the database.
 
         Raises:
             Unavailable: where cuDNN cannot be used, for a GPU.
@@ -153,7 +153,7 @@ class Planner:
         self._counts = settings.count_stock
         if self._counts:
             providers = [counted(provider, device) for provider in providers]
-        # Where budgets come from what a program holds, the scratch memory of torch's own kernels is among that.
+        # Where budgets come from the memory in use, that includes the scratch memory of torch's own kernels.
         is_fixed = not settings.is_by_step and settings.total_workspace_size is None
         self._knows_columns = is_fixed and not self._counts and not device_of(device).uses_cudnn
         if self._knows_columns:
@@ -173,7 +173,7 @@ class Planner:
         strides: Shape | None = None,
         first: float | None = None,
     ) -> Measurement:
-        """What is known of a problem under the present environment, and the means to measure the rest.
+        """The known times of a problem under the present environment, and the means to measure the others.
 
         Args:
             problem: the convolution.
@@ -192,12 +192,12 @@ class Planner:
             limit: bytes of workspace; that of the settings if not given.
         """
         limit = self._settings.workspace_limit if limit is None else limit
-        held = scratch_of(measurement.problem, measurement.turn()) if self._counts else None
+        stock_workspace = scratch_of(measurement.problem, measurement.turn()) if self._counts else None
         avoids_stock = self.exceeds(measurement.problem, limit)
         if avoids_stock:
-            held = columns_bytes(measurement.problem)
+            stock_workspace = columns_bytes(measurement.problem)
         peers = tuple(peer.search(measurement.elsewhere(peer.device), limit) for peer in self._peers)
-        given = measurement, limit, self._settings, self.offers, self._experience, held, peers
+        given = measurement, limit, self._settings, self.offers, self._experience, stock_workspace, peers
         return Search(*given, avoids_stock=avoids_stock)
 
     def exceeds(self, problem: ConvProblem, limit: float | None = None) -> bool:

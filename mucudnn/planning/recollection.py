@@ -1,4 +1,4 @@
-"""Recollection: the launches of an exploration that has not settled, kept so that the next run goes on with them."""
+"""Keeps the launches of an exploration that has not settled, so that the next run goes on with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mucudnn.timing.measurement import Measurement, middle
 
 
 class Recollection:
-    """What is on record of the launches of one problem.
+    """The times on record of the launches of one problem.
 
     Times count in units of torch's own kernel on the whole, since the speed of a machine changes from run to run.
     """
@@ -45,7 +45,7 @@ class Recollection:
         return 1.0 if self.stock_seconds is None else min(wholes, default=math.inf) / self.stock_seconds
 
     def ratios(self, launches: Launches) -> dict[Key, float]:
-        """What is on record of launches that are not timed yet, in units of torch's own kernel on the whole."""
+        """The times on record of launches not timed in this run, in units of torch's own kernel on the whole."""
         found: dict[Key, float] = {}
         if self.stock_seconds is None:
             return found
@@ -63,7 +63,7 @@ class Recollection:
         return found
 
     def keep(self, exploration: Exploration, keys: Collection[Key]) -> None:
-        """Has launches written that were timed now, in proportion to the time of torch's own kernel on record."""
+        """Writes launches that were timed now, in proportion to the time of torch's own kernel on record."""
         if self._unit is None:
             self._unit = self.stock_seconds
         if self._unit is None:
@@ -76,5 +76,5 @@ class Recollection:
                     self._measurement.adopt(dim, replace(option, seconds=option.seconds * scale))
 
     def keep_stock(self, seconds: float) -> None:
-        """Has written what torch's own kernel takes on the whole."""
+        """Writes the time of torch's own kernel on the whole."""
         self._measurement.logbook.record_later(self._problem, Option(self._problem.extent, STOCK, seconds, 0))

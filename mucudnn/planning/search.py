@@ -1,4 +1,4 @@
-"""Search: what is tried for one problem within one limit, and how the result becomes a plan and is kept.
+"""Chooses the trials of one problem within one limit; turns the result into a plan, and keeps it.
 
 There is one search. Live planning makes its trials in calls of the program, and `ahead` makes them before the first.
 """
@@ -36,7 +36,7 @@ PARTS_MARGIN = 0.15
 so a small gain may only mean that caches and allocator were in a better state when the parts were timed."""
 
 _SECONDS = ("seconds", "undivided_seconds", "stock_seconds")
-"""What of a plan's record the database keeps."""
+"""The fields of a plan's record that the database keeps."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Search:
 
     @cached_property
     def assumed_seconds(self) -> float | None:
-        """What torch's own kernel is assumed to take on the whole, by its operations and columns, where it is never
+        """The assumed time of torch's own kernel on the whole, by its operations and columns, where it is never
         called."""
         if not self.avoids_stock:
             return None
@@ -86,7 +86,7 @@ class Search:
 
     @property
     def terms(self) -> dict[str, Any]:
-        """What decides on the plan besides the environment and the problem of any number of samples."""
+        """The settings on which the plan depends, besides the environment and the problem of any number of samples."""
         settings = self.settings
         terms = {"extent": self.problem.extent, "limit": str(self.limit), "policy": settings.policy}
         total = settings.total_workspace_size is not None
@@ -128,12 +128,12 @@ class Search:
 
     @cached_property
     def recollection(self) -> Recollection:
-        """What is on record of the problem's launches."""
+        """The times on record of the problem's launches."""
         return Recollection(self.measurement, self.assumed_seconds)
 
     def _variants(self, stock_seconds: float) -> list[Variant]:
-        """What may be tried, without algorithms that cannot win by their times for similar problems: of these not even
-        the workspaces are queried, which is what takes most of the time of preparing an exploration."""
+        """The trials to choose from, without algorithms that cannot win by their times for similar problems: not even
+        the workspaces of these are queried, as that would take most of the time of preparing an exploration."""
         problem, measurement, policy = self.problem, self.measurement, self.settings.policy
         allowed = min(self.limit, measurement.device.memory // 2)
 
@@ -193,7 +193,7 @@ class Search:
         return self.measurement.logbook.wrong(self.problem) if self.settings.check else {}
 
     def note(self, key: Key, seconds: float) -> None:
-        """Notes the time of a launch, which tells of other problems, too."""
+        """Notes the time of a launch, for the forecasts of other problems, too."""
         self._expected.note(key, seconds, self.providers.get(key[1]))
 
     @cached_property
@@ -202,32 +202,32 @@ class Search:
 
     @cached_property
     def providers(self) -> dict[str, Provider]:
-        """Who serves the problem or parts of it, by algorithm."""
+        """The providers that serve the problem or parts of it, by algorithm."""
         return self.offers.providers(self.problem)
 
     def stock(self, seconds: float) -> Plan:
         """Torch's own kernel as the plan."""
-        problem, held, same = self.problem, self.stock_workspace, (seconds,) * 3
-        whole, parts = Option(problem.extent, STOCK, seconds, held or 0), ((problem.extent, STOCK),)
+        problem, workspace, same = self.problem, self.stock_workspace, (seconds,) * 3
+        whole, parts = Option(problem.extent, STOCK, seconds, workspace or 0), ((problem.extent, STOCK),)
         wrong = tuple(self.measurement.logbook.wrong(problem).items())
-        told = problem, str(problem.direction), self.limit, parts, *same, whole.workspace
-        record = Record(*told, wrong=wrong, stock_workspace=held, is_stock_assumed=self.avoids_stock)
+        given = problem, str(problem.direction), self.limit, parts, *same, whole.workspace
+        record = Record(*given, wrong=wrong, stock_workspace=workspace, is_stock_assumed=self.avoids_stock)
         return Plan(Schedule(problem, Division((whole,)), self.providers), record, {}, self.settings.check)
 
     def so_far(self, exploration: Exploration) -> Plan:
         """Torch's own kernel, and what was tried beside it."""
         tries, (leader, seconds) = tuple(sorted(exploration.tries.items())), exploration.leader()
         tried = {"trials": exploration.tried, "cost": exploration.lost, "tries": tries, "spread": exploration.spread}
-        return self.stock(exploration.baseline_seconds).told(**tried, leader=leader, leader_seconds=seconds)
+        return self.stock(exploration.baseline_seconds).recorded(**tried, leader=leader, leader_seconds=seconds)
 
     def found(self, exploration: Exploration, settled: Settled) -> Plan:
         """The plan that the exploration has settled on, with all known launches."""
         options = {dim: exploration.launches.options(dim) for dim in dims(self.problem)}
-        plan = replace(self.so_far(exploration).told(leader=None, leader_seconds=0.0), options=options)
+        plan = replace(self.so_far(exploration).recorded(leader=None, leader_seconds=0.0), options=options)
         if settled.division is not None:
             plan = plan.divided(settled.division)
             times = {"seconds": settled.seconds, "undivided_seconds": settled.undivided_seconds}
-            plan = plan.told(**times, spread=settled.spread)
+            plan = plan.recorded(**times, spread=settled.spread)
         return self._complete(plan)
 
     def keep(self, plan: Plan, exploration: Exploration) -> None:
@@ -265,7 +265,7 @@ class Search:
     def plan_of(self, values: Mapping[str, Any]) -> Plan | None:
         """The plan that was written as plain values; `None` if not all its algorithms are available.
 
-        What its maker has found wrong is noted here, too.
+        Algorithms that its maker has found wrong are noted here, too.
         """
         self.measurement.logbook.note_wrong(self.problem, values.get("wrong", {}))
         division = Division(tuple(Option(*part) for part in values["parts"]), values["dim"])
@@ -273,18 +273,18 @@ class Search:
         if not plan.is_stock and not {o.algorithm for o in division.options} <= self.providers.keys():
             return None
         options = {Dim(dim): [Option(*one) for one in found] for dim, found in values.get("options", {}).items()}
-        plan = plan.told(**{name: values[name] for name in _SECONDS}, spread=values.get("spread", math.inf))
+        plan = plan.recorded(**{name: values[name] for name in _SECONDS}, spread=values.get("spread", math.inf))
         return self._complete(replace(plan, options=options))
 
     def _complete(self, plan: Plan) -> Plan:
-        """The plan with what its algorithms other than torch's own would need undivided."""
+        """The plan, its record completed by the workspace that its algorithms but torch's would need undivided."""
         whole, used = Dim.BATCH, {algorithm for algorithm, _ in plan.division.runs()} - {STOCK}
         needs = [
             self.measurement.workspace(one, whole, self.problem.extent)
             for one in self.offers.candidates(self.problem, whole)
             if one[1] in used
         ]
-        return plan.told(whole_workspace=max((need for need in needs if need is not None), default=0))
+        return plan.recorded(whole_workspace=max((need for need in needs if need is not None), default=0))
 
 
 def is_too_short(seconds: float) -> bool:

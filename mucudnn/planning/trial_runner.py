@@ -1,4 +1,4 @@
-"""Trial runner: runs and times the trials of one problem on any operands."""
+"""Runs and times the trials of one problem on any operands, and checks their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrialRunner:
         self._search, self._strides = search, search.measurement.strides
         self._device = search.measurement.device
         self._schedules: dict[Hashable, Schedule] = {}
-        self._right, self._met = set[str](), search.measurement.logbook.right(search.problem)
+        self._right, self._checked = set[str](), search.measurement.logbook.right(search.problem)
         self._peer: Schedule | None = None
         self._least_seconds = math.inf
         self.checking = 0.0
@@ -73,10 +73,10 @@ class TrialRunner:
             WrongResult: where an algorithm computed something wrong.
         """
         start = time.perf_counter()
-        met = {key[:2] for key in schedule.division.keys if key[1] != STOCK}
-        # Where budgets come from a step's memory, no second result may be held, and where torch's own kernel exceeds
+        used = {key[:2] for key in schedule.division.keys if key[1] != STOCK}
+        # Where budgets come from a step's memory, no second result may be kept, and where torch's own kernel exceeds
         # the limit, it may not compute one: a sample must do.
-        is_new = not met <= self._met
+        is_new = not used <= self._checked
         compares = is_new and not self._search.settings.is_by_step and not self._search.avoids_stock
         alone = self._alone(schedule, operands) if compares and self._peer is None else None
         other, by = self._second_result(operands) if compares and alone is None else (None, STOCK)
@@ -86,9 +86,9 @@ class TrialRunner:
             if alone is not None and found is not None:
                 found |= check(*alone) or {}
             if found is not None:
-                self._met |= met
+                self._checked |= used
                 if compares:
-                    self._search.measurement.logbook.note_right(schedule.problem, met)
+                    self._search.measurement.logbook.note_right(schedule.problem, used)
                 self._right.add(schedule.name)
                 self._offer_peer(schedule, seconds)
         except WrongResult as error:
@@ -101,8 +101,8 @@ class TrialRunner:
             self.checking += time.perf_counter() - start
 
     def _alone(self, schedule: Schedule, operands: Operands) -> tuple[Schedule, Operands, torch.Tensor] | None:
-        """The first part with what torch's own kernel makes of it, if that kernel has computed all the others, so that
-        the part alone is to be compared; `None` otherwise, and where the parts are summed."""
+        """The first part with the result of torch's own kernel for it, if that kernel has computed all the others, so
+        that the part alone is to be compared; `None` otherwise, and where the parts are summed."""
         problem, (first, *rest) = schedule.problem, schedule.division.options
         if problem.target is Role.W or first.algorithm == STOCK or {option.algorithm for option in rest} != {STOCK}:
             return None
@@ -127,7 +127,7 @@ class TrialRunner:
             try:
                 self._peer.run(replace(operands, **{str(problem.target): result}))
                 return result, self._peer.division.options[0].algorithm
-            except LaunchError:  # no fault of the trial; where the peer itself is tried or used, it is told
+            except LaunchError:  # no fault of the trial; it is reported where the peer itself is tried or used
                 self._peer = None
         start = time.perf_counter()
         result = stock_result(problem, operands)
@@ -142,7 +142,7 @@ class TrialRunner:
             self._peer, self._least_seconds = schedule, seconds
 
     def laps(self, trial: Trial, given: Operands) -> list[float]:
-        """Seconds of what a trial is to be timed by, waited for.
+        """The times by which a trial is judged, in seconds, once they are known.
 
         Raises:
             LaunchError: as `run`.
@@ -153,7 +153,7 @@ class TrialRunner:
         return laps
 
     def _schedule(self, trial: Trial) -> Schedule:
-        """What computes a trial, once it has been seen to keep the limit.
+        """The schedule of a trial, once it is known to keep the limit.
 
         Raises:
             LaunchError: where it does not.

@@ -1,4 +1,4 @@
-"""Chains: consecutive layers computed on copies in another memory format, and what staying in it would save."""
+"""Finds consecutive layers that are computed on copies in another memory format, and the copies that could be saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Chain:
 
     Attributes:
         format: "channels_last" or "contiguous".
-        layers: their forward passes, in the order in which they were met.
+        layers: their forward passes, in the order of the records.
         copied: bytes that one call of each copied direction writes to copies.
     """
 
@@ -27,14 +27,14 @@ class Chain:
 
     @property
     def memory_format(self) -> str:
-        """What `Module.to` calls the format of these tensors."""
+        """The format as `Module.to` names it."""
         if self.format == "contiguous":
             return "torch.contiguous_format"
         return "torch.channels_last" if self.layers[0].dims == 2 else "torch.channels_last_3d"
 
 
 def chains(records: Iterable[Record]) -> list[Chain]:
-    """The chains among convolutions, in the order in which they were met."""
+    """The chains among convolutions, in the order of the records."""
     copied: dict[tuple[str, ConvProblem], int] = {}
     for record in records:
         for name in dict.fromkeys(algorithm.partition("@")[2] for _, algorithm in record.parts):
@@ -43,14 +43,14 @@ def chains(records: Iterable[Record]) -> list[Chain]:
                 copied[key] = copied.get(key, 0) + _copied(record, name)
     found: list[Chain] = []
     for (name, layer), size in copied.items():
-        met = [chain for chain in found if chain.format == name and any(_are_next(layer, o) for o in chain.layers)]
-        chain = Chain(name, [*(other for one in met for other in one.layers), layer], size + sum(c.copied for c in met))
-        found = [*(one for one in found if one not in met), chain]
+        near = [chain for chain in found if chain.format == name and any(_are_next(layer, o) for o in chain.layers)]
+        chain = Chain(name, [*(other for c in near for other in c.layers), layer], size + sum(c.copied for c in near))
+        found = [*(one for one in found if one not in near), chain]
     return found
 
 
 def hints(records: Sequence[Record]) -> list[str]:
-    """What a program could do to have the layers of each chain in their format from the start; a sentence each."""
+    """How a program would have the layers of each chain in their format from the start; a sentence for each chain."""
     return [
         f"{_several(chain.layers)} would stay in {chain.format}: "
         f"model.to(memory_format={chain.memory_format}) saves {format_bytes(chain.copied)} of copies in one call of "
@@ -64,7 +64,7 @@ def _several(layers: Sequence[ConvProblem]) -> str:
 
 
 def _layer(problem: ConvProblem) -> ConvProblem:
-    """What the directions of a layer have in common."""
+    """The layer's forward problem, which its three directions share."""
     return replace(problem, direction=Direction.FORWARD, formats=("contiguous",) * 3)
 
 

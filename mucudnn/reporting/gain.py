@@ -1,4 +1,4 @@
-"""Gain: what mucudnn has saved in a run, in two or three lines at its end."""
+"""Reports at the end of a run, in two or three lines, how much time mucudnn has saved."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from mucudnn.reporting.record import Record
 from mucudnn.reporting.run_file import Outcome
 from mucudnn.sizes import format_bytes
 
-NOTHING_MET = "no convolution was met: the program called none of torch's"
+NOTHING_CALLED = "no convolution was called: the program used none of torch's"
 KNOWN = 1.5
-"""A number of seconds is told if it is known to this factor."""
+"""A number of seconds is reported if it is known to this factor."""
 
 UNLIKE = "torch's own kernels were timed too seldom, or took unlike times"
 NEXT = "next: python -m mucudnn report shows the times on record; run --verbose shows a row for each convolution"
 
 
 def gained(outcome: Outcome, report: str | None = None) -> list[str]:
-    """What was met and divided, what that saved in this run, and what to type next; a sentence each.
+    """How many convolutions were called and divided, the time saved by that, and what to type next; a sentence each.
 
     Args:
         report: the file that the run has written, if it has.
     """
-    met = max(outcome.met, len(outcome.records))
-    if not met:
-        return [NOTHING_MET]
-    told = [_met(outcome, met)]
+    called = max(outcome.called, len(outcome.records))
+    if not called:
+        return [NOTHING_CALLED]
+    lines = [_called(outcome, called)]
     if any(record.calls or record.trials for record in outcome.records):
-        told.append(_saved(outcome))
-    return [*told, NEXT if report is None else f"next: python -m mucudnn report {report}"]
+        lines.append(_saved(outcome))
+    return [*lines, NEXT if report is None else f"next: python -m mucudnn report {report}"]
 
 
-def _met(outcome: Outcome, met: int) -> str:
+def _called(outcome: Outcome, called: int) -> str:
     records = outcome.records
     exploring = sum(1 for record in records if record.trials and _is_stock(record) and not record.calls)
     kinds = {
@@ -40,11 +40,11 @@ def _met(outcome: Outcome, met: int) -> str:
         "undivided by a faster algorithm": sum(not record.is_divided and not _is_stock(record) for record in records),
         "tried, by torch's own kernel so far": exploring,
     }
-    told = [f"{count} {what}" for what, count in kinds.items() if count]
-    rest = met - sum(kinds.values())
+    counts = [f"{count} {what}" for what, count in kinds.items() if count]
+    rest = called - sum(kinds.values())
     if rest:
-        told.append(f"{rest} by torch's own kernel")
-    text = f"{met} convolution{'s' * (met > 1)} met (by shape and direction): {', '.join(told)}"
+        counts.append(f"{rest} by torch's own kernel")
+    text = f"{called} convolution{'s' * (called > 1)} called (by shape and direction): {', '.join(counts)}"
     used = [record for record in records if record.workspace]
     if used:
         most = max(used, key=lambda record: record.workspace)

@@ -1,4 +1,4 @@
-"""Record: what was chosen for one convolution, and its JSON form."""
+"""The record of how one convolution is computed and what else was tried, with its JSON form."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Record:
         leader_seconds: what that takes.
         wrong: algorithms whose results were wrong, and what was wrong. They are not used, but for torch's own kernel,
             "stock", which computes the whole where nothing else does.
-        stock_workspace: bytes that torch's own kernel holds for itself on the whole; `None` where that is not counted.
+        stock_workspace: bytes of scratch memory of torch's own kernel on the whole; `None` where it is not counted.
         seen: seconds that the calls in this run took; 0 where they were not timed.
         spread: the factor within which the ratio of `seconds` to `stock_seconds` is known, as the two were timed in
             turn; while something is tried, that of `stock_seconds`.
@@ -82,7 +82,7 @@ class Record:
         return self._saved(1 / most), self._saved(most)
 
     def _saved(self, factor: float) -> float:
-        """As if torch's own kernel took so many times as long."""
+        """`saved`, if torch's own kernel took so many times as long."""
         seen, ratio = self.seen or self.calls * self.seconds, self.stock_seconds / max(self.seconds, 1e-12)
         gained = seen * (factor * ratio - 1) if self.calls else 0.0
         return gained - self.cost + (self.trials * (factor - 1) * self.stock_seconds if self.trials else 0.0)
@@ -90,8 +90,8 @@ class Record:
     @property
     def excess(self) -> str:
         """By how much torch's own kernel exceeds the limit where nothing else keeps it, in a sentence."""
-        held = f"{format_bytes(self.workspace)} of scratch memory in torch's own kernel"
-        return f"{self.direction} of {self.problem} takes {held}: nothing fits {format_bytes(self.limit)}"
+        scratch = f"{format_bytes(self.workspace)} of scratch memory in torch's own kernel"
+        return f"{self.direction} of {self.problem} takes {scratch}: nothing fits {format_bytes(self.limit)}"
 
     @property
     def is_divided(self) -> bool:

@@ -1,4 +1,4 @@
-"""The file that `run --report` writes: what the run has chosen, and the memory of one of its steps."""
+"""The file that `run --report` writes: the records of all convolutions, and the memory of one step."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class Moment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was chosen, and, where a step's memory was recorded, how it went.
+    """The result of a run: the records, and the memory of a step where it was recorded.
 
     Attributes:
-        records: of every convolution met.
+        records: of every convolution that was timed.
         timeline: of one step; empty where none was recorded.
         notices: what a user should know about the settings, a sentence each.
-        met: convolutions, by shape and direction, that the program called, timed or not.
+        called: number of convolutions, by shape and direction, that the program called, timed or not.
     """
 
     records: Sequence[Record]
     timeline: Sequence[Moment] = ()
     notices: Sequence[str] = ()
-    met: int = 0
+    called: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `json.dump`; a limit or budget of `null` means unlimited."""
@@ -53,7 +53,7 @@ class Outcome:
             for moment in self.timeline
         ]
         plans = to_json(self.records)
-        return {"plans": plans, "timeline": timeline, "notices": list(self.notices), "met": self.met}
+        return {"plans": plans, "timeline": timeline, "notices": list(self.notices), "called": self.called}
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the file that `run --report` promises.
@@ -76,6 +76,6 @@ class Outcome:
                 for moment in values["timeline"]
             ]
             notices = tuple(map(str, values.get("notices", ())))
-            return cls(from_json(values["plans"]), timeline, notices, int(values.get("met", 0)))
+            return cls(from_json(values["plans"]), timeline, notices, int(values.get("called", 0)))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise ValueError(f"this is no report of a run: {type(error).__name__}: {error}") from error

@@ -41,7 +41,7 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
         (True, "over\nstock", number, _over_stock),
         (True, "workspace", number, lambda record: format_bytes(record.workspace)),
         (title is None, "limit", number, lambda record: format_bytes(record.limit)),
-        (is_counted, "stock\nholds", number, _held),
+        (is_counted, "stock\nholds", number, _stock_workspace),
         (is_live, "tried", text, _tried),
         (is_live, "trials\nsaved ms", number, lambda record: f"{-record.cost * 1e3:+.1f}"),
     ]
@@ -54,20 +54,20 @@ def table(records: Sequence[Record], names: Sequence[str] | None = None, wide: b
     return shown
 
 
-def summary(records: Sequence[Record], counts: Sequence[int] | None = None, met: int = 0) -> str:
-    """What the records say together: what is gained, what workspace is saved, what limits it, what could be done.
+def summary(records: Sequence[Record], counts: Sequence[int] | None = None, called: int = 0) -> str:
+    """The totals of the records: the time gained, the workspace saved, what limits both, and how to gain more.
 
     Args:
         counts: how often each is called; once if not given.
-        met: convolutions that the program called, where that is known: not all of them are timed.
+        called: number of convolutions that the program called, where that is known: not all of them are timed.
     """
-    if not records and met:
+    if not records and called:
         return (
-            f"{met} convolution{'s' * (met > 1)} met, by shape and direction, each called too seldom to be timed: "
+            f"{called} convolution{'s' * (called > 1)} called, by shape and direction, each too seldom to be timed: "
             "torch's own kernels computed them."
         )
     if not records:
-        return "No convolution was met."
+        return "No convolution was called."
     divided = sum(record.is_divided for record in records)
     weights = [1] * len(records) if counts is None else counts
     timed = [(r, weight) for r, weight in zip(records, weights, strict=True) if not r.is_stock_assumed]
@@ -129,17 +129,17 @@ def _limited(records: Sequence[Record], weights: Sequence[int]) -> list[str]:
 
 
 def _counted(records: Sequence[Record]) -> list[str]:
-    """What torch's own kernels hold for themselves, where it is counted, and what exceeds the limit by that."""
+    """The scratch memory of torch's own kernels, where it is counted, and how many of them exceed the limit."""
     known = [record for record in records if record.stock_workspace is not None]
     if not known:
         return []
     most = max(known, key=lambda record: record.stock_workspace or 0)
-    told = [
-        f"Torch's own kernels would hold up to {format_bytes(most.stock_workspace or 0)} for themselves, in "
+    lines = [
+        f"Torch's own kernels would take up to {format_bytes(most.stock_workspace or 0)} of scratch memory, in "
         f"{_spaced(most.direction)} of {most.problem}: it counts within the limit."
     ]
     over = sum(record.workspace > record.limit for record in known)
-    return [*told, *([f"{over} of them exceed{'s' * (over == 1)} the limit, as nothing fits it."] if over else [])]
+    return [*lines, *([f"{over} of them exceed{'s' * (over == 1)} the limit, as nothing fits it."] if over else [])]
 
 
 def _wrong(records: Sequence[Record]) -> list[str]:
@@ -155,7 +155,7 @@ def _over_stock(record: Record) -> str:
     return "-" if record.is_stock_assumed else times(record.stock_seconds, record.seconds)
 
 
-def _held(record: Record) -> str:
+def _stock_workspace(record: Record) -> str:
     return "-" if record.stock_workspace is None else format_bytes(record.stock_workspace)
 
 
@@ -176,17 +176,18 @@ def _ratio(record: Record) -> str:
 
 
 def _explored(records: Sequence[Record]) -> list[str]:
-    """What live planning tried, what that cost the program, and what it does not know yet."""
-    told = []
+    """The trials of live planning, the time that they cost, and the convolutions that are not settled yet."""
+    lines = []
     trials = sum(record.trials for record in records)
     if trials:
         saved = known(replace(record, calls=0) for record in records)
         took = "more" if saved is None or saved < 0 else "less"
         cost = f": they took {abs(saved):.3f} s {took} than torch's own kernels would have" if saved is not None else ""
-        told.append(f"{trials} calls were trials{cost}.")
+        lines.append(f"{trials} calls were trials{cost}.")
     untried = sum(record.leader is not None and not record.trials for record in records)
     if untried:
-        told.append(f"{untried} of them {'were' if untried > 1 else 'was'} called too seldom for anything to be tried.")
+        verb = "were" if untried > 1 else "was"
+        lines.append(f"{untried} of them {verb} called too seldom for anything to be tried.")
     exploring = [record for record in records if record.leader is not None and record.trials]
     ahead = [record for record in exploring if record.leader and not record.is_stock_assumed]
     if exploring:
@@ -195,8 +196,8 @@ def _explored(records: Sequence[Record]) -> list[str]:
             best = max(ahead, key=lambda record: record.stock_seconds / record.leader_seconds)
             what = f"{_spaced(best.direction)} of {best.problem}"
             text += f": {best.leader} about {_ratio(best)} times as fast so far in {what}"
-        told.append(f"{text}.")
-    return told
+        lines.append(f"{text}.")
+    return lines
 
 
 def _narrow_table(title: str | None) -> Table:
@@ -218,7 +219,7 @@ def times(slower: float, faster: float) -> str:
 
 
 def known_tables(contents: Iterable[tuple[dict[str, Any], Sequence[Option]]]) -> list[Table]:
-    """What a database holds: a table per environment, in it a row per convolution and algorithm.
+    """The times in a database: a table per environment, in it a row per convolution and algorithm.
 
     Args:
         contents: `Store.contents()`; launches whose algorithm is a whole division (its name has a space) are left out.

@@ -57,7 +57,7 @@ def convolve(
     with _stream_of(x):
         source, weight = _tensor("x", x), _tensor("w", w)
         problem = _problem(source, weight, stride, padding, dilation, groups)
-        return _alike(_result(session_within(workspace_limit), problem, source, weight), x)
+        return _array_like(_result(session_within(workspace_limit), problem, source, weight), x)
 
 
 def _result(session: Session, problem: ConvProblem, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -73,7 +73,7 @@ MOST_SESSIONS = 16
 """Plans within so many different settings are kept at once; what was planned within others is in the database."""
 
 sessions: dict[Settings, Session] = {}
-"""Those of calls that torch's own patch does not serve, kept with their plans for the next calls."""
+"""The sessions of calls that torch's own patch does not serve, kept with their plans for the next calls."""
 
 _lock = renewed(threading.Lock())
 
@@ -171,7 +171,7 @@ def _writable(array: np.ndarray) -> np.ndarray:
     return array if array.flags.writeable else np.asarray(_Memory(array))
 
 
-def _alike(result: torch.Tensor, example: Any) -> Any:
+def _array_like(result: torch.Tensor, example: Any) -> Any:
     """The result's memory as an array of the example's library."""
     if isinstance(example, torch.Tensor):
         return result

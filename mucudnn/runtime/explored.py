@@ -1,4 +1,4 @@
-"""Explored: a problem whose calls are trials until the best division is found."""
+"""Explores a problem: its calls are trials until the best division is found."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Explored:
         """
         Args:
             launches: times of the problem's launches, shared with its explorations within other limits.
-            pool: shared with other processes that meet the problem, if there are any.
+            pool: shared with other processes that compute the problem, if there are any.
         """
         self._pool = pool
         self.problem = search.problem
@@ -204,7 +204,7 @@ class Explored:
                     # Others learn at once: where shapes change, none may be explored to the end for long.
                     self._search.note(key, seconds)
                 if found and self._pool is not None:
-                    self._pool.tell({key: seconds / baseline for key, seconds in found.items()})
+                    self._pool.post({key: seconds / baseline for key, seconds in found.items()})
 
     def _checked(self, seconds: float) -> None:
         """Notes the time of a check, and charges it to the budget."""

@@ -1,4 +1,4 @@
-"""Fixed limit: each convolution may use the same number of bytes, whatever else runs."""
+"""Computes each convolution within the same number of bytes, whatever else runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_ADOPTED = 4096
 
 
 class Adopted:
-    """What GPUs were given to run: when nothing needs a schedule any more, kernels of its plans may still wait in a
+    """The schedules that GPUs were given: when nothing needs one any more, kernels of its plans may still wait in a
     stream. Beyond `MOST_ADOPTED`, what nothing needs goes once the GPUs have done all their work. Schedules share the
     plans that they have in common."""
 
@@ -52,7 +52,7 @@ def _is_used(user: weakref.ref[FixedLimit], schedule: Schedule, _: Device) -> bo
 adopted = Adopted()
 
 captured: list[Schedule] = []
-"""What became part of CUDA graphs, for as long as the process lives: nobody tells when a graph ends."""
+"""The schedules in CUDA graphs, kept as long as the process lives: torch does not report when a graph ends."""
 
 
 class FixedLimit:

@@ -1,4 +1,4 @@
-"""Live: convolutions that their own calls explore, once that is worth its cost."""
+"""Plans convolutions live: their own calls are the trials, once that is worth its cost."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class LivePlanning:
     def awaits(self, key: tuple[Any, ...], device: torch.device) -> bool:
         """Whether a convolution is decided only at its next call, so that torch computes this one.
 
-        This holds for a first call that the database knows nothing about: a program may have new shapes at every step,
+        This is so for a first call that the database knows nothing about: a program may have new shapes at every step,
         and shapes that do not recur must cost next to nothing. What torch's own kernel may not compute within the limit
         is decided at once.
         """
@@ -90,7 +90,7 @@ class LivePlanning:
         self._called_once[name] = None
         return True
 
-    def met(self, keys: Iterable[Hashable]) -> set[int]:
+    def called(self, keys: Iterable[Hashable]) -> set[int]:
         """The convolutions, as the hashes of these keys and of those that were called once."""
         return self._called_once.keys() | set(map(hash, keys))
 

@@ -1,4 +1,4 @@
-"""Local work: convolutions that no other process computes on the same data, and their plans beside shared ones.
+"""Keeps the plans of convolutions that no other process computes on the same data apart from shared plans.
 
 Processes that compute the same must round in the same way, or their replicas drift apart. So they may only use plans on
 which all have agreed. A process may compute its own part of the data by any division at any time.
@@ -47,14 +47,14 @@ class LocalWork:
 
 
 class Decision(Protocol):
-    """What is decided for the convolutions of one shape and direction; there is one kind for each kind of limit."""
+    """How the convolutions of one shape and direction are computed; there is one class for each kind of limit."""
 
     def run(self, call: Call) -> torch.Tensor | None:
         """The call's result, in the strides of torch's own; `None` where torch's own kernel is to compute it."""
         ...
 
     def records(self) -> list[Record]:
-        """What is decided, for people: a record for every plan in use."""
+        """A record, for people, of every plan in use."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Pooled launches: processes that meet the same problem try different algorithms and share the times."""
+"""Shares trials between processes that compute the same problem: each tries other algorithms and posts the times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mucudnn.optimizer import Key
 from mucudnn.timing.board import Board, name_of
 
 PATIENCE = 20
-"""What another process has claimed is tried here, too, once so many looks have found no news of it."""
+"""An algorithm that another process has claimed is tried here, too, once so many looks have found no news of it."""
 
 Name = tuple[str, str]
 """(dim, algorithm): what one process tries all sizes of."""
@@ -19,11 +19,11 @@ Name = tuple[str, str]
 class PooledLaunches:
     """The launches of one problem, as the processes that share a board try them.
 
-    Who comes first to an algorithm along a dim tries it, and posts what its launches take. Times are told in units of
+    The first process at an algorithm along a dim tries it, and posts its launches' times. Times are posted in units of
     torch's own kernel on the whole, which may differ from process to process. Launches of that kernel are nobody's:
     they compute what others' leave.
 
-    Messages have numbers, whoever posts them, so that one look tells whether there is one more.
+    Messages have numbers, whoever posts them, so that one look shows whether there is one more.
     """
 
     def __init__(self, board: Board, problem: Mapping[str, Any], baseline: str) -> None:
@@ -52,7 +52,7 @@ class PooledLaunches:
         return True
 
     def news(self) -> Iterator[dict[Key, float]]:
-        """What others have found since: ratios by launch."""
+        """The ratios that others have posted since, by launch."""
         self._elsewhere = {name: looks + 1 for name, looks in self._elsewhere.items()}
         while (text := self._board.look(self._name_of("message", self._read))) is not None:
             if self._read not in self._posted:
@@ -65,8 +65,8 @@ class PooledLaunches:
             del self._elsewhere[name]
             self._ours.add(name)
 
-    def tell(self, ratios: Mapping[Key, float]) -> None:
-        """Tells the others what launches take that are timed here for the first time.
+    def post(self, ratios: Mapping[Key, float]) -> None:
+        """Posts the times of launches that were timed here for the first time.
 
         Args:
             ratios: seconds by launch, in units of torch's own kernel on the whole, here.

@@ -1,4 +1,4 @@
-"""Session: the plans of one `patch`, each made when its convolution is first called."""
+"""The session of one `patch`: its plans, each made when its convolution is first called."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mucudnn.timing.board import Board
 from mucudnn.timing.store import Store
 
 Within = Callable[[Call, int], FixedLimit | Live | None]
-"""What computes a call within so many bytes; `None` where that cannot be."""
+"""A function of a call and a number of bytes: the decision that computes the call within them, `None` for none."""
 
 MOST_SHAPES = 4096
 """Convolutions of so many shapes and directions are decided at once, and reported: a program whose shapes keep changing
@@ -46,7 +46,7 @@ _WORTH_TELLING = 1 << 20
 """Bytes outside torch's allocator."""
 
 _HOSTS_MEMORY = "DefaultCPUAllocator: can't allocate memory"
-"""What torch says when the host's memory is used up; it has a type of error for that on a GPU only."""
+"""Torch's message when the host's memory is used up; it has a type of error for that on a GPU only."""
 
 
 _log = logging.getLogger("mucudnn")
@@ -61,10 +61,13 @@ class Session:
     """
 
     def __init__(self, settings: Settings, board: Board | None = None) -> None:
-        """With a board, on which other processes with the same program post what they measure."""
+        """
+        Args:
+            board: on which other processes with the same program post their measurements.
+        """
         self.settings = settings
         self.decisions: Recent[Hashable, Decision | None] = Recent(MOST_SHAPES)
-        """By the shim's key: None where torch's own kernel computes the convolution."""
+        """The decisions by the shim's key: None where torch's own kernel computes the convolution."""
         self.store = Store(settings.database)
         self._board = board
         self._planners: dict[torch.device, Planner | None] = {}
@@ -79,7 +82,7 @@ class Session:
         self._workspace = None if total is None else Workspace(total, self._planning)
         self._is_by_convolution = self._allowance is None and self._workspace is None
         self.notices: list[str] = []
-        """What a user should know about the settings, a sentence each."""
+        """Notices to the user about the settings, a sentence each."""
         if board is not None and not self._is_by_convolution:
             what = "the total is" if self._allowance is None else "budgets by step are"
             self.notices = [
@@ -118,9 +121,9 @@ class Session:
             return self.decisions[key]
 
     def records(self) -> list[Record]:
-        """What is decided for every convolution met so far, in that order; planned live, for every one timed."""
+        """The records of all convolutions called so far, in that order; where planned live, of all timed ones."""
         records = [record for decision in list(self._made.values()) for record in decision.records()]
-        # Layers that explore a problem together all tell of it.
+        # Layers that explore a problem together all report it.
         if self._live is None or not self._is_by_convolution:
             return records
         return list({replace(record, calls=0, seen=0.0): record for record in records}.values())
@@ -131,11 +134,11 @@ class Session:
 
     def outcome(self) -> Outcome:
         """All of it, as `run --report` writes it."""
-        met = self.decisions if self._live is None else self._live.met(list(self.decisions))
-        return Outcome(self.records(), self.timeline(), [*self.notices, *self._taken_outside()], len(met))
+        called = self.decisions if self._live is None else self._live.called(list(self.decisions))
+        return Outcome(self.records(), self.timeline(), [*self.notices, *self._taken_outside()], len(called))
 
     def _taken_outside(self) -> list[str]:
-        """What planning and the algorithms have taken of GPUs outside torch's allocator, a sentence each."""
+        """The memory of GPUs that planning and algorithms have taken outside torch's allocator, a sentence each."""
         taken = {device: device_of(device).outside() - before for device, before in self._outside.items()}
         return [
             f"since the first plan {format_bytes(count)} more of {device_of(device).name} are in use outside torch's"
@@ -232,7 +235,7 @@ class Session:
                 problem = call.problem(result)
                 assert problem is not None
                 measurement = planner.measurement(problem, call.operands(), result.stride(), seconds)
-                del result  # measuring is to hold no more memory than the program would
+                del result  # measuring is to use no more memory than the program would
                 plan = planner.plan(measurement, limit)
             except RuntimeError as error:
                 if not isinstance(error, torch.OutOfMemoryError | CudnnError) and _HOSTS_MEMORY not in str(error):

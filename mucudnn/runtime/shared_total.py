@@ -1,4 +1,4 @@
-"""Shared total: the workspaces of all convolutions together stay within a total (WD)."""
+"""Keeps the workspaces of all convolutions together within a total (workspace division, WD)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Workspace:
 
 
 class Layers:
-    """The numbers of the layers of one shape, told by the memory of their weights.
+    """The numbers of the layers of one shape, known by the memory of their weights.
 
     Some weights are new at every step: copies in another type under autocast, or weights that a layer computes. Where
     the memory of a weight is gone, its number goes to the next weight that is not known yet. So there are no more
@@ -70,7 +70,7 @@ class SharedTotal:
 
     Their launches are measured once for all of them, before the first call or, where planning is live, by calls that
     may use all of the total that no other call uses at that moment: the division of a layer depends on the gains of all
-    others, so none holds a share before its launches are known. From then on each kernel runs the division that its
+    others, so none has a share before its launches are known. From then on each kernel runs the division that its
     share allows. When a kernel has a share for the first time, the best divisions within it are timed as wholes against
     torch's own kernel, and the kernel runs the one that wins, whatever of its share that needs: to divide the rest anew
     would go on for several steps, each with further trials. Only if none wins, others get the shares of the shape.
@@ -156,7 +156,7 @@ class SharedTotal:
         return record
 
     def _confirmed(self, share: int, call: Call) -> FixedLimit | Live | None:
-        """What computes calls within a share, measured now or explored from now on."""
+        """The decision that computes calls within a share, measured now or explored from now on."""
         with self._workspace.planning:
             if share not in self._within:
                 self._within[share] = self._confirm(call, share)

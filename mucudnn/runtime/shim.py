@@ -1,4 +1,4 @@
-"""The shim: mucudnn's own kernels beneath `aten::convolution` and `aten::convolution_backward`."""
+"""The shim: mucudnn's kernels of `aten::convolution` and `aten::convolution_backward` in torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _register() -> torch.library.Library:
 
 
 def _unboxed(*arguments: Any) -> torch.Tensor:
-    """What torch's own kernel of `aten::convolution` computes on the host, whose arguments are not boxed here: that
+    """The result of torch's own kernel of `aten::convolution` on the host. Its arguments are not boxed here, as that
     would take longer."""
     flags: Any = False, False, False, False  # they concern cuDNN alone
     with torch._C.DisableTorchFunction():
@@ -177,13 +177,13 @@ def _laid_out(grad_output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
 
 
 def _decision(session: Session, key: tuple[Any, ...], input: torch.Tensor) -> Any:
-    """What was decided for a key, `_UNDECIDED` if that is to happen now; `None` where torch computes the call."""
+    """The decision for a key, `_UNDECIDED` if it is to be made now; `None` where torch computes the call."""
     decision = session.decisions.get(key, _UNDECIDED)
     return None if decision is _UNDECIDED and session.awaits(key, input.device) else decision
 
 
 class _Gradients:
-    """Those of one call of `aten::convolution_backward`: some by what was decided, the others by torch at once."""
+    """The gradients of one call of `aten::convolution_backward`: some by decisions, the others by torch at once."""
 
     __slots__ = ("_arguments", "_found", "_left", "_stock")
 

@@ -1,4 +1,4 @@
-"""Step budget: a convolution may use the memory that the step leaves free at its moment, so that the peak stays."""
+"""Computes each convolution within the memory that a training step leaves free at its moment, below the step's peak."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class StepBudget:
             return None
         if self._allowance.limit < math.inf:
             # More may be alive than when the step was recorded.
-            needed = device_of(call.input.device).held() + _result_bytes(call) + chosen.workspace
+            needed = device_of(call.input.device).bytes_in_use() + _result_bytes(call) + chosen.workspace
             if needed > self._allowance.limit:
                 return None
         return chosen

@@ -1,4 +1,4 @@
-"""Board: processes that run one program share their measurements here, so that all arrive at the same plans."""
+"""A board on which processes that run one program share their measurements, so that all arrive at the same plans."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ _LATER = {
     "settlements": "terms TEXT NOT NULL, plan TEXT NOT NULL, PRIMARY KEY (problem, terms)",
     "compiled": "launch TEXT NOT NULL, plan TEXT NOT NULL, PRIMARY KEY (problem, launch)",
 }
-"""What is kept of a problem beside its launches, by names: a table each, made when the first row is kept. Files without
-it are as good, and a file may be one that can only be read."""
+"""The tables of a problem beside its launches, by names. Each is made for its first row: files without it are valid,
+and a file may be read-only."""
 
 _DAMAGE = {sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 
@@ -80,7 +80,7 @@ def _examine(path: str) -> None:
         raise Damaged(f"its format is {version}, here it is {_VERSION}")
 
 
-def told(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Connection) -> Result:
+def checked(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Connection) -> Result:
     """The action's result; errors that mean a damaged file raise `Damaged`."""
     try:
         return action(connection)
@@ -125,7 +125,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def check(connection: sqlite3.Connection) -> None:
-    """Reads every page, since the damage that was met may lie on any of them."""
+    """Reads every page, since the damage may be on any of them."""
     (answer, *_) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if answer != "ok":
         raise Damaged(answer)
@@ -133,7 +133,7 @@ def check(connection: sqlite3.Connection) -> None:
 
 
 def select(connection: sqlite3.Connection, table: str, key: str | None = None) -> dict[str, Kept]:
-    """What a table keeps of a key, by name, or of every key if none is given, keys in the order in which they came."""
+    """The values of a table for a key, by name, or of every key if none is given, in the order of their first rows."""
     if (
         table in _LATER
         and connection.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (table,)).fetchone() is None

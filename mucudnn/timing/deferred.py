@@ -1,4 +1,4 @@
-"""Deferred: launches that a thread of their own writes, at most once a second, so that no call of a program waits."""
+"""Writes launches to the database in a thread of its own, at most once a second, so that no call of a program waits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Deferred:
                 atexit.register(self.flush)
 
     def rows(self) -> Mapping[str, Launches]:
-        """What is not written yet."""
+        """The launches that are not written yet."""
         with self._lock:
             return dict(self._rows)
 

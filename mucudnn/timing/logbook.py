@@ -1,4 +1,4 @@
-"""Logbook: the times that are known under one environment, kept in the database."""
+"""The times that are known under one environment, kept in the database."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Logbook:
         self._store = store
 
     def key(self, problem: ConvProblem) -> dict[str, Any]:
-        """What the times of a problem's launches depend on, as plain values, but for its number of samples."""
+        """All on which the times of a problem's launches depend, but its number of samples, as plain values."""
         return {**problem.launch_key(), **self.environment.launch_key()}
 
     def launches(self, problem: ConvProblem) -> Launches:
@@ -99,7 +99,7 @@ class Logbook:
         self._store.keep("needs", self.key(problem), launch, workspace)
 
     def note_wrong(self, problem: ConvProblem, faults: Mapping[str, str]) -> None:
-        """Keeps the algorithms whose results were wrong, with what was wrong, and tells of each once."""
+        """Keeps the algorithms whose results were wrong, with what was wrong, and warns of each once."""
         known = self.wrong(problem)
         new = {algorithm: fault for algorithm, fault in faults.items() if algorithm not in known}
         for algorithm, fault in new.items():
@@ -111,18 +111,18 @@ class Logbook:
         """The algorithms whose results were wrong for a problem, for any number of samples, and what was wrong."""
         return self.settlement(problem, WRONG) or {}
 
-    def note_right(self, problem: ConvProblem, met: Iterable[tuple[str, str]]) -> None:
+    def note_right(self, problem: ConvProblem, used: Iterable[tuple[str, str]]) -> None:
         """Keeps that results were compared and right, by dim of the parts and algorithm."""
         known = self.right(problem)
-        if not known.issuperset(met):
-            self.settle(problem, RIGHT, sorted(known.union(met)))
+        if not known.issuperset(used):
+            self.settle(problem, RIGHT, sorted(known.union(used)))
 
     def right(self, problem: ConvProblem) -> set[tuple[str, str]]:
-        """What `note_right` has kept for a problem, for any number of samples."""
+        """The algorithms that `note_right` has kept for a problem, for any number of samples."""
         return {(dim, algorithm) for dim, algorithm in self.settlement(problem, RIGHT) or ()}
 
     def settlement(self, problem: ConvProblem, terms: Mapping[str, Any]) -> Any:
-        """What was found for a problem under these terms, in plain values; `None` if there is nothing."""
+        """The result that was found for a problem under these terms, in plain values; `None` if there is none."""
         text = self._store.kept("settlements", self.key(problem)).get(canonical(terms))
         return None if text is None else json.loads(text)
 
@@ -132,7 +132,7 @@ class Logbook:
 
 
 def settlements(store: Store) -> list[tuple[dict[str, Any], dict[str, Any], Any]]:
-    """What planning has found for all problems: key, terms and values."""
+    """The results of planning for all problems: key, terms and values."""
     every = ((key, terms, text) for key, kept in store.everything("settlements") for terms, text in kept.items())
     return [(key, json.loads(terms), json.loads(text)) for key, terms, text in every]
 

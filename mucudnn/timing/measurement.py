@@ -1,4 +1,4 @@
-"""Measurement: the known launches of one problem, and the measuring of further ones."""
+"""The known launches of one problem, and the measuring of further ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Candidate = tuple[Provider, str]
 class Measurement:
     """The known and the newly measured launches of one problem.
 
-    Every timed call allocates its result and frees it again, as calls of a program do, so that measuring holds no more
+    Every timed call allocates its result and frees it again, as calls of a program do, so that measuring needs no more
     memory than the program would. On a GPU successive calls read different copies of the operands, which together are
     twice as large as the L2 cache, so that no call finds its operands in that cache.
 
@@ -76,7 +76,7 @@ class Measurement:
 
     @property
     def strides(self) -> Shape:
-        """Of the result, as torch's own kernel lays it out."""
+        """The strides of the result of torch's own kernel."""
         if self._strides is None:
             self._strides = self.turn().target(self.problem).stride()
         return self._strides

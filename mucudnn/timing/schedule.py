@@ -1,4 +1,4 @@
-"""Schedule: a division that is ready to compute any operands of its problem's shapes."""
+"""A division that is ready to compute any operands of its problem's shapes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Schedule:
 
     @cached_property
     def launch(self) -> Callable[[Operands], None]:
-        """As `run`: without a step in between where the division is one launch."""
+        """`run` as a function, which calls the algorithm directly where the division is one launch."""
         return self._runs[0].launch if len(self._runs) == 1 and not self._rounding else self.run
 
     @property
@@ -139,7 +139,7 @@ class Schedule:
 
     @property
     def seams(self) -> list[tuple[int, int]]:
-        """Where parts of the target meet, as (tensor dim, index of the first element behind)."""
+        """The boundaries between parts of the target, as (tensor dim, index of the first element behind)."""
         if self.problem.target is Role.W:
             return []
         tiles = [tile for run in self._runs for tile in run.tiles]
@@ -196,9 +196,9 @@ def rounding_bytes(problem: ConvProblem, is_divided: bool) -> int:
 def check(
     schedule: Schedule, operands: Operands, other: torch.Tensor | None, by: str = STOCK, sample: int = SAMPLE
 ) -> dict[str, str] | None:
-    """What is wrong with another result than the schedule's, by algorithm; empty where nothing is.
+    """Compares the schedule's result with another one: the faults by algorithm, empty where there are none.
 
-    `None` where operands that are not finite tell nothing.
+    `None` where the operands are not finite, so that nothing can be compared.
 
     Args:
         operands: what was computed from, the schedule's result among them.
@@ -215,12 +215,12 @@ def check(
     if found is None:
         return None
     fault, others = found
-    told = {} if fault is None else {algorithm: str(fault) for algorithm in schedule.by(fault.place)}
-    told |= {} if others is None else {by: str(others)}
+    faults = {} if fault is None else {algorithm: str(fault) for algorithm in schedule.by(fault.place)}
+    faults |= {} if others is None else {by: str(others)}
     for algorithm in (*(algorithm for algorithm, _ in schedule.division.runs()), *({by} - {STOCK})):
-        if algorithm in told:
-            raise WrongResult(algorithm, told)
-    return told
+        if algorithm in faults:
+            raise WrongResult(algorithm, faults)
+    return faults
 
 
 class _BeneathTransforms:

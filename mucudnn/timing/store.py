@@ -1,4 +1,4 @@
-"""Store: the SQLite database of measured times, which threads, processes and runs share.
+"""The SQLite database of measured times, which threads, processes and runs share.
 
 A row is one launch: an algorithm at an extent, with its seconds and its workspace. A row depends on no limit and on no
 batch size, so the same rows serve every limit and every batch size.
@@ -20,17 +20,17 @@ from mucudnn.process.recent import Recent
 from mucudnn.process.warning import warn
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
-from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, told
+from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, checked
 from mucudnn.timing.deferred import Deferred
 
 MOST_KEYS = 8192
-"""What so many tables keep of keys stays in memory, too; of launches only where there is no file."""
+"""The number of (table, key) pairs that are kept in memory, too; launches only where there is no file."""
 
 _SIDECARS = ("-journal", "-wal", "-shm")
 
 
 class Counts(NamedTuple):
-    """How much a store holds."""
+    """The numbers of rows of a store."""
 
     problems: int
     launches: int
@@ -42,8 +42,8 @@ class Store:
     A key is a dict of plain values that says everything that changes a launch's time, except its algorithm and extent.
 
     A file that is damaged or belongs to something else is set aside under a new name. Where the file cannot be
-    written, its rows still answer and new ones live in this process only. Each is told in one warning. What is recorded
-    is on the file before `record` returns, and within a second after `record_later`.
+    written, its rows are still read, and new ones are in this process only. Each causes one warning. Rows are in the
+    file before `record` returns, and within a second after `record_later`.
 
     Attributes:
         path: of the file, absolute, or `:memory:`.
@@ -78,7 +78,7 @@ class Store:
         self._record(canonical(key), _by_name(options))
 
     def record_later(self, key: Mapping[str, Any], options: Iterable[Option]) -> None:
-        """As `record`, without waiting for the file: it has them within about a second, and when the process ends."""
+        """Records without waiting for the file, which has the rows within a second, or when the process ends."""
         self._deferred.add(canonical(key), _by_name(options))
 
     def _record(self, text: str, found: Launches) -> None:
@@ -88,7 +88,7 @@ class Store:
                 self._memory[LAUNCHES, text] = self._memory.get((LAUNCHES, text), {}) | found
 
     def kept(self, table: str, key: Mapping[str, Any]) -> Kept:
-        """What a table keeps of the key, by name; not to be changed.
+        """The values of a table for the key, by name; not to be changed.
 
         The tables are "needs", workspaces of launches that were asked for, `None` of those that are not served; of
         cuDNN each answer takes a plan, that is milliseconds; "settlements", plans by their terms; and "compiled",
@@ -140,7 +140,7 @@ class Store:
         self._disconnect()
 
     def _read(self, table: str, text: str | None = None) -> dict[str, Kept]:
-        """What a table of the file keeps of a key, or of all; nothing where there is no readable file."""
+        """The values of a table of the file for a key, or for all; none where there is no readable file."""
         if not self._readable:
             return {}
         try:
@@ -164,21 +164,21 @@ class Store:
     def _attempt(self, action: Callable[[sqlite3.Connection], Result]) -> Result:
         """The action on the open file, once more on a fresh one if the file turns out to be damaged."""
         try:
-            return told(action, self._connected())
+            return checked(action, self._connected())
         except Damaged as damage:
             self._disconnect()
             try:
                 self._set_aside()
             except (sqlite3.Error, OSError) as error:
                 raise Damaged(f"{damage}; it cannot be renamed: {error}") from error
-            return told(action, self._connected())
+            return checked(action, self._connected())
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             connection = database.connect(self.path, self.patience)
             try:
-                told(database.prepare, connection)
+                checked(database.prepare, connection)
             except BaseException:
                 connection.close()
                 raise
@@ -195,7 +195,7 @@ class Store:
         with database.alone(f"{self.path}.lock", self.patience):
             try:
                 self._connected()
-                told(database.check, self._connected())
+                checked(database.check, self._connected())
                 return
             except Damaged as damage:
                 self._disconnect()

@@ -121,7 +121,7 @@ def test_nothing_is_copied(writeable: bool) -> None:
     tensor = arrays._tensor("x", x)
     assert tensor.data_ptr() == x.ctypes.data
     result = torch.ones(2, 3)
-    assert arrays._alike(result, x).ctypes.data == result.data_ptr()
+    assert arrays._array_like(result, x).ctypes.data == result.data_ptr()
 
 
 def test_the_result_outlives_everything() -> None:

@@ -1,4 +1,4 @@
-"""What a run says at its end: what was met, what that saved, and what to type next."""
+"""What a run says at its end: the convolutions that were called, the time saved, and what to type next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forced import PART_SECONDS, STOCK_SECONDS, Forced
 from test_report import DIVIDED, STOCK, record
 
 import mucudnn
-from mucudnn.reporting.gain import NEXT, NOTHING_MET, gained
+from mucudnn.reporting.gain import NEXT, NOTHING_CALLED, gained
 from mucudnn.reporting.run_file import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -26,13 +26,13 @@ WHOLE = record((67, "fft"), seconds=0.01, calls=100)
 @pytest.mark.parametrize(
     ("outcome", "told"),
     [
-        (Outcome([]), [NOTHING_MET]),
-        (Outcome([], met=3), ["3 convolutions met (by shape and direction): 3 by torch's own kernel", NEXT]),
+        (Outcome([]), [NOTHING_CALLED]),
+        (Outcome([], called=3), ["3 convolutions called (by shape and direction): 3 by torch's own kernel", NEXT]),
         (
-            Outcome([replace(DIVIDED, calls=100), WHOLE, TRIED, STOCK], met=5),
+            Outcome([replace(DIVIDED, calls=100), WHOLE, TRIED, STOCK], called=5),
             [
-                "5 convolutions met (by shape and direction): 1 divided, 1 undivided by a faster algorithm, 1 tried, "
-                "by torch's own kernel so far, 2 by torch's own kernel; workspace at most 3 MiB of 64 MiB",
+                "5 convolutions called (by shape and direction): 1 divided, 1 undivided by a faster algorithm, 1 "
+                "tried, by torch's own kernel so far, 2 by torch's own kernel; workspace at most 3 MiB of 64 MiB",
                 "about 5.5 s saved in this run against torch's own kernels, by times taken in turn, 4 trials included",
                 NEXT,
             ],
@@ -40,7 +40,7 @@ WHOLE = record((67, "fft"), seconds=0.01, calls=100)
         (
             Outcome([TRIED]),
             [
-                "1 convolution met (by shape and direction): 1 tried, by torch's own kernel so far",
+                "1 convolution called (by shape and direction): 1 tried, by torch's own kernel so far",
                 "about 0.5 s lost in this run against torch's own kernels, by times taken in turn, 4 trials included; "
                 "what these found is kept for the next run",
                 NEXT,
@@ -49,8 +49,8 @@ WHOLE = record((67, "fft"), seconds=0.01, calls=100)
         (
             Outcome([replace(WHOLE, spread=2.5), replace(TRIED, trials=1)]),
             [
-                "2 convolutions met (by shape and direction): 1 undivided by a faster algorithm, 1 tried, by torch's "
-                "own kernel so far; workspace at most 3 MiB of 64 MiB",
+                "2 convolutions called (by shape and direction): 1 undivided by a faster algorithm, 1 tried, by "
+                "torch's own kernel so far; workspace at most 3 MiB of 64 MiB",
                 "what this run has saved or lost is not known, 1 trial included: torch's own kernels were timed too "
                 "seldom, or took unlike times; what these found is kept for the next run",
                 NEXT,
@@ -82,7 +82,7 @@ def test_convolutions_that_are_called_once_are_met(own_database: Path) -> None:
     with mucudnn.patched(planning="live") as session:
         for n in (8, 9, 10, 10, 10):
             torch.conv2d(torch.zeros(1, 1, n, n), torch.zeros(1, 1, 3, 3))
-    assert session.outcome().met == 3
+    assert session.outcome().called == 3
 
 
 def test_a_terminal_is_told(tmp_path: Path) -> None:
@@ -96,6 +96,6 @@ def test_a_terminal_is_told(tmp_path: Path) -> None:
     os.close(theirs)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert "3 convolutions met" in shown and shown.count("mucudnn: ") == 2
+    assert "3 convolutions called" in shown and shown.count("mucudnn: ") == 2
     piped = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240, check=True)
     assert piped.stderr == b""

@@ -15,6 +15,6 @@ def test_a_devices_memory_is_one_counter_and_not_all_of_them(monkeypatch: pytest
     counters = {"allocated_bytes": {"all": {"current": 123, "peak": 456}}}
     monkeypatch.setattr(torch.cuda, "memory_stats", flattened)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: counters)
-    assert Gpu(torch.device("cuda", 0)).held() == 123
+    assert Gpu(torch.device("cuda", 0)).bytes_in_use() == 123
     counters.clear()  # as before the first use of CUDA
-    assert Gpu(torch.device("cuda", 0)).held() == 0
+    assert Gpu(torch.device("cuda", 0)).bytes_in_use() == 0

@@ -15,7 +15,7 @@ MIB = 2**20
 def test_the_recorder_agrees_with_the_profiler() -> None:
     recorder = HostRecorder(HOST)
     old = torch.empty(3 * MIB, dtype=torch.uint8)
-    before = HOST.held()
+    before = HOST.bytes_in_use()
     assert recorder.start()
     for _ in range(3):
         recorder.step()

@@ -52,7 +52,7 @@ class Process:
         self.exploration.learn(trial, sum(seconds), seconds if trial.by_launch else ())
         if fresh:
             known = self.exploration.launches.seconds
-            self.pool.tell({key: known[key][-1] / self.exploration.baseline_seconds for key in fresh})
+            self.pool.post({key: known[key][-1] / self.exploration.baseline_seconds for key in fresh})
 
     def explore(self, calls: int = 200) -> None:
         for _ in range(calls):

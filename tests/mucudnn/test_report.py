@@ -112,9 +112,9 @@ def test_a_summary_adds_up() -> None:
     weighted = summary([DIVIDED, STOCK], counts=[3, 1])
     assert "70.000 ms predicted, 2.29x the speed of torch's own kernels (160.000 ms)" in weighted
     assert "1.43x that of the best undivided algorithms within the limit (100.000 ms)" in weighted
-    assert summary([]) == "No convolution was met."
-    assert summary([], met=3).startswith(
-        "3 convolutions met, by shape and direction, each called too seldom to be timed"
+    assert summary([]) == "No convolution was called."
+    assert summary([], called=3).startswith(
+        "3 convolutions called, by shape and direction, each too seldom to be timed"
     )
 
 

@@ -1,4 +1,4 @@
-"""What torch's own kernels hold on a card, cuDNN's workspaces, counted within the limit."""
+"""Scratch memory of torch's own kernels on a card, cuDNN's workspaces, counted within the limit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def problem(direction: Direction) -> ConvProblem:
     return ConvProblem.of_convolution(direction, X, W, stride=(1, 1), padding=(2, 2), dilation=(1, 1))
 
 
-def most_held(work: Callable[[], torch.Tensor]) -> int:
+def peak_bytes(work: Callable[[], torch.Tensor]) -> int:
     """By the peak that torch's allocator counts, beyond the result."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -46,7 +46,7 @@ def most_held(work: Callable[[], torch.Tensor]) -> int:
 def test_a_workspace_of_cudnn_is_scratch(direction: Direction) -> None:
     asked = problem(direction)
     given = synthetic_operands(asked, GPU)
-    held = most_held(lambda: stock_result(asked, given))
+    held = peak_bytes(lambda: stock_result(asked, given))
     counted = scratch(asked, GPU)
     assert min(held, counted) >= 2**19
     assert abs(counted - held) <= MIB  # of a cached block that is up to so much larger, the allocator counts the whole
@@ -65,7 +65,7 @@ def test_a_limit_is_a_promise() -> None:
     with mucudnn.patched(workspace_limit="4MiB", count_stock=True, database=":memory:", progress="off", check="off"):
         gradient()
         (record,) = mucudnn.report()
-        held = most_held(gradient)
+        held = peak_bytes(gradient)
     assert record.stock_workspace is not None and record.stock_workspace > 32 * MIB
     assert record.workspace <= 4 * MIB
     assert held <= (4 + 2) * MIB  # the allocator leaves up to 1 MiB of a block unused

@@ -149,7 +149,8 @@ def _run(prepared: Prepared, handle: c_void_p, part: Part, workspace: int, accum
             if role is not problem.target:
                 given.copy_(source)
         tensors[role] = given
-    prepared.execute(handle, *(tensors[role].data_ptr() for role in Role), workspace)
+    x, w, y = (tensors[role].data_ptr() for role in Role)
+    prepared.execute(handle, x, w, y, workspace)
     target = part.target
     if tensors[problem.target] is target:
         return

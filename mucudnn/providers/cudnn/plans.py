@@ -46,7 +46,7 @@ class Plans(Generic[P]):
         self._make = make
         self._lock = renewed(threading.RLock())
         self._known: Recent[tuple[Hashable, ...], int | tuple[str, int, str]] = Recent(MOST_KNOWN)
-        self._held: weakref.WeakValueDictionary[tuple[Hashable, ...], P] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[tuple[Hashable, ...], P] = weakref.WeakValueDictionary()
         self._recent: OrderedDict[tuple[Hashable, ...], P] = OrderedDict()
 
     def workspace(self, *key: Hashable) -> int:
@@ -72,7 +72,7 @@ class Plans(Generic[P]):
             known = self._known.get(key)
             if isinstance(known, tuple):
                 raise CudnnError(*known)
-            found = self._held.get(key)
+            found = self._alive.get(key)
             if found is None:
                 self.made += 1
                 try:
@@ -81,7 +81,7 @@ class Plans(Generic[P]):
                     self._known[key] = error.what, error.status, error.said
                     raise
                 self._known[key] = found.workspace
-                self._held[key] = self._recent[key] = found
+                self._alive[key] = self._recent[key] = found
                 if len(self._recent) > MOST_RECENT:
                     self._recent.popitem(last=False)
             return found

@@ -119,7 +119,7 @@ def test_a_job_tells_on_a_terminal(tmp_path: Path) -> None:
     assert re.match(
         r"distconv: 2 ranks \(height=2\), 3 calls of the model: memory of a rank at most [\d.]+ MiB", lines[0]
     )
-    assert "mucudnn on rank 0: 1 convolution met (by shape and direction): 1 by torch's own kernel" in lines
+    assert "mucudnn on rank 0: 1 convolution called (by shape and direction): 1 by torch's own kernel" in lines
 
 
 @pytest.mark.parametrize(
