@@ -1,1 +1,1 @@
-"""Check: predicts in one process what a model or a script would do on many ranks."""
+"""Predicts in one process which operators of a model or a script would run on many ranks, and what they would send."""

@@ -1,4 +1,4 @@
-"""Findings of a check: refusals, the traffic of each layer, and memory."""
+"""The findings of a check: refusals, the traffic of each layer, and memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Layer:
 
 @dataclass
 class Findings:
-    """What became of one step on rank 0. Bytes are those that it sends; peaks are bytes of tensors alive at once."""
+    """The result of one step on rank 0. Bytes are those that it sends; peaks are bytes of tensors alive at once."""
 
     partition: str
     ranks: int

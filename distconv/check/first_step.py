@@ -18,7 +18,7 @@ def _end(optimizer: Optimizer, *_: object) -> None:
 
 @contextlib.contextmanager
 def up_to_first_step() -> Iterator[None]:
-    """Within it the program ends after the first step of an optimizer, or by itself; then what follows goes on."""
+    """A context that the program leaves after the first step of an optimizer, or at its own end."""
     hook = register_optimizer_step_post_hook(_end)
     try:
         with contextlib.suppress(_Enough, SystemExit):

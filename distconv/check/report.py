@@ -28,27 +28,27 @@ def parts(findings: Findings, most: int | None) -> list[RenderableType]:
 def summary(findings: Findings) -> str:
     """The findings in a few sentences."""
     sent = sum(layer.forward + layer.backward for layer in findings.layers)
-    told = [f"{findings.partition}, {findings.ranks} ranks: a rank sends {format_bytes(sent)} in this step."]
+    sentences = [f"{findings.partition}, {findings.ranks} ranks: a rank sends {format_bytes(sent)} in this step."]
     peak = f"Its tensors take at most {format_bytes(findings.peak)}"
     if findings.peak_alone:
         share = findings.peak / findings.peak_alone
         peak += f", {share:.2f} of the {format_bytes(findings.peak_alone)} of one process"
-    told.append(f"{peak}.")
+    sentences.append(f"{peak}.")
     refused = sum(refusal.kind == "refused" for refusal in findings.refusals)
     failed = len(findings.refusals) - refused
     if findings.accepted:
-        told.append("Every operator runs.")
+        sentences.append("Every operator runs.")
     if refused:
-        told.append(
+        sentences.append(
             f"{refused} calls of operators are refused." if refused > 1 else "One call of an operator is refused."
         )
     if failed:
-        told.append(f"{failed} fail, which is a fault of distconv.")
+        sentences.append(f"{failed} fail, which is a fault of distconv.")
     if any(refusal.message in findings.ended for refusal in findings.refusals):
-        told.append("Without the result of the last one the rest of the step cannot be followed.")
+        sentences.append("Without the result of the last one the rest of the step cannot be followed.")
     elif findings.ended:
-        told.append(f"The step ended early: {findings.ended}")
-    return " ".join(told)
+        sentences.append(f"The step ended early: {findings.ended}")
+    return " ".join(sentences)
 
 
 def _layers(layers: list[Layer], most: int | None) -> Table:

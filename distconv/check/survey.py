@@ -1,4 +1,4 @@
-"""Survey: follows one step of a model or of a script on rank 0, in one process."""
+"""Follows one step of a model or of a script on rank 0, in one process."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
 
 @contextlib.contextmanager
 def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator[Any]:
-    """Modules tell the watch when they are called; what it saw goes to the findings, also where the step breaks off."""
+    """Modules notify the watch when they are called; its counts go to the findings, also where the step breaks off."""
     hooks = (
         modules.register_module_forward_pre_hook(watch.entered),
         modules.register_module_forward_hook(watch.left, always_call=True),

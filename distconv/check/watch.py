@@ -1,4 +1,4 @@
-"""Watches every operator of a step on shards: which are refused, in which layer, what they send, what stays alive."""
+"""Watches every operator of a step on shards, and counts refusals, bytes that are sent, and memory."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class Watch(TorchDispatchMode):
             self._now, self._passing = before, False
 
     def above_autograd(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> Any:
-        """What a step goes on with behind an operator that failed above autograd, where this mode does not see it."""
+        """The stand-in result of an operator that failed above autograd, where this mode does not see it."""
         return recorded(self._stand_in(func, args, kwargs, error), args, kwargs)
 
     def _stand_in(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], error: Exception) -> Any:
-        """What a step goes on with behind an operator on shards that failed, which is noted."""
+        """The stand-in result of an operator on shards that failed; the failure is noted."""
         of = first_of_ours((*args, *kwargs.values()))
         if of is None:
             raise error

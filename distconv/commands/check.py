@@ -46,7 +46,7 @@ examples:
 what it shows:
   refused   the operator, the layer, shapes and layouts, the line of the program, and what is accepted. After a refusal
             it goes on with a result of the right shape, so that all refusals are shown and not the first alone. "fails"
-            stands for an error from inside, which is a fault of distconv: please report it
+            means an error from inside, which is a fault of distconv: please report it
   sends     bytes that a rank sends in forward and backward, by layer; allreduces count as rings do
   memory    the most bytes of tensors at once on the rank, weights and gradients included, without the optimizer's state
             and without the scratch memory of kernels
@@ -171,13 +171,13 @@ def _script(options: argparse.Namespace) -> Callable[[], None]:
 
 
 def _found(options: argparse.Namespace) -> tuple[Callable[[], Any], int]:
-    """What builds the model, and its usual number of samples."""
+    """The function that builds the model, and the model's usual number of samples."""
     from mucudnn.networks import layers
 
     if options.arguments:
         raise program.NotFound(f"arguments {' '.join(options.arguments)} after a model; accepted: after a script")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # models of the folder that one stands in, as for python -c
+        sys.path.insert(0, "")  # models of the current folder, as for python -c
     found = layers.find(options.target)
     return found.build, found.batch or USUAL
 
@@ -188,5 +188,5 @@ def _inputs(build: Callable[[], Any], options: argparse.Namespace, usual: int) -
 
     try:
         return whole_inputs(without_data(build), options.input, options.batch, usual)
-    except Exception:  # what follows the model tells why it cannot be made, or fails
+    except Exception:  # the check of the model shows why it cannot be made, or fails
         return [(options.batch, *each) for each in options.input] if options.batch else options.input

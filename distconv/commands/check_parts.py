@@ -79,7 +79,7 @@ def in_turn(
         print_json({**asked, **asdict(parts), "alone": asdict(alone)})
     else:
         how = "One process" if partition is None else _how(ranks, partition) + (" in chains" if chained else "")
-        print(told(how, alone, parts) + beyond)
+        print(sentences(how, alone, parts) + beyond)
     return 0
 
 
@@ -104,9 +104,9 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
         raise BadInput(f"--parts {options.parts}: {error}") from None
     run = script(options)
 
-    def tell(call: Call) -> None:
+    def show(call: Call) -> None:
         if not options.json:
-            print(told(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
+            print(sentences(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
 
     if way == (None, None):
         import torch
@@ -114,7 +114,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
         from distconv.turns.automatic import spare
 
         way = None, spare("cuda" if torch.cuda.is_available() else "cpu")
-    survey = Survey(way[1], tell, ranks)
+    survey = Survey(way[1], show, ranks)
     failed = False
     try:
         with turning.script_in_turn(way, survey.follow), up_to_first_step():
@@ -130,7 +130,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
 
 
 def _ranks(options: argparse.Namespace) -> Partition | None:
-    """Those that have the parts; None: there is one process."""
+    """The partition of the ranks that compute the parts; None: there is one process."""
     if options.channel_algorithm or options.strategy:
         raise BadInput("--parts with --channel-algorithm or --strategy; accepted: --parts without them")
     private_names.require(private_names.IN_TURN, private_names.FOLLOWED)
@@ -141,8 +141,8 @@ def _how(ranks: Partition | None, parts: Partition | str) -> str:
     return f"{parts}, in turn" if ranks is None else f"first rank of {ranks}, {parts} in turn"
 
 
-def told(how: str, alone: Followed, parts: Followed) -> str:
-    """What was found, in a few sentences."""
+def sentences(how: str, alone: Followed, parts: Followed) -> str:
+    """The findings in a few sentences."""
     share = parts.peak / alone.peak
     lines = [
         f"{how}: the tensors take at most {format_bytes(parts.peak)}, {share:.2f} of the"

@@ -75,13 +75,13 @@ def listening(environment: Mapping[str, str]) -> dict[str, str]:
         return "the interface that the library chooses: no loopback interface is known here"
 
     return {
-        "distconv run: where ranks meet": f"{LOOPBACK} alone",
+        "distconv run: where ranks connect": f"{LOOPBACK} alone",
         "distconv run: Gloo": where("GLOO_SOCKET_IFNAME"),
         "distconv run: NCCL": where("NCCL_SOCKET_IFNAME"),
         "distconv run --backend mpi: MPICH": where("UCX_NET_DEVICES"),
         "distconv run --backend mpi: Open MPI": where("OMPI_MCA_btl_tcp_if_include"),
         "distconv run --backend mpi: mpiexec's own port": "every address, for as long as the job runs",
-        "torchrun, mpiexec: where ranks meet": "every address; under mpiexec on one machine the loopback alone",
+        "torchrun, mpiexec: where ranks connect": "every address; under mpiexec on one machine the loopback alone",
         "torchrun, mpiexec: Gloo": _of_gloo(environment),
     }
 

@@ -21,7 +21,7 @@ _OF_RANKS = (
 _ACCEPTED = ("random", "halo")
 
 _NOT_IN_A_JOB = ("strategy", "channel_algorithm", "shard_data", "store", "trace", "summary")
-"""The options of a job that are about tensors which lie on several ranks."""
+"""The options of a job that concern tensors on several ranks."""
 
 
 def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[Partition | None, int | None]:

@@ -125,7 +125,7 @@ def command(options: Any) -> int:
 
 
 def _fastest(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) -> Found:
-    """Of the ranks that may be planned for; ValueError where none can be."""
+    """The fastest strategy among the numbers of ranks that may be planned for; ValueError where none can be."""
     least = 1 if options.at_most else options.ranks
     found: list[Found] = []
     refused: list[ValueError] = []

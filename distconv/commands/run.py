@@ -24,7 +24,7 @@ from mucudnn.process.substitution import environment
 
 BRIEF = "run a script on many ranks"
 DESCRIPTION = f"""\
-Runs an unmodified single-device PyTorch script on many ranks. Each rank holds and computes its part of every
+Runs an unmodified single-device PyTorch script on many ranks. Each rank stores and computes its part of every
 activation; the losses are those of one process, to rounding.
 
 A partition names mesh axes and the ranks along each, for example sample=2,height=2 on 4 ranks. Axes: {", ".join(AXES)}.
@@ -43,8 +43,8 @@ examples:
   python -m distconv run --partition sample=2 --parts height=4 train.py       two ranks with four parts each
 
 strategy: a table [layers] of "pattern" = "partition", all of as many ranks. Layers go by the names that
-model.named_modules() gives; a pattern is as of the shell, stands for all within the layers it matches, and the first
-one decides. What moves between layers is redistributed. For example:
+model.named_modules() gives; a pattern is as of the shell, covers all modules within the layers it matches, and the
+first one decides. Activations are redistributed between layers. For example:
   [layers]
   "layer4.*" = "channel=4"
   "*" = "sample=4"
@@ -65,7 +65,7 @@ VARIABLES = """\
 """
 
 EXIT_CODES = """\
-when a rank fails: one rank tells why, and the others end within ten seconds. Signals reach every rank; a script's own
+when a rank fails: one rank reports why, and the others end within ten seconds. Signals reach every rank; a script's own
 handlers run after the same optimizer step on all of them, and get 30 seconds.
 
 exit codes: the script's own; 1 for an exception, and for a rank that ended early while others waited for it; 2 for a
@@ -148,7 +148,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy
         raise ValueError("--partition auto chooses a strategy: leave out --strategy, or auto")
     chosen = os.environ.get(CHOSEN) if given == settings.AUTO else None
     if given == settings.AUTO and chosen is None:
-        return None, None  # the ranks choose when they have met
+        return None, None  # the ranks choose when all are connected
     partition = given if isinstance(given, Partition) else None
     path = chosen or options.strategy
     strategy = None if path is None else read(path, partition.ranks if partition else None)
@@ -178,7 +178,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[None]:
         answer = ask(question, **environment_of_settings())
     except NothingChosen as error:
         raise BadInput(f"--partition auto: {error}") from None
-    print(f"distconv: --partition auto: {answer.told}", file=sys.stderr)
+    print(f"distconv: --partition auto: {answer.sentence}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="distconv-auto-") as folder:
         path = os.path.join(folder, "strategy.toml")
         Path(path).write_text(as_toml(answer.strategy))
@@ -257,5 +257,5 @@ def _be_rank(job: Job, place: Place | None) -> int:
     from distconv.job.script import run
 
     found = find_place(os.environ)
-    assert found is not None, "a rank's environment tells it"
+    assert found is not None, "a rank's environment names it"
     return run(job, found, watcher)

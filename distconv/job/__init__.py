@@ -1,1 +1,1 @@
-"""The job: launcher, script and data."""
+"""Runs a script as a job of many ranks: launcher, script and data."""

@@ -1,4 +1,4 @@
-"""Board: the ranks of a job share measurements through torch.distributed's key-value store."""
+"""Shares measurements between the ranks of a job through torch.distributed's key-value store."""
 
 from __future__ import annotations
 

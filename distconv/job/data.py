@@ -1,4 +1,4 @@
-"""What the DataLoaders of an unmodified script read on each rank."""
+"""Makes the DataLoaders of an unmodified script read only their part on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distconv.settings import StoreOption
 from distconv.settings.partition import shards_data
 from distconv.tensors.process_groups import new_group
 from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 BATCHES = 32
 """The ranks agree on their random state at least once in so many batches."""
@@ -64,12 +64,12 @@ def loading(mesh: DeviceMesh, *, shard: bool = False, store: StoreOption | None 
     samples = Samples(mesh, store) if shard else None
     begin, following = DataLoader.__iter__, _BaseDataLoaderIter.__next__
     begun: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
-    """By iterator, how many batches it has given, and whether they draw random numbers in this process."""
+    """The number of batches that each iterator has given, and whether they draw random numbers in this process."""
 
     def iterate(loader: DataLoader[Any]) -> Any:
         same_draws()
         if not shard and dist.get_rank() == 0:
-            _tell_of_workers(loader.num_workers, ranks, len(os.sched_getaffinity(0)))
+            _report_workers(loader.num_workers, ranks, len(os.sched_getaffinity(0)))
         return samples.begin(loader, begin) if samples else begin(loader)
 
     def next_batch(iterator: Any) -> Any:
@@ -118,10 +118,10 @@ def too_many_workers(workers: int, ranks: int, cores: int) -> str | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _tell_of_workers(workers: int, ranks: int, cores: int) -> None:
+def _report_workers(workers: int, ranks: int, cores: int) -> None:
     line = too_many_workers(workers, ranks, cores) if ranks > 1 else None
     if line:
-        tell(f"distconv: {line}")
+        print_line(f"distconv: {line}")
 
 
 class _SameDraws:

@@ -1,4 +1,4 @@
-"""How a rank ends, and which rank reports the reason."""
+"""Ends a rank, and decides which rank reports the reason."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SAME_ERROR_SECONDS = 1.0  # within which the first rank fails, where it fails as
 FAILURE_SECONDS = 1.0  # within which a failure becomes known, where ranks are known that ended well
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("distconv", "mucudnn"))
-_STAND_INS = (*files.__path__, *(str(Path(__file__).with_name(name)) for name in ("one_process.py", "random_state.py")))
+_SUBSTITUTES = (*files.__path__, *(str(Path(__file__).with_name(f"{n}.py")) for n in ("one_process", "random_state")))
 """The modules of substitutes for functions of Python and torch: their errors count as Python's and torch's."""
 
 # What Gloo, NCCL and c10d say in a RuntimeError when a rank that they wait for has gone.
 _LOST = re.compile(r"gloo/|NCCL|c10d|Connection (closed|reset|refused) by peer|Broken pipe|\bsendBytes|\brecvBytes")
 
 _KERNELS = re.compile(r"(Could not run '\S+' with arguments from the '\S+' backend\.).*")
-"""What torch says where an operator has no kernel for its tensors: all kernels that there are follow, in 3 KiB."""
+"""Torch's error where an operator has no kernel for its tensors: a list of all kernels follows, in 3 KiB."""
 
 WORKER_DIED = re.compile(r"DataLoader worker \(pid.*\) (is killed|exited unexpectedly)")
-"""What torch says, wherever the program is then, when a process that reads has gone."""
+"""Torch's error, anywhere in the program, when a worker process of a DataLoader has gone."""
 
 
 class Ending:
@@ -178,7 +178,7 @@ def refusal_of(error: BaseException) -> str | None:
     raised = next((file for file in reversed(sources) if not file.startswith("<frozen")), "")
     if not raised.startswith(_PACKAGES):
         return None
-    if raised.startswith(_STAND_INS) and not isinstance(error, UnsupportedOperation):
+    if raised.startswith(_SUBSTITUTES) and not isinstance(error, UnsupportedOperation):
         return None
     text, place = _KERNELS.sub(r"\1", " ".join(str(error).split())), line_of(error)
     return text if re.search(rf"{re.escape(place)}(?!\d)", text) else f"{place}: {text}"  # it may name the place itself
@@ -195,16 +195,16 @@ def _of_a_file(error: BaseException) -> str | None:
 
 
 def as_python_prints(error: BaseException) -> str:
-    """As python prints it: from the script's first line on, to the last one that is not of a substitute."""
+    """The traceback as Python prints it, from the script's first line to the last one that is not of a substitute."""
     trace = program.from_program(error.__traceback__)
-    _cut_stand_ins(trace)
+    _cut_substitutes(trace)
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-def _cut_stand_ins(trace: TracebackType | None) -> None:
+def _cut_substitutes(trace: TracebackType | None) -> None:
     last = None  # the last frame that belongs to no substitute
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_STAND_INS):
+        if not trace.tb_frame.f_code.co_filename.startswith(_SUBSTITUTES):
             last = trace
         trace = trace.tb_next
     if last is not None:

@@ -24,11 +24,11 @@ _FIRST_TAKES_SECOND = (
     *("reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
 )
 _NUMBERS = {"get_rank": 0, "get_world_size": 1, "get_global_rank": 0, "get_group_rank": 0}
-_MEETS_NOBODY = ("send", "recv", "isend", "irecv")
+_HAS_NO_PEER = ("send", "recv", "isend", "irecv")
 
 
 class GroupOfOne:
-    """Stands for a process group whose only member is this process."""
+    """A process group whose only member is this process."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -43,10 +43,10 @@ class GroupOfOne:
 
 
 class Complete(dist.Work):
-    """Of a collective that is complete when it begins."""
+    """The handle of a collective that is complete when it begins."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """At once."""
+        """Returns at once."""
         return True
 
     def is_completed(self) -> bool:
@@ -85,9 +85,9 @@ def requested(backend: Any = None, init_method: str | None = None, **options: An
 
 
 def answer(name: str, group: GroupOfOne, given: dict[str, Any]) -> Any:
-    """What a function of torch.distributed gives in this group, with its arguments by name."""
+    """The result of a function of torch.distributed in this group, with its arguments by name."""
     values = list(given.values())
-    if name in _MEETS_NOBODY:
+    if name in _HAS_NO_PEER:
         raise ValueError(f"torch.distributed.{name}: there is no other process in a group of one")
     if name in _NUMBERS:
         return _NUMBERS[name]
@@ -113,7 +113,7 @@ def answer(name: str, group: GroupOfOne, given: dict[str, Any]) -> Any:
 NAMES = (
     *_NOTHING_MOVES,
     *_FIRST_TAKES_SECOND,
-    *_MEETS_NOBODY,
+    *_HAS_NO_PEER,
     *_NUMBERS,
     *("get_process_group_ranks", "get_backend", "new_group", "split_group"),
     *("gather", "all_gather_object", "gather_object", "scatter_object_list"),

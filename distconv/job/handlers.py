@@ -98,7 +98,7 @@ class _CommonHandlers:
         return self._handlers.get(number) or self._installed_for(number)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread: runs the handler if the ranks have agreed to run it now; else `_listen` takes note."""
+        """Runs the handler, in the main thread, if the ranks have agreed to run it now; else `_listen` takes note."""
         with self._lock:
             run = self._pending.get(number) == ""
             if run:
@@ -111,7 +111,7 @@ class _CommonHandlers:
             handler(number, frame)
 
     def _listen(self, read: int) -> None:
-        """In a thread of its own, as the main thread may be inside a collective that waits for another rank."""
+        """Runs in a thread of its own, as the main thread may be inside a collective that waits for another rank."""
         while received := os.read(read, 1):
             number, now = received[0], time.monotonic()
             if number not in self._handlers or number in self._pending:
@@ -122,10 +122,10 @@ class _CommonHandlers:
                 key = f"distconv/signal/{number}/{self._counts[number]}"
                 with self._lock:
                     self._pending[number] = key
-                    self._tell(key)
+                    self._post(key)
                 threading.Thread(target=self._run_without_step, args=(number, key), daemon=True).start()
 
-    def _tell(self, key: str) -> None:
+    def _post(self, key: str) -> None:
         with contextlib.suppress(dist.DistError):
             self._store.set(f"{key}/{self._rank}", str(self._steps))
 

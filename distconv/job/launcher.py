@@ -36,7 +36,7 @@ class BadInput(ValueError):
 class Job:
     """A script and how to run it."""
 
-    partition: Partition | None  # None: the ranks choose it when they have met
+    partition: Partition | None  # None: the ranks choose it when all are connected
     script: str
     arguments: tuple[str, ...] = ()
     module: bool = False
@@ -105,7 +105,7 @@ def divides_locally() -> bool:
 
 
 def choose_backend(job: Job, place: Place) -> str | None:
-    """The backend asked for; else mpi under mpiexec. None: the ranks choose it when they have met."""
+    """The backend asked for; else mpi under mpiexec. None: the ranks choose it when all are connected."""
     return job.backend or ("mpi" if place.mpi else None)
 
 

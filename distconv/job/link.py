@@ -99,7 +99,7 @@ class Link:
     def _beat(self) -> None:
         from torch.distributed import DistError
 
-        # A store that has ended answers at once: the job has ended, or will be told of it.
+        # A store that has ended answers at once: the job has ended, or will get a notice of it.
         with contextlib.suppress(DistError):
             beats = Beats(self._connect(), self._seconds)
             if self._first:

@@ -1,4 +1,4 @@
-"""Meshes and sharded models of a script that sees one process: of a real group, in which each rank is alone."""
+"""Meshes and sharded models for a script that sees one process: each rank gets a real group of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def own_group() -> dist.ProcessGroup:
 
 
 def mesh_of_one(device_type: str, mesh_shape: tuple[int, ...], *, mesh_dim_names: Any = None, **_: Any) -> DeviceMesh:
-    """What `init_device_mesh` gives in one process. RuntimeError, as torch raises there, for more devices."""
+    """The mesh that `init_device_mesh` gives in one process. RuntimeError, as torch raises there, for more devices."""
     if math.prod(mesh_shape) != 1:
         raise RuntimeError(
             f"Mesh should not be bigger than default world size 1, but found {math.prod(mesh_shape)} ranks!"

@@ -1,4 +1,4 @@
-"""Tells a script that there is one process when it asks how many there are, and gives it a group of one if it asks."""
+"""Answers a script's calls of torch.distributed as in one process, with a group of one if it asks for a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INSIDE = ("torch.distributed", "torch._", "distconv", "mucudnn")
 """Modules whose questions are answered as things are: those that distribute the script."""
 
 _FOR_SCRIPTS = ("torch.distributed.nn", "torch.distributed.optim", "torch.distributed.algorithms")
-"""Of these, modules that only scripts use, which ask in their place."""
+"""Those of torch.distributed's modules that only scripts use, and that call its functions for them."""
 
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
@@ -75,7 +75,7 @@ def _is_inside(frame: FrameType) -> bool:
 
 
 class _Script:
-    """What torch.distributed answers the script: nothing is initialized, or its own group of one process."""
+    """The answers of torch.distributed to the script: nothing is initialized, or its own group of one process."""
 
     def __init__(self) -> None:
         self._group: GroupOfOne | None = None
@@ -89,7 +89,7 @@ class _Script:
         return self._group
 
     def answers(self) -> dict[str, Any]:
-        """By name, the substitutes for torch.distributed's own functions, for calls from outside."""
+        """The substitutes for torch.distributed's own functions by name, for calls from outside."""
         script = self
         stock = {name: getattr(dist, name) for name in NAMES if hasattr(dist, name)}
         is_initialized, init, destroy, group = (

@@ -1,4 +1,4 @@
-"""Where the output of a rank goes."""
+"""Directs the output of a rank to the terminal or to a file."""
 
 from __future__ import annotations
 

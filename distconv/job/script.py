@@ -25,7 +25,7 @@ from distconv.job.summary import local_gain, summed_up
 from distconv.job.supervisor import Watcher
 from distconv.job.surroundings import surroundings
 from distconv.job.trace import traced
-from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings, ranks_here, told_to_all
+from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings, on_all_ranks, ranks_here
 from distconv.model.parallelize import distributed_script
 from distconv.model.strategy import Strategy
 from distconv.place import Place
@@ -34,7 +34,7 @@ from distconv.tensors.gathering.record import record
 from distconv.tensors.mesh import make_mesh
 from distconv.turns.turning import script_in_turn
 from mucudnn import program
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
@@ -109,7 +109,7 @@ def _run_distributed(job: Job, store: Store) -> None:
             around.enter_context(local_gain(session, job.summary))
             if job.report is not None and dist.get_rank() == 0:
                 around.callback(_write_report, job.report, session)
-        around.callback(_tell_gathered)
+        around.callback(_report_gathered)
         # What parts of one rank send each other would count as sent by it.
         summary = False if job.parts is not None else job.summary
         around.enter_context(summed_up(store, job.partition, summary))
@@ -130,11 +130,11 @@ def _chosen(job: Job) -> Job:
     kind, threads = "module" if job.module else "script", torch.get_num_threads()
     question = Question(kind, job.script, size, local, threads, job.arguments, job.batch_norm)
     try:
-        answer = told_to_all(lambda: ask(question, **environment_of_settings()))
+        answer = on_all_ranks(lambda: ask(question, **environment_of_settings()))
     except NothingChosen as error:
         raise BadInput(f"--partition auto: {error}") from None
     if dist.get_rank() == 0:
-        tell(f"distconv: --partition auto: {answer.told}")
+        print_line(f"distconv: --partition auto: {answer.sentence}")
     strategy = Strategy.parse(answer.strategy, size)
     partition = strategy.layers[-1][1]
     job = replace(job, partition=partition, strategy=None if strategy.is_one_partition else strategy)
@@ -147,13 +147,13 @@ def _write_report(path: str, session: Session) -> None:
     try:
         session.outcome().write(path)
     except OSError as error:
-        tell(f"distconv: --report {path}: {error.strerror}")
+        print_line(f"distconv: --report {path}: {error.strerror}")
 
 
-def _tell_gathered() -> None:
+def _report_gathered() -> None:
     line = record.summary()
     if line:
-        tell(f"distconv: {line}")
+        print_line(f"distconv: {line}")
 
 
 def _execute(job: Job) -> None:

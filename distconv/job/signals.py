@@ -10,10 +10,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Those that ask a job to end."""
+"""The signals that ask a job to end."""
 
 PASSED_ON = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
-"""Those that reach every rank when the launcher receives them."""
+"""The signals that reach every rank when the launcher receives them."""
 
 ASKING = signal.SIGQUIT
 """The one that asks where the ranks are; Ctrl-\\ sends it."""
@@ -54,31 +54,31 @@ class Signals:
 
 
 def interrupts_are_silent() -> None:
-    """From now on SIGINT ends this process at once, without a traceback of what it imports."""
+    """Lets SIGINT end this process at once from now on, without a traceback from within its imports."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interrupts_are_exceptions() -> None:
-    """From now on SIGINT raises KeyboardInterrupt, as Python has it; where it is ignored it stays so."""
+    """Lets SIGINT raise KeyboardInterrupt from now on, as Python has it; where it is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def questions_end_nothing() -> None:
-    """From now on ASKING does not end this process; what it starts is ended by it as ever."""
+    """Lets this process ignore ASKING from now on; processes that it starts are still ended by it."""
     if signal.getsignal(ASKING) in (signal.SIG_DFL, signal.SIG_IGN):
         signal.signal(ASKING, lambda number, frame: None)
 
 
 def endings_are_exits() -> None:
-    """From now on a signal that asks this process to end raises SystemExit, so that it leaves nothing behind."""
+    """Lets a signal that asks this process to end raise SystemExit from now on, so that it leaves nothing behind."""
     for number in ENDING:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
 
 
 def endings_are_ignored() -> None:
-    """From now on nothing but SIGKILL ends this process before its own end."""
+    """Lets nothing but SIGKILL end this process from now on before its own end."""
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)

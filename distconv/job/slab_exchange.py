@@ -1,4 +1,4 @@
-"""Exchanges parts of arrays for a batch between ranks that have the same place in space."""
+"""Exchanges parts of arrays for a batch between ranks that have the same coordinates along the spatial axes."""
 
 from __future__ import annotations
 

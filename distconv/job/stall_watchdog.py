@@ -1,6 +1,6 @@
 """Prints, after a while, one line about the collective that delays the job and the ranks that it waits for.
 
-A rank that has waited long in a collective asks all ranks where they are, through the store at which they met. A thread
+A rank that has waited long in a collective asks all ranks where they are, through the job's key-value store. A thread
 of each rank answers, even while the rank computes. Nothing here is collective, and nothing ends the job: an operation
 may be slow on purpose, such as a checkpoint that one rank writes.
 """
@@ -31,8 +31,8 @@ is reported once."""
 
 
 @contextlib.contextmanager
-def reporting_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterator[None]:
-    """A context in which `tell` gets a line if a rank waits in a collective for longer than the setting `slow_after`.
+def reporting_what_is_slow(store: Store, report: Callable[[str], None]) -> Iterator[None]:
+    """A context in which `report` gets a line if a rank waits in a collective for longer than the setting `slow_after`.
 
     Every rank of the job must call it before it makes process groups.
     """
@@ -41,7 +41,7 @@ def reporting_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterato
         yield
         return
     with noted() as collectives:
-        watchdog = _Watchdog(store.clone(), collectives, seconds, tell)  # type: ignore[attr-defined]
+        watchdog = _Watchdog(store.clone(), collectives, seconds, report)  # type: ignore[attr-defined]
         try:
             yield
         finally:
@@ -49,8 +49,8 @@ def reporting_what_is_slow(store: Store, tell: Callable[[str], None]) -> Iterato
 
 
 class _Watchdog:
-    def __init__(self, store: Store, collectives: Collectives, seconds: float, tell: Callable[[str], None]) -> None:
-        self._collectives, self._tell = collectives, tell
+    def __init__(self, store: Store, collectives: Collectives, seconds: float, report: Callable[[str], None]) -> None:
+        self._collectives, self._report = collectives, report
         self._questions = Questions(store, dist.get_world_size())
         self._rank = dist.get_rank()
         self._seconds, self._look = seconds, min(LOOK_SECONDS, seconds / 4)
@@ -71,7 +71,7 @@ class _Watchdog:
                 self._ask()
 
     def _answer(self) -> None:
-        """Tells where this rank is, where that has been asked."""
+        """Reports where this rank is, where that has been asked."""
         while self._questions.is_open():
             self._questions.answer(self._rank, self._state())
 
@@ -90,7 +90,7 @@ class _Watchdog:
             return
         found = standstill(self._questions.answers(question))
         if found is not None and self._is_first(f"reported/{found[0].group}/{found[0].number}"):
-            self._tell(found[1])
+            self._report(found[1])
 
     def _is_first(self, what: str) -> bool:
         return bool(self._questions.store.add(f"{self._questions.at}/{what}", 1) == 1)

@@ -1,6 +1,6 @@
-"""Summary: what a job kept, sent and waited for, in two to four lines at its end.
+"""Prints how much a job kept, sent and waited, in two to four lines at its end.
 
-The ranks exchange their figures through the store at which they met. Nothing is collective: a rank that does not answer
+The ranks exchange their figures through the job's key-value store. Nothing is collective: a rank that does not answer
 is left out.
 """
 
@@ -24,18 +24,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from distconv.job.attempt import prefix
 from distconv.settings.partition import Partition
 from distconv.transfer.account import ACCOUNT, most_used_bytes
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 from mucudnn.reporting.gain import gained
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
     from mucudnn.runtime.session import Session
 
-TOLD_WITHIN = timedelta(seconds=5)
+ANSWER_WITHIN = timedelta(seconds=5)
 """Seconds in which the other ranks may send their figures."""
 
 MUCH = 0.25
-"""From this share of a step on, waiting is worth a look at where."""
+"""The share of a step from which on the lines say where the job waits."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterat
     steps = _Steps()
     hook = register_optimizer_step_post_hook(steps.stepped)
     try:
-        with at_good_end(lambda: _tell(store, partition, bool(wanted), _share(steps))):
+        with at_good_end(lambda: _report(store, partition, bool(wanted), _share(steps))):
             yield
     finally:
         hook.remove()
@@ -108,11 +108,11 @@ def summed_up(store: Store, partition: Partition, wanted: bool | None) -> Iterat
 
 @contextlib.contextmanager
 def summed_up_in_turn(parts: str, wanted: bool | None) -> Iterator[None]:
-    """A context in which a script computes parts in turn; at its end a line tells the memory that it took."""
+    """A context in which a script computes parts in turn; at its end a line reports the memory that it took."""
     steps = _Steps()
     hook = register_optimizer_step_post_hook(steps.stepped)
 
-    def tell() -> None:
+    def report() -> None:
         if wanted is not False and is_shown(bool(wanted)):
             count = max(steps.counts.values(), default=0)
             trained = f", {count} step{'s' if count > 1 else ''}" if count else ""
@@ -122,7 +122,7 @@ def summed_up_in_turn(parts: str, wanted: bool | None) -> Iterator[None]:
             )
 
     try:
-        with at_good_end(tell):
+        with at_good_end(report):
             yield
     finally:
         hook.remove()
@@ -147,7 +147,7 @@ class _Steps:
             self.kept_whole += x.numel() * x.element_size()
 
 
-def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
+def _report(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
     at = prefix("summary")
     if dist.get_rank():
         store.set(f"{at}/{dist.get_rank()}", json.dumps(asdict(own)))
@@ -156,7 +156,7 @@ def _tell(store: Store, partition: Partition, wanted: bool, own: Share) -> None:
         return
     names = [f"{at}/{rank}" for rank in range(1, dist.get_world_size())]
     try:
-        store.wait(names, TOLD_WITHIN)
+        store.wait(names, ANSWER_WITHIN)
     except RuntimeError:  # torch's store errors: a rank is late
         names = [name for name in names if store.check([name])]
     shares = [own, *(Share(**json.loads(store.get(name))) for name in names)]
@@ -183,7 +183,7 @@ def is_shown(wanted: bool) -> bool:
 def show(who: str, sentences: Sequence[str]) -> None:
     """Prints sentences of a summary."""
     for sentence in sentences:
-        tell(f"{who}: {sentence}")
+        print_line(f"{who}: {sentence}")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Supervisors: processes that stay beside the ones they started, to see how these end and to leave nothing behind."""
+"""Processes that watch the ones they have started, to see how these end and to leave nothing behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Watcher:
         return int(self._line.makefile().readline())
 
     def joined(self, host: str, port: int, size: int) -> None:
-        """Tells that all ranks have met, and where their store is."""
+        """Reports that all ranks are connected, and the address of their store."""
         if self._line is not None:
             self._line.sendall(f"{host} {port} {size}\n".encode())
 
@@ -56,12 +56,12 @@ class Watcher:
 class _Joining:
     """The store at which a supervisor finds the notices: the one that its rank names, or its own.
 
-    met: called with the store's host and port, once, when they are known.
+    connected: called with the store's host and port, once, when they are known.
     """
 
-    def __init__(self, line: socket.socket, met: Callable[[str, int], None]) -> None:
+    def __init__(self, line: socket.socket, connected: Callable[[str, int], None]) -> None:
         self.store: TCPStore | None = None
-        self._line, self._met = line, met
+        self._line, self._connected = line, connected
         self._notices: Notices | None = None
         self._line.setblocking(False)
 
@@ -80,7 +80,7 @@ class _Joining:
                     host, port, size = words
                     store = self.store or TCPStore(host, int(port), is_master=False, wait_for_workers=False)
                     self._notices = Notices(store, int(size))
-                    self._met(host, int(port))
+                    self._connected(host, int(port))
         return self._notices
 
 
@@ -105,11 +105,11 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
     theirs.close()  # all else stays open: mpiexec kills every rank at once when it sees a rank's connection closed
     links: list[Link] = []
 
-    def met(host: str, port: int) -> None:
+    def connected(host: str, port: int) -> None:
         if not is_on_one_machine():
             links.append(_link(host, port, place, watch, child.pid))
 
-    joining = _Joining(ours, met)
+    joining = _Joining(ours, connected)
     watch = Watch({rank: child}, place.size, joining.notices, {rank: captured} if captured else {}, bound=True)
     endings_are_exits()  # the launcher may end this process while it takes leave of the other ranks
     try:
@@ -135,7 +135,7 @@ def supervise_rank(place: Place, captures: bool) -> int | Watcher:
         child.kill()  # it still runs where this process was asked to end before it watched the rank
         remove_folders_of(child.pid)
     if mpi and joining.notices() is None and watch.failed is not None and watch.failed[1] < 0:
-        # The ranks have not met. mpiexec, too, may not know this one yet, and would let the others wait for it; that a
+        # Not all ranks are connected. mpiexec may not know this one yet, and would let the others wait for it; that a
         # process is killed it notices always.
         os.kill(os.getpid(), signal.SIGKILL)
     return code
@@ -182,7 +182,7 @@ class _Parting:
         self._deadline, self._parent = time.monotonic() + seconds, os.getppid()
 
     def of_the_host(self) -> None:
-        """Holds the store until all others need it no more."""
+        """Keeps the store until no other rank needs it."""
         self._notices.leave(self._rank)
         self._wait(self._notices.all_left)
 

@@ -15,12 +15,12 @@ from distconv.reading.share import Share
 from distconv.reading.store import Key, Store
 from distconv.settings import StoreOption
 from distconv.tensors.gathering.memory import free_on_host
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 GIB = 1 << 30
 
 DEFAULT_SHARE = 0.5
-"""Of the memory that is free when the job starts, what all ranks of a machine keep together where no limit is given."""
+"""The share of the memory free at the job's start that all ranks of a machine keep together where no limit is given."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Supply:
         own = cut.samples[self._share.of_samples]
         here, source = self.store.asked_bytes(), self.store.an_asked_source()
         if source is None:
-            self._tell("this data set: it reads no arrays of HDF5, Zarr or memory maps in parts", "keeps nothing of")
+            self._report("this data set: it reads no arrays of HDF5, Zarr or memory maps in parts", "keeps nothing of")
             return ""
         needed = here / len(set(own)) * max(cut.of_epoch, cut.count) * len(own) / cut.count
         if self.store.bytes + needed <= self.store.limit:
@@ -126,7 +126,7 @@ class Supply:
         left = max(self.store.limit - self.store.bytes, 0)
         what = f"the parts of about {max(cut.of_epoch, cut.count)} samples that a rank reads, such as of {source}"
         if self._option.disk or len(self._begun) > 1:
-            self._tell(f"{left / needed:.0%} of {what}; the rest is read from files in every epoch")
+            self._report(f"{left / needed:.0%} of {what}; the rest is read from files in every epoch")
             return ""
         return (
             f"--store {self._limit_of}: {what}, take {_gib(self.store.bytes + needed)} GiB, of which a rank may keep "
@@ -147,11 +147,11 @@ class Supply:
             self._ahead[1].result()
             self._ahead = None
 
-    def _tell(self, what: str, verb: str = "keeps") -> None:
+    def _report(self, what: str, verb: str = "keeps") -> None:
         line = f"distconv: --store {verb} {what}"
         if line not in self._reported:
             self._reported.add(line)
-            tell(line)
+            print_line(line)
 
 
 def _gib(size: float) -> str:

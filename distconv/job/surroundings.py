@@ -47,7 +47,7 @@ def surroundings(store: Store, *, show_ranks: bool = False) -> Iterator[None]:
 
 
 def _first_ranks(store: Store, given: str | None) -> tuple[State, bytes, str]:
-    """What the first rank gives to all before the script starts: random state, entropy, and the job's folder.
+    """The first rank's random state, entropy and job folder, on every rank before the script starts.
 
     It goes as text: whoever can reach the store could write to it, and reading a pickle runs what it says. `given`: the
     folder, where the launcher made it. Else its name comes from the store, and each rank that sees it looks whether it
@@ -81,7 +81,7 @@ def _first_ranks(store: Store, given: str | None) -> tuple[State, bytes, str]:
 
 
 def _name(store: Store) -> str:
-    """What distinguishes this job from others of the machine: where its store listens."""
+    """A name that no other job of the machine has: the address of its store."""
     found = without_prefix(store)
     where = f"{found.host} {found.port}" if isinstance(found, TCPStore) else ""
     return f"{where} {prefix('files')}"
@@ -92,7 +92,7 @@ def _key(secret: bytes, found: bytes) -> bytes:
 
 
 def _check(key: bytes) -> bytes:
-    """What shows that ranks have the same key, and not the key."""
+    """A hash that shows whether ranks have the same key, without the key."""
     return hmac.digest(key, b"check", "sha256").hex().encode()
 
 

@@ -26,7 +26,7 @@ class Watch:
     """Some ranks of a job, from their start to their end.
 
     processes: this process's children, by rank. size: the number of ranks in the job, None where it is not known.
-    find_notices: gives the job's notices, None as long as the ranks have not met.
+    find_notices: gives the job's notices, None as long as not all ranks are connected.
     written: what ranks whose output is not shown have written to stderr beneath Python.
     bound: whether the ranks end when the process that started this one does.
     """
@@ -74,7 +74,7 @@ class Watch:
     def end_at_once(self, line: str | None) -> None:
         """Ends the ranks, from another thread than that of `run`, which may wait for a lost store."""
         if line is not None:
-            self._tell(line)
+            self._report(line)
         for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, 0.0)):
             for process in self._running():
                 process.send_signal(number)
@@ -85,15 +85,15 @@ class Watch:
         return [process for rank, process in self._processes.items() if rank not in self._codes]
 
     def _ask(self) -> None:
-        """Tells where the ranks are, if this process watches the first."""
+        """Reports where the ranks are, if this process watches the first."""
         notices = self._find_notices()
         if 0 not in self._processes:
             return
         if notices is None:
-            self._tell("the ranks have not met yet")
+            self._report("not all ranks are connected yet")
         else:
             for line in notices.whereabouts():
-                self._tell(line)
+                self._report(line)
 
     def _pass_on(self, number: int) -> None:
         if number == ASKING:
@@ -107,7 +107,7 @@ class Watch:
                 self._signal = number
                 self._kill_at = time.monotonic() + HANDLER_SECONDS
                 if 0 in self._processes:
-                    self._tell(f"ended by {signal.Signals(number).name}")
+                    self._report(f"ended by {signal.Signals(number).name}")
                 if notices := self._find_notices():
                     notices.signalled()
         for process in self._running():
@@ -153,7 +153,7 @@ class Watch:
             return
         if self.lost is not None:
             if notices.claim():
-                self._tell(self.lost[1])
+                self._report(self.lost[1])
             notices.record(self.lost[0], -signal.SIGKILL)  # what other machines read
             endings = {**endings, self.lost[0]: -signal.SIGKILL}
         for rank, code in endings.items():
@@ -178,14 +178,14 @@ class Watch:
         notices = self._find_notices()
         if notices is not None and not notices.claim():
             return
-        self._tell(how_it_ended(rank, self._size, code))
+        self._report(how_it_ended(rank, self._size, code))
         if rank in self._written:
             self._written[rank].seek(0, os.SEEK_END)
             self._written[rank].seek(max(0, self._written[rank].tell() - _SHOWN_BYTES))
             sys.stderr.write(self._written[rank].read().decode(errors="replace"))
             sys.stderr.flush()
 
-    def _tell(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         print(f"distconv: {line}", file=sys.stderr, flush=True)
 
     def _code(self) -> int:

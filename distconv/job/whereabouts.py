@@ -1,4 +1,4 @@
-"""Asks all ranks of a job where they are, through the store at which they met.
+"""Asks all ranks of a job where they are, through the job's key-value store.
 
 A thread of each rank answers, even while the rank computes or waits. Nothing is collective.
 """
@@ -33,7 +33,7 @@ class Questions:
         return bool(self.store.check([f"{self.at}/{self.answered}/asked"]))
 
     def answer(self, rank: int, state: State) -> None:
-        """Tells where this rank is."""
+        """Reports where this rank is."""
         self.store.set(f"{self.at}/{self.answered}/{rank}", json.dumps(dataclasses.asdict(state)))
         self.answered += 1
 
@@ -49,7 +49,7 @@ class Questions:
         return {rank: _read(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
 
     def asked_now(self, seconds: float) -> list[str]:
-        """Where all ranks are, a line each, from what they answer within so many seconds."""
+        """The places of all ranks, a line each, by their answers within so many seconds."""
         question, deadline = self.ask(), time.monotonic() + seconds
         while len(states := self.answers(question)) < self._size and time.monotonic() < deadline:
             time.sleep(0.05)

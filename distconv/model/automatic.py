@@ -20,14 +20,14 @@ from distconv.model.choosing import (
     Question,
     ask,
     environment_of_settings,
+    on_all_ranks,
     one_line,
     ranks_here,
-    told_to_all,
 )
 from distconv.model.strategy import Strategy
 from distconv.tensors.mesh import MeshToChoose, make_mesh
 from distconv.tensors.mesh_options import channel_algorithms
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 
 def choose(
@@ -58,11 +58,11 @@ def choose(
             return ask(question, **environment_of_settings(algorithm))
 
     try:
-        answer = told_to_all(asking)
+        answer = on_all_ranks(asking)
     except NothingChosen as error:
         raise ValueError(f"strategy 'auto': {error}") from None
     if dist.get_rank() == 0:
-        tell(f"distconv: strategy auto: {answer.told}")
+        print_line(f"distconv: strategy auto: {answer.sentence}")
     strategy = Strategy.parse(answer.strategy, size)
     outer = strategy.layers[-1][1]
     if known is None:

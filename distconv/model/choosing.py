@@ -63,11 +63,11 @@ class Answer:
 
     Attributes:
         strategy: {pattern of layer names: partition}; the last pattern is ``*``.
-        told: the choice in one line for people.
+        sentence: the choice in one line for people.
     """
 
     strategy: Mapping[str, str]
-    told: str
+    sentence: str
 
 
 def ask(question: Question, **environment: str) -> Answer:
@@ -106,7 +106,7 @@ def environment_of_settings(channel_algorithm: str | None = None) -> dict[str, s
     return {settings.SETTINGS[name].variable: value for name, value in values.items() if value is not None}
 
 
-def told_to_all(asking: Callable[[], Answer]) -> Answer:
+def on_all_ranks(asking: Callable[[], Answer]) -> Answer:
     """The first rank's answer, on every rank of the job; all call it together.
 
     Raises:
@@ -114,17 +114,17 @@ def told_to_all(asking: Callable[[], Answer]) -> Answer:
     """
     import torch.distributed as dist
 
-    told: list[Answer | NothingChosen | None] = [None]
+    box: list[Answer | NothingChosen | None] = [None]
     if dist.get_rank() == 0:
         try:
-            told[0] = asking()
+            box[0] = asking()
         except Exception as error:
-            told[0] = error if isinstance(error, NothingChosen) else NothingChosen(one_line(error))
+            box[0] = error if isinstance(error, NothingChosen) else NothingChosen(one_line(error))
     if dist.get_world_size() > 1:
-        dist.broadcast_object_list(told, 0)
-    answer = told[0]
+        dist.broadcast_object_list(box, 0)
+    answer = box[0]
     if not isinstance(answer, Answer):
-        raise answer or NothingChosen("the first rank has told nothing")
+        raise answer or NothingChosen("the first rank has answered nothing")
     return answer
 
 

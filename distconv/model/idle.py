@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.settings.partition import AXES, Kind, nested_ownership
-from mucudnn.process.warning import tell, warn
+from mucudnn.process.warning import print_line, warn
 
 _told: set[str] = set()
 
@@ -76,7 +76,7 @@ def tell_idle(model: str, mesh: DeviceMesh, inputs: Sequence[Tensor]) -> None:
             partition, ranks = ",".join(f"{name}={size}" for name, size in axes), mesh.size()
             told = f"under {partition} only {working} of {ranks} ranks hold a part of it, and the others idle"
             advice = "give an axis at most as many ranks as there are samples, or rows"
-            tell(f"distconv: {model} is called with {tuple(x.shape)}: {told}; {advice}")
+            print_line(f"distconv: {model} is called with {tuple(x.shape)}: {told}; {advice}")
 
 
 @functools.lru_cache(maxsize=1024)

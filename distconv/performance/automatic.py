@@ -241,7 +241,7 @@ def main(question: str, output: str) -> int:
     asked = json.loads(question)
     try:
         choice = answer(Question(**{**asked, "arguments": tuple(asked["arguments"])}), Kept(kept_here()))
-        found = {"strategy": dict(choice.strategy), "told": str(choice)}
+        found = {"strategy": dict(choice.strategy), "sentence": str(choice)}
     except (program.NotFound, NothingChosen, ValueError) as error:
         found = {"refusal": " ".join(str(error).split())}
     except Exception as error:  # a fault of the performance model, which must not cost the user more than a line

@@ -123,4 +123,4 @@ def report_whole_read(why: str, read: Iterable[object]) -> None:
     if (place, why) not in _reported and (worker is None or worker.id == 0):
         _reported.add((place, why))
         source = next((f" of {source}" for source in read), "")
-        warning.tell(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it")
+        warning.print_line(f"distconv: {place}: {why} needs the whole{source}: every rank reads all of it")

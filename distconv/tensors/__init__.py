@@ -1,1 +1,1 @@
-"""Distributed tensors: their mesh, their layout on it, what an error says of them, and when they are gathered."""
+"""Distributed tensors: their mesh and layout, the errors about them, and the gathers of a script."""

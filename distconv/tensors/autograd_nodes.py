@@ -1,4 +1,4 @@
-"""Kinds of distconv's autograd functions, told by their classes: a program may give its own the same names."""
+"""Kinds of distconv's autograd functions, known by their classes: a program may give its own the same names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ F = TypeVar("F", bound=type[torch.autograd.Function])
 
 
 class Kind:
-    """Some classes of autograd functions. It is the decorator that adds a class, and tells nodes of those classes."""
+    """A set of autograd functions: a decorator adds a class to it, and it recognizes the nodes of its classes."""
 
     def __init__(self) -> None:
         self._nodes: set[type] = set()
@@ -25,13 +25,13 @@ class Kind:
 
 
 PARAMETER_USES = Kind()
-"""What takes a parameter's gradient."""
+"""The functions that take a parameter's gradient."""
 
 PARAMETER_VIEWS = Kind()
-"""What may lie between a parameter and its use, besides torch's own views."""
+"""The functions that may come between a parameter and its use, besides torch's own views."""
 
 LAYOUT_CHANGES = Kind()
-"""What makes a DTensor of the same values: no operator of the program."""
+"""The functions that make a DTensor of the same values in another layout: no operators of the program."""
 
 GIVEN_RESULTS = Kind()
-"""What makes of a model's result the tensor that a script is given."""
+"""The functions that make the tensor that a script gets from a model's result."""

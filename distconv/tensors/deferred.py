@@ -1,4 +1,4 @@
-"""Deferred: a large plain tensor, such as an attention mask of positions, of which only parts that are read are made.
+"""A large plain tensor, such as an attention mask of positions, of which only the parts that are read are computed.
 
 A model makes such a mask of small tensors: it compares each position with each, and computes on from there. What it
 computes is noted, and the result has a shape and a type, but no elements. A rank that reads its rows of the result
@@ -58,7 +58,7 @@ class Deferred(Tensor):
     _is_settled: bool
     """Whether it, and all that was computed from it, has been made: it may be changed."""
     _users: weakref.WeakSet[Deferred]
-    """What is computed from it."""
+    """The tensors that are computed from it."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -175,7 +175,7 @@ def computed(x: Tensor | None) -> Tensor | None:
 
 
 def begins(x: Any, other: Any) -> bool:
-    """Whether the comparison of two values is a large table of what small plain tensors hold."""
+    """Whether the comparison of two small plain tensors makes a large table."""
     if not all(type(value) in (Tensor, FakeTensor) for value in (x, other)):
         return False
     if x.numel() * other.numel() < LEAST:

@@ -43,7 +43,7 @@ def wrap_strided(
     strides: Sequence[int],
     requires_grad: bool = False,
 ) -> DTensor:
-    """As ``wrap``, but ``local`` stays as it is, gaps and repeated elements included. ``strides``: of the whole."""
+    """Does as ``wrap``, but keeps the gaps and repeated elements of ``local``. ``strides``: of the whole."""
     return _dtensor(local, _spec(mesh, tuple(placements), tuple(shape), tuple(strides), local.dtype), requires_grad)
 
 

@@ -1,7 +1,7 @@
 """Plain tensors beside DTensors: distconv's DTensors treat them as replicated, a program's own as the program wants.
 
-torch has one switch for this, which belongs to a thread and holds for all DTensors; operators without a rule read it in
-C++. Once a thread uses distconv, its switch stays on. The program's own setting is kept here, and applies while an
+torch has one switch for this, which belongs to a thread and applies to all DTensors; C++ reads it for operators without
+a rule. Once a thread uses distconv, its switch stays on. The program's own setting is kept here, and applies while an
 operator runs on the program's own DTensors.
 """
 
@@ -21,7 +21,7 @@ class _Thread(threading.local):
     ours = False
     """Whether the switch is kept on for distconv."""
     program = False
-    """What the program has set it to, as with `torch.distributed.tensor.experimental.implicit_replication`."""
+    """The value that the program has set, as with `torch.distributed.tensor.experimental.implicit_replication`."""
 
 
 _thread = _Thread()

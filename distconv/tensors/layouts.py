@@ -1,4 +1,4 @@
-"""Layouts: which rank owns which interval of which dim of a tensor."""
+"""Layouts of tensors: the interval of each dim that each rank owns."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def box_at(
 
 
 def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """The layout of a tensor that every rank holds whole."""
+    """The placements of a tensor that every rank has whole."""
     return (Replicate(),) * mesh.ndim
 
 
 def has_partial(placements: Sequence[Placement]) -> bool:
-    """Whether the ranks along some axis hold partial sums."""
+    """Whether some placement is a partial sum."""
     # Every operator asks, and a loop takes half the time of any().
     for placement in placements:  # noqa: SIM110
         if placement.is_partial():
@@ -99,8 +99,8 @@ def added_up(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     return tuple(Replicate() if placement.is_partial() else placement for placement in placements)
 
 
-def lying(x: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """The layout of a tensor on a mesh once its partial sums are added; every rank has a plain one whole."""
+def placements_on(x: Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The placements of a tensor on a mesh once its partial sums are added; a plain tensor is replicated."""
     return added_up(x.placements) if isinstance(x, DTensor) else replicated(mesh)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Placement
 from distconv.tensors.layouts import dim_axes, owners
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dims."""
+"""The channels-last memory formats by the number of dims."""
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
@@ -24,7 +24,7 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def shows_memory_format(mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> bool:
-    """Whether every rank can tell from its own shard that the whole tensor is channels_last; the same on all ranks.
+    """Whether the strides of every rank's shard show that the whole tensor is channels_last; the same on all ranks.
 
     Shards that are empty, of one channel or of one pixel have the strides of both formats.
     """

@@ -177,8 +177,8 @@ def placements(mesh: DeviceMesh, ndim: int, beside: int = 0) -> tuple[Placement,
     One that comes with tensors of up to ``beside`` dims is replicated along spatial axes that only these have.
 
     Tensors without spatial dims (fewer than 3 dims) are replicated along the spatial axes, those without channels along
-    the channel axes too, scalars along all. Along an axis of one rank every tensor is replicated, so that no rule meets
-    a shard that is none.
+    the channel axes too, scalars along all. Along an axis of one rank every tensor is replicated, so that no rule gets
+    a ``Shard`` that cuts nothing.
     ValueError for a spatial axis of more than one rank that 3-dim or larger tensors of this size do not have.
     """
     return _placements(tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape), ndim, beside)
@@ -188,7 +188,7 @@ PARTLY = (
     "; or a strategy that gives {name} only to the modules whose data have it, such as"
     ' [layers] "backbone" = "{name}={size}" and "*" = "{other}={size}"'
 )
-"""What is accepted for a model that first computes data without the dim, as of points in space."""
+"""The accepted strategy for a model that first computes data without the dim, such as points in space."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,7 +15,7 @@ channel_algorithms: dict[DeviceMesh, str] = {}
 
 
 uncompared: set[DeviceMesh] = set()
-"""Those of parts in turn: parts have checks of their own."""
+"""The meshes of parts in turn, which are compared elsewhere."""
 
 
 def is_compared(mesh: DeviceMesh) -> bool:

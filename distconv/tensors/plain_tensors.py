@@ -1,4 +1,4 @@
-"""Plain tensors beside distributed ones: operators get them without their subclass, and watchers are told of them."""
+"""Plain tensors beside distributed ones: operators get them without their subclass, and watchers are called."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def _entered(func: Any, args: Sequence[Any], mesh: DeviceMesh) -> Sequence[Any]:
         if not isinstance(x, Tensor) or isinstance(x, DTensor):
             return x
         if x.requires_grad and torch.is_grad_enabled():
-            for tell in differentiated:
-                tell(x)
+            for notify in differentiated:
+                notify(x)
         x = plain(x)
         dense = x.layout == torch.strided
         if shown and dense and index >= first and x.dim() and type(x) in (Tensor, nn.Parameter, Deferred):

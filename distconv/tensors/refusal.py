@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 Operand = tuple[tuple[int, ...], Sequence[Placement], DeviceMesh]
-"""A distributed tensor as an error tells of it: the shape of the whole, and how it lies."""
+"""A distributed tensor in an error: the shape of the whole, its placements and its mesh."""
 
 
 class UnsupportedOperation(NotImplementedError):
@@ -19,7 +19,7 @@ class UnsupportedOperation(NotImplementedError):
 
     ``operator`` is its name, ``why`` the reason, ``operands`` the shapes of its whole distributed tensors with their
     layouts in words, ``line`` the line of the program that asked for it; empty where they are not known.
-    ``whole_helps`` tells whether the operator can run on whole tensors instead.
+    ``whole_helps`` is whether the operator can run on whole tensors instead.
     """
 
     operator = ""
@@ -53,8 +53,8 @@ def complete(
     error.operator, error.why = str(func), why if mesh is None else placements_in_words(why, mesh)
     error.operands = tuple((shape, in_words(placements, own)) for shape, placements, own in operands)
     error.line = line()
-    told = "; ".join(dict.fromkeys(f"{shape} {words}" for shape, words in error.operands))
-    parts = [f"{error.operator}: {error.why}", f"operands: {told}" if told else "", error.line]
+    given = "; ".join(dict.fromkeys(f"{shape} {words}" for shape, words in error.operands))
+    parts = [f"{error.operator}: {error.why}", f"operands: {given}" if given else "", error.line]
     if not _SAYS_WHAT_TO_DO.search(error.why):
         parts.append(ADVICE)
     error.args = ("; ".join(part for part in parts if part).replace("\n", " "),)
@@ -88,7 +88,7 @@ _DIM = re.compile(r"dim=(-?\d+)")
 
 
 def placements_in_words(text: str, mesh: DeviceMesh) -> str:
-    """A reason in which torch's names of placements stand as people say them."""
+    """A reason with torch's names of placements replaced by words."""
 
     def said(match: re.Match[str]) -> str:
         return in_words([_placement(each) for each in _PLACEMENT.findall(match[0])], mesh)
@@ -97,6 +97,6 @@ def placements_in_words(text: str, mesh: DeviceMesh) -> str:
 
 
 def _placement(text: str) -> Placement:
-    """What torch prints so, as far as words tell it."""
+    """The placement that torch prints as ``text``, as far as `in_words` needs it."""
     dim = _DIM.search(text)
     return Shard(int(dim[1])) if dim else Replicate() if text.startswith("Replicate") else Partial()

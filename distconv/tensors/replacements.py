@@ -1,4 +1,4 @@
-"""What distconv puts in the place of attributes of torch, one list of it all: `put_back` undoes it.
+"""Replaces attributes of torch, and keeps one list of all replacements: `put_back` undoes them.
 
 docs/replaced.md says of each what it is for.
 """
@@ -16,7 +16,7 @@ from mucudnn.process.at_fork import renewed
 F = TypeVar("F", bound=Callable[..., Any])
 
 INHERITED = object()
-"""In the place of an attribute that its owner does not have itself."""
+"""The value in the list for an attribute that its owner inherits."""
 
 _one_at_a_time = renewed(threading.RLock())
 _undo: list[Callable[[], object]] = []
@@ -61,7 +61,7 @@ def once(function: F) -> F:
 
 
 def until_put_back(function: F) -> F:
-    """As `once`; and it runs once more after all was put back."""
+    """Makes the function run once, and once more after all was put back."""
 
     @once
     @functools.wraps(function)
@@ -73,7 +73,7 @@ def until_put_back(function: F) -> F:
 
 
 def when_put_back(undo: Callable[[], object]) -> None:
-    """What is to be called then, too: the last one first."""
+    """Has ``undo`` called when all is put back; the last one is called first."""
     _undo.append(undo)
 
 

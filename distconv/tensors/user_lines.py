@@ -1,6 +1,6 @@
-"""Lines of the program, for errors: where an operator was asked for, also that of the forward of a backward.
+"""Finds the line of the program that called an operator, for errors; for backward, the line of its forward.
 
-An operator of backward is asked for by autograd, where no line of the program stands on the stack. So while a model is
+An operator of backward is called by autograd, where no line of the program is on the stack. So while a model is
 called with inputs of shapes that it has not had before, the line of each operator is kept by the number that autograd
 gives to the next node of its graph. Refusals are decided by shapes: later calls of the same shapes keep nothing.
 """
@@ -36,7 +36,7 @@ _CALLS = (os.path.join(_DISTCONV, "model", "calls.py"), os.path.join(_TORCH, "nn
 _MAKERS = tuple(
     os.path.join(_DISTCONV, *path) for path in (("model", "new_tensors.py"), ("job", "unwritten_memory.py"))
 )
-"""Where torch's functions that make a tensor are replaced."""
+"""The files in which torch's functions that make a tensor are replaced."""
 
 NEAR = 8
 """For an operator that no rule saw, the line of one is shown that ran at most so many nodes before."""
@@ -63,13 +63,13 @@ def asked_for() -> str:
     what = f"in the backward ({node.name()})" if node is not None else "in the backward"
     forward = _forward_line(node._sequence_nr()) if node is not None else None
     if forward is not None:
-        return f"{what} of what stands {forward}"
+        return f"{what} of the operator {forward}"
     line = _line(sys._getframe(1))
     return f"{what} called at {line}" if line else what
 
 
 def is_asked_by_program() -> bool:
-    """Whether a new tensor is asked for by the program, and not by torch or distconv, which know how theirs lie."""
+    """Whether the program makes a new tensor, and not torch or distconv, which know the layouts of their own."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename in _MAKERS and frame.f_back is not None:
         frame = frame.f_back
@@ -97,7 +97,7 @@ def is_new(model: nn.Module, shapes: Any) -> bool:
 
 
 def _forward_line(number: int) -> str | None:
-    """Where the operator was asked for whose node has this number: what made it saw the next number."""
+    """The line of the operator whose node has this number; the line was kept under the next number."""
     if number + 1 in _kept:
         return f"at {_kept[number + 1]}"
     numbers = sorted(_kept)
@@ -146,7 +146,7 @@ def line_of(error: BaseException, *, own: bool = False) -> str:
     found = ""
     for frame, number in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
-        is_packages = file.startswith(_PACKAGES) or not os.path.isabs(file)  # compiled modules tell no whole path
+        is_packages = file.startswith(_PACKAGES) or not os.path.isabs(file)  # compiled modules have no absolute path
         if not file.startswith(_NOT_THE_PROGRAMS) and not (own and is_packages):
             found = f"{_shown(file)}:{number}"
     return found

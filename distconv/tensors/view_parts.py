@@ -1,4 +1,4 @@
-"""Which part of a tensor a part of its view is made of, and how."""
+"""Finds the part of a tensor from which a part of its view is made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 def aligned(box: Box, shape: Sequence[int]) -> Box:
-    """What a part of a result reads of an operand that broadcasts to it."""
+    """The part of an operand that broadcasts to a part of the result."""
     inner = box[len(box) - len(shape) :]
     return tuple((0, 1) if n == 1 else interval for n, interval in zip(shape, inner, strict=True))
 
@@ -66,7 +66,7 @@ def _transposed(box: Box, x: Any, first: int, second: int) -> Sourced:
 
 
 def _viewed(box: Box, x: Any, size: Sequence[int]) -> Sourced | None:
-    """Where the last dims stay; the others are read whole."""
+    """The part that a view reads if its last dims are those of x; the other dims are read whole."""
     count = math.prod(x.shape)
     if not count:
         return None
@@ -98,4 +98,4 @@ SOURCES: dict[Any, Callable[..., Sourced | None]] = {
     aten.view.default: _viewed,
     torch.ops.aten._unsafe_view.default: _viewed,
 }
-"""By operator that makes a view: how a part of it is made."""
+"""The functions that find a part, by the operator that makes the view."""

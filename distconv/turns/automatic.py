@@ -18,7 +18,7 @@ from distconv.settings.partition import AXES, Kind, Partition
 from distconv.tensors.gathering.memory import free_here
 from distconv.turns.choosing import Choice, choose
 from distconv.turns.following import Followed, follow, kind_of
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 from mucudnn.timing.progress import bar
 
@@ -34,7 +34,7 @@ def spare(device_type: str) -> int:
     """The limit of memory where none is named, told once, when it is first asked for."""
     free = free_here(device_type)
     limit = int(SHARE * free)
-    tell(f"distconv: --parts auto without --memory: {format_bytes(limit)}, of {format_bytes(free)} that are free")
+    print_line(f"distconv: --parts auto without --memory: {format_bytes(limit)}, of {format_bytes(free)} that are free")
     return limit
 
 
@@ -89,7 +89,7 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
 
             device = next((p.device.type for p in module.parameters()), "cpu")
             choice = choose(alone, followed, extents_of(inputs), memory, chain_prices(device))
-        tell(f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}")
+        print_line(f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}")
         of_module[key] = choice
     return of_module[key]
 

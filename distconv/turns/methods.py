@@ -20,7 +20,7 @@ from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import replace
 from distconv.turns.random_numbers import RandomNumbers
 from mucudnn.process.substitution import substituted
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 NAMES = ("decode",)
 """An encode is not among them: it may give an object of its own, in which parts would remain."""
@@ -86,7 +86,7 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
                 numbers.hand_over()
                 _refused.setdefault(module, set()).add(name)
                 what = f"{type(module).__name__}.{name}"
-                tell(f"distconv: in turn: the modules of {what} run one by one: {error}")
+                print_line(f"distconv: in turn: the modules of {what} run one by one: {error}")
         return function(module, *args, **kwargs)
 
     setattr(method, _MARK, True)

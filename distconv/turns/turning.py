@@ -34,7 +34,7 @@ from distconv.turns.following import choose_chains
 from distconv.turns.methods import Turning, methods_of_new_modules, turn_methods
 from distconv.turns.parts import parts_of
 from distconv.turns.world import is_part
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -249,4 +249,4 @@ def _tell(module: nn.Module, what: str, why: str) -> None:
     key = type(module).__name__, what
     if key not in _told:
         _told.add(key)
-        tell(f"distconv: --parts: {key[0]} {what}: {why}")
+        print_line(f"distconv: --parts: {key[0]} {what}: {why}")

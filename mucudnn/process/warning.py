@@ -14,7 +14,7 @@ def warn(what: str, package: str = "mucudnn") -> None:
     warnings.warn_explicit(" ".join(what.split()), RuntimeWarning, filename=package, lineno=0, registry=_shown)
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Prints a line on stderr; a bar of tqdm that a program shows there is cleared meanwhile."""
     tqdm: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if tqdm is None or sys.stderr is None:

@@ -90,7 +90,7 @@ def test_a_refusal_in_backward_tells_the_line_of_its_forward(ranks: Callable[[in
     message = ranks(2).run(refusals)[0]["backward"]
     lines = Path(__file__).read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "the line that the refusal tells" in text)
-    assert re.search(rf"in the backward \(\w+\) of what stands at \S*test_refusals\.py:{line}\b", message), message
+    assert re.search(rf"in the backward \(\w+\) of the operator at \S*test_refusals\.py:{line}\b", message), message
 
 
 def shown() -> tuple[str, str]:

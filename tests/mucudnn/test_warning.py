@@ -7,7 +7,7 @@ import io
 import pytest
 from tqdm import tqdm
 
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 
 
 def test_a_line_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,6 +15,6 @@ def test_a_line_has_a_line_of_its_own_beside_a_bar(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("sys.stderr", shown)
     with tqdm(total=2) as bar:
         bar.update()
-        tell("a line")
+        print_line("a line")
         bar.update()
     assert "\ra line\n" in shown.getvalue() and "100%" in shown.getvalue()

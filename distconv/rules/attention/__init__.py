@@ -22,7 +22,7 @@ from distconv.rules.attention.rotation import rotation
 from distconv.rules.operands.own_parts import apply, brought, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.tensors.deferred import computed
-from distconv.tensors.layouts import dim_axes, find_layout, local_box, lying, owners
+from distconv.tensors.layouts import dim_axes, find_layout, local_box, owners, placements_on
 from distconv.transfer.redistribution import relaid
 
 
@@ -45,9 +45,9 @@ def attention(
     if dropout_p > 0:
         return _with_dropout(query, key, value, attn_mask, dropout_p, is_causal, scale)
     mesh, _ = find_layout(query, key, value, attn_mask)
-    plan = make_attention_plan(
-        mesh, *(None if x is None else Operand(tuple(x.shape), lying(x, mesh)) for x in (query, key, value, attn_mask))
-    )
+    given = (query, key, value, attn_mask)
+    operands = (None if x is None else Operand(tuple(x.shape), placements_on(x, mesh)) for x in given)
+    plan = make_attention_plan(mesh, *operands)
     tokens = Shard(query.dim() - 2)
     of_query, of_key = plan.query, plan.key
     shared = [axis for axis in range(mesh.ndim) if of_query[axis] == tokens and of_key[axis].is_replicate()]

@@ -30,7 +30,7 @@ from distconv.rules.convolution.plan import ConvolutionPlan, make_convolution_pl
 from distconv.rules.operands.channel_split import layer_input, parameter_layout
 from distconv.rules.operands.own_parts import apply, brought, wrapped
 from distconv.rules.registry import above_autograd
-from distconv.tensors.layouts import lying
+from distconv.tensors.layouts import placements_on
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange
 from mucudnn.convolution.geometry import Interval, length
@@ -150,7 +150,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any)
         tuple(placements),
         tuple(x.shape),
         tuple(weight.shape),
-        parameter_layout(mesh, lying(weight, mesh), placements),
+        parameter_layout(mesh, placements_on(weight, mesh), placements),
         channel_algorithm(mesh),
         (x.dtype, weight.dtype, None if bias is None else bias.dtype),
         *(tuple(each) if isinstance(each, list) else each for each in arguments),

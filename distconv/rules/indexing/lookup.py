@@ -25,7 +25,7 @@ from distconv.rules.operands.sums import all_reduce, towards_parameter
 from distconv.rules.whole import permit, whole_or_refused
 from distconv.rules.whole.plain_updates import whole_beside
 from distconv.tensors.dtensors import wrap
-from distconv.tensors.layouts import coordinate, find_layout, lying
+from distconv.tensors.layouts import coordinate, find_layout, placements_on
 from distconv.transfer.redistribution import moved
 
 Indices = Sequence[Tensor | None]
@@ -97,7 +97,7 @@ def _part_of(dims: range, extents: Sequence[int], result: Placements, shape: Seq
 
 def _beside(x: Tensor, mesh: DeviceMesh, counted: Sequence[int]) -> Placements | None:
     """The layout in which no counted dim of x is sharded; None without one."""
-    return layout_beside(mesh, lying(x, mesh), tuple(x.shape), frozenset(counted))
+    return layout_beside(mesh, placements_on(x, mesh), tuple(x.shape), frozenset(counted))
 
 
 WHOLE = "all of its dims that could be sharded are counted by indices"

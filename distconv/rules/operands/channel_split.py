@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from distconv.settings.channels import Block, ChannelMap, block, boxes, weight_dims
 from distconv.settings.partition import shards_channels
-from distconv.tensors.layouts import Layout, coordinate, input_layout, lying, owners
+from distconv.tensors.layouts import Layout, coordinate, input_layout, owners, placements_on
 from distconv.tensors.mesh_options import channel_algorithm
 from distconv.transfer.exchange import Exchange, exchange
 from distconv.transfer.needs import window
@@ -107,7 +107,7 @@ def split(
     A weight that is replicated along an axis is cut there by the mesh's algorithm, at no cost. A weight made of
     activations may be sharded as no block is, such as along its rows; then it is redistributed.
     """
-    return make_split(mesh, tuple(placements), layer, lying(weight, mesh), inner, channel_algorithm(mesh))
+    return make_split(mesh, tuple(placements), layer, placements_on(weight, mesh), inner, channel_algorithm(mesh))
 
 
 @planned(4096)

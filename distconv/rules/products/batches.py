@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from distconv.rules.operands import moving
 from distconv.rules.operands.own_parts import Added, apply, brought, carried, wrapped
 from distconv.rules.registry import above_autograd, rule
-from distconv.tensors.layouts import find_layout, lying
+from distconv.tensors.layouts import find_layout, placements_on
 from distconv.transfer.route import Transfer
 from distconv.transfer.tracing import planned
 from distconv.transfer.unsharding import unsharding
@@ -143,7 +143,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if not isinstance(a, DTensor) and not isinstance(b, DTensor):  # beside a sharded tensor that is added
         return torch.matmul(a, b)
     mesh, _ = find_layout(a, b)
-    plan = make_product_plan(mesh, lying(a, mesh), tuple(a.shape), lying(b, mesh), tuple(b.shape))
+    plan = make_product_plan(mesh, placements_on(a, mesh), tuple(a.shape), placements_on(b, mesh), tuple(b.shape))
     parts, transfers = [], []
     for x, (before, during) in ((a, plan.first), (b, plan.second)):
         # Where each rank makes its own part of the product, of what all have alike, gradients are to be added.

@@ -19,15 +19,15 @@ from distconv.rules.operands.layouts import layout_beside
 from distconv.rules.operands.own_parts import brought, wrapped
 from distconv.rules.registry import above_autograd
 from distconv.rules.schemas import operator
-from distconv.tensors.layouts import find_layout, lying, owners
+from distconv.tensors.layouts import find_layout, owners, placements_on
 from distconv.transfer.redistribution import relaid
 
 
 def _by_samples(mesh: DeviceMesh, x: Tensor, batch: int) -> tuple[Placement, ...]:
     """The layout of x in which only samples are sharded, and every rank has one at least."""
-    found = layout_beside(mesh, lying(x, mesh), tuple(x.shape), frozenset(range(x.dim())) - {batch})
+    found = layout_beside(mesh, placements_on(x, mesh), tuple(x.shape), frozenset(range(x.dim())) - {batch})
     if found is None:
-        found = tuple(p if p == Shard(batch) else Replicate() for p in lying(x, mesh))
+        found = tuple(p if p == Shard(batch) else Replicate() for p in placements_on(x, mesh))
     axes = [axis for axis, p in enumerate(found) if p.is_shard()]
     if not all(stop > start for start, stop in owners(mesh, axes, x.shape[batch])):
         found = (Replicate(),) * mesh.ndim
@@ -50,7 +50,7 @@ def _recurrent(name: str, x: Tensor, hx: Any, params: Sequence[Tensor], *setting
     y, *last = operator(name)(own, states if isinstance(hx, list) else states[0], weights, *settings)
     shape = (*x.shape[:2], y.shape[2])
     whole = [wrapped(h, mesh, of_states, (h.shape[0], x.shape[batch], h.shape[2])) for h in last]
-    return relaid(wrapped(y, mesh, of_x, shape), mesh, lying(x, mesh)), *whole
+    return relaid(wrapped(y, mesh, of_x, shape), mesh, placements_on(x, mesh)), *whole
 
 
 for _name in ("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input"):

@@ -23,7 +23,7 @@ from distconv.rules.operands.own_parts import apply, brought, wrapped
 from distconv.rules.operands.sums import precise
 from distconv.rules.registry import above_autograd
 from distconv.rules.whole import permit
-from distconv.tensors.layouts import dim_axes, find_layout, lying, owners, replicated
+from distconv.tensors.layouts import dim_axes, find_layout, owners, placements_on, replicated
 from distconv.transfer.exchange import Exchange, Exchanges, exchange
 from distconv.transfer.needs import window
 from distconv.transfer.tracing import planned
@@ -231,7 +231,7 @@ def sample(x: Tensor, grid: Tensor, mode: int, padding: int, align: bool) -> Ten
         return wrapped(whole, mesh, replicated(mesh), whole.shape)
     if grid.shape[0] != x.shape[0] or grid.dim() != x.dim() or grid.shape[-1] != x.dim() - 2:
         raise RuntimeError(f"{func}: an input {tuple(x.shape)} with a grid {tuple(grid.shape)}")
-    plan = sampling_plan(mesh, lying(x, mesh), lying(grid, mesh), x.shape[0], x.dim() - 2)
+    plan = sampling_plan(mesh, placements_on(x, mesh), placements_on(grid, mesh), x.shape[0], x.dim() - 2)
     work = Sampling(_blocks(mesh, plan.x, tuple(x.shape)), x.shape[2:], options)
     own_x, own_grid = brought(x, mesh, plan.x, plan.alike()), brought(grid, mesh, plan.grid, plan.of_channels())
     result = apply(_Sampled, own_x, own_grid, work)

@@ -1,1 +1,1 @@
-"""Gathering for a script: where it is allowed, whether the result fits into memory, and how much was gathered."""
+"""Gathers whole tensors for a script where that is allowed and they fit into memory, and counts the bytes."""

@@ -1,4 +1,4 @@
-"""Whether an operator belongs to a model's call, where nothing large is gathered, or to the script around it.
+"""Decides whether an operator belongs to a model's call, where nothing large is gathered, or to the script around it.
 
 A backward operator belongs where its forward was: autograd numbers the nodes of its graph in the order in which they
 are made, so the first and the last number identify a call.

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distconv.tensors.gathering.memory import free_everywhere
 from distconv.tensors.refusal import UnsupportedOperation, refuse
 from distconv.tensors.user_lines import asked_for
-from mucudnn.process.warning import tell
+from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
 
 MUCH = 16 << 20
@@ -31,17 +31,17 @@ class Record:
 
     def __init__(self) -> None:
         self.places: Counter[tuple[str, str]] = Counter()
-        """By line of the script and operator there: the bytes that each rank has received or held for it, in all."""
+        """All bytes that each rank has received or kept, by line of the script and its operator."""
         self.steps = 0
         """Steps that optimizers have taken."""
 
     def add(self, operator: str, size: int) -> None:
-        """Count bytes that are gathered for an operator. Tell of the line if they are many and are its first."""
+        """Counts bytes that are gathered for an operator; prints a warning the first time a line gathers many."""
         line = asked_for()
         is_known = (line, operator) in self.places
         self.places[line, operator] += size
         if size > MUCH and not is_known and dist.get_rank() == 0:
-            tell(
+            print_line(
                 f"distconv: {operator} {line} needs whole tensors: {format_bytes(size)} are gathered on every rank each"
                 f" time; {advice(operator)}",
             )
@@ -59,23 +59,23 @@ class Record:
         each = [f"{format_bytes(total / self.steps)} a step" if self.steps else f"{format_bytes(total)} in all"]
         each = each * bool(total) + [f"{format_bytes(saved)} for checkpoints"] * bool(saved)
         most = self.places.most_common(MOST_PLACES)
-        told = ", ".join(f"{format_bytes(size)} {line} ({operator})" for (line, operator), size in most)
+        lines = ", ".join(f"{format_bytes(size)} {line} ({operator})" for (line, operator), size in most)
         more = f", and at {len(self.places) - MOST_PLACES} more lines" if len(self.places) > MOST_PLACES else ""
-        return f"outside models every rank gathered {' and '.join(each)}; in all {told}{more}"
+        return f"outside models every rank gathered {' and '.join(each)}; in all {lines}{more}"
 
 
 record = Record()
-"""That of this process."""
+"""The record of this process."""
 
 
 def admit(func: object, size: int, mesh: DeviceMesh) -> None:
     """Count a gather for an operator of the script, of tensors that take ``size`` bytes whole.
 
-    Collective where they are large. UnsupportedOperation, alike on every rank, where some rank lacks the memory.
+    Collective where they are large. UnsupportedOperation, the same on every rank, where some rank lacks the memory.
     """
     if size > CERTAIN:
         free = free_everywhere(mesh)
-        # The tensors and what is computed from them are held at once.
+        # The tensors and the result that is computed from them are in memory at once.
         if 2 * size > free:
             error: UnsupportedOperation = refuse(
                 func,
@@ -88,7 +88,7 @@ def admit(func: object, size: int, mesh: DeviceMesh) -> None:
 
 
 def advice(operator: str) -> str:
-    """How a script may do without whole tensors."""
+    """A clause with a way to do without whole tensors."""
     if any(name in operator for name in ("index", "masked", "nonzero")):
         return "torch.where, or a product with the mask, computes on shards"
     return "a tensor that is reduced first (mean, argmax, one sample) is smaller"
