@@ -96,7 +96,7 @@ def measured(way: str, partition: str, name: str, halo: str, calls: int) -> dict
         with torch.no_grad():
             model(x)
             moved = (
-                (lambda: ACCOUNT.sent) if way == "ranks" else (lambda: parts_of(read(partition), "cpu").meetings.moved)
+                (lambda: ACCOUNT.sent) if way == "ranks" else (lambda: parts_of(read(partition), "cpu").pending.moved)
             )
             Route.send = counted  # type: ignore[method-assign]
             before = moved()

@@ -1,4 +1,4 @@
-"""The parts of a call where nobody named them: chosen and told at the first call with inputs of such shapes."""
+"""Chooses the parts of a call where none are named, and reports them at the first call with inputs of such shapes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _chosen: weakref.WeakKeyDictionary[nn.Module, dict[Any, Choice]] = weakref.WeakK
 
 
 SHARE = 0.8
-"""Of the memory that a device has free, what parts may take where no limit is named; the rest is for results."""
+"""The share of a device's free memory that parts may take where no limit is named; the rest is for results."""
 
 
 @functools.cache
 def spare(device_type: str) -> int:
-    """The limit of memory where none is named, told once, when it is first asked for."""
+    """The limit of memory where none is named; it is printed once, when it is first asked for."""
     free = free_here(device_type)
     limit = int(SHARE * free)
     print_line(f"distconv: --parts auto without --memory: {format_bytes(limit)}, of {format_bytes(free)} that are free")
@@ -39,7 +39,7 @@ def spare(device_type: str) -> int:
 
 
 def extents_of(inputs: Sequence[Tensor]) -> dict[str, int]:
-    """By axis, the extents that can be cut of the input of the most dims, of these the largest."""
+    """The extents that can be cut, by axis, of the largest input among those with the most dims."""
     x = max(inputs, key=lambda each: (each.dim(), each.numel()), default=torch.empty(()))
     dims = {axis.name: axis.dim_of(x.dim()) for axis in AXES.values() if axis.kind is not Kind.CHANNELS}
     return {name: x.shape[dim] for name, dim in dims.items() if dim is not None and x.shape[dim] > 1}
@@ -58,7 +58,7 @@ def in_chains(chained: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def chain_prices(device: str) -> Prices | None:
-    """What decides on chains where they are chosen; None, where the job's setting has chains anyway."""
+    """The prices that decide on chains; None, where the job's setting has chains anyway."""
     return None if settings.value("halo") else prices_of(device)
 
 
@@ -89,13 +89,13 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
 
             device = next((p.device.type for p in module.parameters()), "cpu")
             choice = choose(alone, followed, extents_of(inputs), memory, chain_prices(device))
-        print_line(f"distconv: --parts auto: {told(type(module).__name__, choice, alone, memory)}")
+        print_line(f"distconv: --parts auto: {in_one_line(type(module).__name__, choice, alone, memory)}")
         of_module[key] = choice
     return of_module[key]
 
 
-def told(name: str, choice: Choice, alone: Followed, memory: int) -> str:
-    """What was chosen, in one line."""
+def in_one_line(name: str, choice: Choice, alone: Followed, memory: int) -> str:
+    """The choice in one line."""
     taken = choice.taken
     if choice.partition is None and choice.fits:
         return f"{name} runs whole, and takes at most {format_bytes(alone.peak)}"
@@ -108,6 +108,6 @@ def told(name: str, choice: Choice, alone: Followed, memory: int) -> str:
 
 
 def exceeded(choice: Choice, memory: int) -> str:
-    """A clause that tells that no parts keep within the limit."""
+    """A clause that says that no parts keep within the limit."""
     besides = format_bytes(choice.taken.whole + choice.taken.results)
     return f"no parts keep within {format_bytes(memory)} besides {besides} of parameters, inputs and results"

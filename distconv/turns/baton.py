@@ -1,4 +1,4 @@
-"""The baton: of several threads one computes at a time, in an order that does not depend on timing.
+"""The baton: lets one of several threads compute at a time, in an order that does not depend on timing.
 
 Who waits for what another part has not done yet passes it on to the part that ran last among those that can go on. So
 the order turns round at every exchange, and what was computed last is used first.
@@ -19,8 +19,8 @@ class Disagreement(RuntimeError):
 
 
 Outside = Callable[[bool, BaseException | None], tuple[bool, BaseException | None]]
-"""What is done when no part here can go on, or all have ended: it is told whether some wait, and why they are to end.
-It gives whether nothing more comes from outside, and why all parts are to end, if they are.
+"""Called when no part here can go on, or all have ended: with whether some wait, and why they are to end. It returns
+whether nothing more comes from outside, and why all parts are to end, if they are.
 """
 
 
@@ -85,7 +85,7 @@ class Baton:
         return is_over
 
     def start(self, part: int) -> None:
-        """What a part's thread calls first: returns when the baton comes for the first time."""
+        """Called first by a part's thread: returns when the baton comes for the first time."""
         self._gates[part].acquire()
 
     def wait(self, part: int, is_ready: Callable[[], bool], what: str) -> None:
@@ -105,7 +105,7 @@ class Baton:
             self._gates[part].acquire()
 
     def end(self, part: int, error: BaseException | None) -> None:
-        """What a part's thread calls last."""
+        """Called last by a part's thread."""
         if error is not None and self.failure is None and not isinstance(error, Abandoned):
             self.failure = error
         self._open.pop(part)

@@ -1,4 +1,4 @@
-"""A call of a model whose parts are computed in turn: it is given, and gives, plain whole tensors."""
+"""A call of a model whose parts are computed in turn: its arguments and results are plain whole tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def is_cut(parts: Parts, inputs: Sequence[Tensor]) -> bool:
 
 
 def call_in_turn(parts: Parts, memory: int | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What a module gives, computed part by part. Recorded by autograd as one function.
+    """The module's result, computed part by part. Autograd records one function.
 
     ``memory``: the most bytes of tensors of the parts on the device; what is more, leaves it meanwhile.
     """
@@ -91,11 +91,11 @@ class _Call:
         self._used: Sequence[int] = ()
         """The numbers of the inputs that results were computed from, as far as gradients are concerned."""
         self._sources: dict[Any, int] = {}
-        """By what the first part begins with in autograd's graph: the number of a tensor that the program has kept."""
+        """The number of a tensor that the program has kept, by the first part's source in autograd's graph."""
         self._given = len({id(x) for x in leaves})
         self._numbers = {id(x): number for number, x in enumerate(self._inputs)}
         self._gradients: list[dict[int, list[tuple[Tensor, Where]]]] = [{} for _ in range(parts.count)]
-        """By part: the gradients of the inputs; two of one that is both given and kept."""
+        """The gradients of the inputs, by part; two of an input that is both given and kept."""
         self._module_state = ModuleState(self._reach, parts.count, self._values.is_of_one, self._kept)
 
     @property
@@ -128,7 +128,7 @@ class _Call:
         return id(self.module), str(self.parts.partition), self.surroundings.grad, shapes
 
     def _run(self, work: Callable[[int], Any], surroundings: Surroundings, wholes: Wholes) -> list[Any]:
-        """What every part gives; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
+        """The parts' results; ``wholes`` are filled. Each part draws the caller's random numbers, which then go on
         behind the first part's.
         """
 
@@ -160,7 +160,7 @@ class _Call:
         return results
 
     def _dispute(self) -> UnsupportedOperation | None:
-        """What the parts have written to parameters becomes the caller's; the error where they do not agree."""
+        """Gives the caller the values that parts have written to parameters; returns the error where they differ."""
         name = type(self.module).__name__
         unseen, disputed = self._values.unseen(), self._values.disputed() or self._module_state.disputed()
         if unseen is None and disputed is None:

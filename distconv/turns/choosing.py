@@ -16,10 +16,10 @@ GAIN = 0.95
 """More parts are tried while they take at most this share of what fewer take: memory, or within the limit moves."""
 
 SLACK = 1.05
-"""What is held may exceed a limit by this factor: the limit does not count small tensors, which stay on the device."""
+"""Tensors may exceed a limit by this factor: the limit does not count small tensors, which stay on the device."""
 
 Follow = Callable[[Partition, bool], Followed]
-"""What a call takes under a partition; the second argument tells whether its layers are computed in chains."""
+"""The memory and moves of a call under a partition; the second argument is whether its layers compute in chains."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def choose(
 ) -> Choice:
     """The parts that keep a call within a limit, by what it takes under each of a few partitions.
 
-    One process is best, where it fits. Otherwise samples are cut, or else the longest dim of space that brings the
-    call within the limit. Of the numbers of parts that fit, the best one moves the fewest bytes off the device and
+    One process is best, where it fits. Otherwise samples are cut, or else the longest dim of space by which the call
+    fits the limit. Of the numbers of parts that fit, the best one moves the fewest bytes off the device and
     back, then the fewest between parts, and is the smallest. Where nothing fits, what exceeds the limit least is taken.
     Layers are computed in chains if that saves more seconds of moved bytes than it adds of repeated operations.
 
@@ -74,7 +74,7 @@ def choose(
 
 
 def _seconds(taken: Followed, prices: Prices) -> float:
-    """Of what differs with and without chains."""
+    """Seconds of the work that differs with and without chains."""
     return (taken.moved + taken.exchanged) * prices.brought + taken.operations * prices.operation
 
 
@@ -96,7 +96,7 @@ def _counts(extent: int) -> list[int]:
 
 
 def _climb(follow: Follow, ladder: list[Partition], memory: int) -> list[tuple[Partition, Followed]]:
-    """What the partitions of a list take, up to the first one that is as good as those behind it may be."""
+    """The partitions of a list with their costs, up to the first one on which later ones cannot improve."""
     found: list[tuple[Partition, Followed]] = []
     for partition in ladder:
         taken = follow(partition, False)
@@ -110,7 +110,7 @@ def _climb(follow: Follow, ladder: list[Partition], memory: int) -> list[tuple[P
 def _gains(fewer: Followed, more: Followed, memory: int) -> bool:
     """Whether more parts take so much less than fewer that even more may be better."""
     if not _fits(more, memory):
-        return more.held <= GAIN * fewer.held
+        return more.limited <= GAIN * fewer.limited
     return not _fits(fewer, memory) or more.moved <= GAIN * fewer.moved
 
 
@@ -120,7 +120,7 @@ def _fits(taken: Followed, memory: int) -> bool:
 
 def _over(taken: Followed, memory: int) -> int:
     """Bytes beyond the limit."""
-    return max(0, taken.held - int(SLACK * memory))
+    return max(0, taken.limited - int(SLACK * memory))
 
 
 def _cost(partition: Partition | None, taken: Followed, memory: int) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""What collectives make of the tensors of all members. ``here``: the members that are parts of this process."""
+"""Computes the results of collectives from the tensors of all members. ``here``: the members in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Given(NamedTuple):
-    """What a member has brought: tensors to read, tensors to write, and numbers such as a root or sizes."""
+    """The arguments of one member: tensors to read, tensors to write, and numbers such as a root or sizes."""
 
     inputs: Sequence[Tensor] = ()
     outputs: Sequence[Tensor] = ()

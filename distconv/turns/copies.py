@@ -26,7 +26,7 @@ class Copies:
         self.part, self._is_shared, self._enter = part, is_shared, enter
         self.originals: dict[int, Any] = {}
         self._made: dict[int, Any] = {}
-        """By the id of an original, its copy; both are kept, so that no id occurs again."""
+        """The copies by the id of the original; both are kept, so that no id occurs again."""
         self._kept: list[Any] = []
         self.begin()
 
@@ -37,7 +37,7 @@ class Copies:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def of(self, value: Any) -> Any:
-        """That of a value; the value itself where it is none that parts have copies of."""
+        """The copy of a value, or the value itself where parts share it."""
         kind = kind_of(value)
         if kind is Kind.CONTAINER:
             found = self.known.get(id(value))
@@ -90,7 +90,7 @@ class Copies:
 
 
 def _fill(made: Any, value: Any, copied: Callable[[Any], Any]) -> None:
-    """Puts the copies of what a container holds into another one."""
+    """Puts copies of a container's items into another one."""
     names = list(value) if isinstance(value, dict) else []
     items = [copied(item) for item in (value.values() if isinstance(value, dict) else value)]
     made.clear()

@@ -1,4 +1,4 @@
-"""What a call of a model in turn would take and move: it is followed by the shapes of tensors, and nothing is computed.
+"""Predicts the memory and the moves of a call in turn from the shapes of its tensors, without computing anything.
 
 The parts and what leaves the device are those of the call itself, of which only the numbers are left out.
 """
@@ -29,7 +29,7 @@ from distconv.tensors.deferred import Deferred
 from distconv.tensors.memory import Memory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
-from distconv.turns.group import Meetings
+from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, instead
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
@@ -47,7 +47,7 @@ _ATTENTION = {
 
 @dataclass(frozen=True)
 class Followed:
-    """What one call takes, with the backward of the sum of its results where that was asked for; in bytes.
+    """The memory and moves of one call, with the backward of the sum of its results where asked for; in bytes.
 
     Attributes:
         peak: the most of all tensors on the device, parameters, inputs and results included.
@@ -69,18 +69,18 @@ class Followed:
     operations: int = 0
 
     @property
-    def held(self) -> int:
-        """What a limit of the parts counts."""
+    def limited(self) -> int:
+        """The bytes that a limit of the parts counts."""
         return self.peak - self.whole - self.results
 
     @property
     def moved(self) -> int:
-        """What leaves the device and comes back, together."""
+        """The bytes that leave the device and come back, together."""
         return self.spilled + self.fetched
 
 
 def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """All that decides what a call of a module takes: one call of each kind is followed. The first item tells whether
+    """The kind of a module's call: calls of one kind take the same, so one is followed. The first item is whether
     autograd records the call.
     """
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*module.parameters(), *inputs))
@@ -90,7 +90,7 @@ def kind_of(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 _surveyed: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
-"""By module, the kinds of calls of which the links are known."""
+"""The kinds of calls of which the links are known, by module."""
 
 
 def choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
@@ -132,7 +132,7 @@ def follow(
     known: dict[int, Any] = {}
     for x in (*module.parameters(), *module.buffers(), *tree_leaves((args, kwargs))):
         if isinstance(x, Tensor) and id(x) not in known:
-            known[id(x)] = _alike(x, shapes)
+            known[id(x)] = _without_numbers(x, shapes)
     copied = copy.deepcopy(module, dict(known))
     share_choices(module, copied)
     args, kwargs = tree_map_only(Tensor, lambda x: known[id(x)], (args, kwargs))
@@ -140,33 +140,33 @@ def follow(
     whole = watch.memory.now
     is_whole = partition is None or (partition.ranks == 1 and ranks is None)
     parts = None if partition is None or is_whole else parts_of(partition, "cpu", imagined=ranks)
-    meetings = parts.meetings if parts else Meetings()
-    moved, sent = meetings.moved, meetings.sent
+    pending = parts.pending if parts else PendingCollectives()
+    moved, sent = pending.moved, pending.sent
     with _shapes_uncounted(pager), instead(pager), shapes_followed(), shapes, watch:
         y = call_in_turn(parts, memory, copied, args, kwargs) if parts else copied(*args, **kwargs)
         if backward:
             losses = [x.sum() for x in tree_leaves(y) if isinstance(x, Tensor) and x.requires_grad]
             if losses:
                 sum(losses).backward()  # type: ignore[union-attr]
-    moved, sent = meetings.moved - moved, meetings.sent - sent
+    moved, sent = pending.moved - moved, pending.sent - sent
     storages = [x.untyped_storage() for x in tree_leaves(y) if isinstance(x, Tensor)]
     results = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return Followed(watch.peak, whole, results, pager.written, pager.read, moved, sent, watch.operations)
 
 
-def _alike(x: Tensor, shapes: FakeTensorMode) -> Tensor:
-    """Without numbers, on a processor; a leaf for autograd, as a call in turn takes it."""
+def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
+    """A tensor of the same layout on a processor, without numbers; a leaf for autograd, as a call in turn takes it."""
     if x.device.type == "cpu":
         return shapes.from_tensor(x) if x.is_leaf else shapes.from_tensor(x.detach()).requires_grad_()
     with shapes:
-        alike = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if isinstance(x, nn.Parameter):
-        return nn.Parameter(alike, x.requires_grad)
-    return alike.requires_grad_(x.requires_grad)
+        return nn.Parameter(empty, x.requires_grad)
+    return empty.requires_grad_(x.requires_grad)
 
 
 class _Nowhere(Place):
-    """Where storages go that have no numbers."""
+    """The place of storages that have no numbers."""
 
     def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
         return 0

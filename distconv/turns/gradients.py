@@ -37,7 +37,7 @@ class Source(torch.autograd.Function):
 
 
 def anchor() -> Tensor:
-    """What makes autograd record what becomes of a source."""
+    """A tensor that makes autograd record the functions of a source."""
     return torch.zeros((), requires_grad=True)
 
 
@@ -88,7 +88,7 @@ class Totals:
     ) -> list[Tensor | None]:
         """The gradients of some parameters, which are then forgotten; None for one that has none.
 
-        ``release`` is told of each before it is read. Collective over ``ranks``, whose gradients are added up.
+        ``release`` is called with each before it is read. Collective over ``ranks``, whose gradients are added up.
         """
         found = [self._sums.pop(id(parameter), None) for parameter in parameters]
         for total in found:
@@ -117,8 +117,8 @@ def _of_all_ranks(
     for x in result:
         if x is not None:
             by_kind.setdefault((x.dtype, x.device), []).append(x)
-    for alike in by_kind.values():
-        for bucket in _buckets(alike):
+    for of_kind in by_kind.values():
+        for bucket in _buckets(of_kind):
             flat = all_reduced(torch.cat([x.reshape(-1) for x in bucket]), group)
             for x, total in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
                 x.copy_(total.view(x.shape))
@@ -142,7 +142,7 @@ class _Thread(threading.local):
 
 
 of_part = _Thread()
-"""Where the call that this thread is a part of adds up its gradients."""
+"""The sums of gradients of the call to which this thread belongs."""
 
 
 class SharedBucket(Bucket):

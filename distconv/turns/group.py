@@ -19,11 +19,11 @@ BACKEND = "in_turn"
 
 
 Key = tuple[tuple[int, ...], int]
-"""What the members of a group know it by: all of them, and how many groups of the same were made before."""
+"""The key of a group: its members, and how many groups of the same members were made before."""
 
 
-class Meetings:
-    """Where the parts meet: the baton, and the collectives of every group that not all members have come to.
+class PendingCollectives:
+    """The baton, and the collectives of all groups that some members have not joined yet.
 
     ``mail``: to the parts of other ranks. None: there are none, or they are imagined.
     """
@@ -39,8 +39,8 @@ class Meetings:
         self._early: dict[tuple[Key, int], list[Letter]] = {}
         """Letters to members that have not come."""
 
-    def bring(self, group: Key, number: int, round: Round, at: int, given: Given) -> Round:
-        """A member has come to the collective of a number in its group; ``round`` is begun if it is the first one."""
+    def join(self, group: Key, number: int, round: Round, at: int, given: Given) -> Round:
+        """A member joins the collective of a number in its group; ``round`` is begun if it is the first one."""
         key = group, number
         found = self._rounds.setdefault(key, round)
         if found.name != round.name:
@@ -50,7 +50,7 @@ class Meetings:
         with torch.inference_mode():
             for letter in self._early.pop(key, ()):
                 _receive(found, letter)
-            self.moved += found.bring(at, given)
+            self.moved += found.join(at, given)
         if found.is_complete():
             del self._rounds[key]
         return found
@@ -58,7 +58,7 @@ class Meetings:
     def send(
         self, group: Key, number: int, name: str, to: int, members: tuple[int, int], given: Sequence[Tensor]
     ) -> None:
-        """What a member has brought goes to a rank, for one member there or for all (-1)."""
+        """Sends tensors of a member to a rank, for one member there or for all (-1)."""
         self.sent += sum(x.nbytes for x in given)
         if self.mail is not None:
             self.mail.send(to, [group[0], group[1], number, name, *members], given)
@@ -124,7 +124,7 @@ class TurnWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whoever asks has nothing else to do: the other parts run, so it always is."""
+        """Always true: a part that asks waits here, while the other parts run."""
         return self.wait()
 
     def result(self) -> list[Tensor]:
@@ -149,11 +149,11 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
     """
 
     def __init__(
-        self, rank: int, size: int, name: str, meetings: Meetings, key: Key, part: int, far: Mapping[int, int]
+        self, rank: int, size: int, name: str, pending: PendingCollectives, key: Key, part: int, far: Mapping[int, int]
     ) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._name = rank, size, name
-        self._meetings, self._key, self._part, self._far = meetings, key, part, far
+        self._pending, self._key, self._part, self._far = pending, key, part, far
         self._number = 0
 
     def size(self) -> int:
@@ -179,12 +179,12 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
     def wait(self, round: Round) -> None:
         """Lets other parts run until this one may go on."""
         if not round.serves(self._rank):
-            assert self._meetings.baton is not None
-            self._meetings.baton.wait(self._part, lambda: round.serves(self._rank), round.name)
+            assert self._pending.baton is not None
+            self._pending.baton.wait(self._part, lambda: round.serves(self._rank), round.name)
         with torch.inference_mode():
-            self._meetings.moved += round.leave(self._rank)
+            self._pending.moved += round.leave(self._rank)
 
-    def _bring(self, collective: Collective, given: Given) -> TurnWork:
+    def _join(self, collective: Collective, given: Given) -> TurnWork:
         name = collective.__name__
         return self._come(CommonRound(collective, self._size, self._elsewhere(name)), given)
 
@@ -192,42 +192,42 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         number = self._number
 
         def send(rank: int, at: int, to: int, tensors: Sequence[Tensor]) -> None:
-            self._meetings.send(self._key, number, name, rank, (at, to), tensors)
+            self._pending.send(self._key, number, name, rank, (at, to), tensors)
 
-        return Elsewhere(self._far, send, self._meetings.mail is None)
+        return Elsewhere(self._far, send, self._pending.mail is None)
 
     def _come(self, round: Round, given: Given) -> TurnWork:
         number, self._number = self._number, self._number + 1
-        found = self._meetings.bring(self._key, number, round, self._rank, given)
+        found = self._pending.join(self._key, number, round, self._rank, given)
         return TurnWork(self, found, given.outputs or given.inputs)
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._bring(collectives.all_reduce, Given(tensors, (), (opts or dist.AllreduceOptions()).reduceOp))
+        return self._join(collectives.all_reduce, Given(tensors, (), (opts or dist.AllreduceOptions()).reduceOp))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         opts = opts or dist.ReduceOptions()
-        return self._bring(collectives.reduce, Given(tensors, (), (opts.reduceOp, opts.rootRank)))
+        return self._join(collectives.reduce, Given(tensors, (), (opts.reduceOp, opts.rootRank)))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> TurnWork:
         root = (opts or dist.BroadcastOptions()).rootRank
-        return self._bring(collectives.broadcast, Given(tensors if root == self._rank else (), tensors, root))
+        return self._join(collectives.broadcast, Given(tensors if root == self._rank else (), tensors, root))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         (parts,) = outputs
-        return self._bring(collectives.all_gather, Given(inputs, parts))
+        return self._join(collectives.all_gather, Given(inputs, parts))
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
         return self.all_gather_single_coalesced([output], [source], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._bring(collectives.all_gather_single, Given(inputs, outputs))
+        return self._join(collectives.all_gather_single, Given(inputs, outputs))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
         (parts,) = inputs
         op = (opts or dist.ReduceScatterOptions()).reduceOp
-        return self._bring(collectives.reduce_scatter, Given(parts, outputs, op))
+        return self._join(collectives.reduce_scatter, Given(parts, outputs, op))
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> TurnWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
@@ -236,7 +236,7 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> TurnWork:
         op = (opts or dist.ReduceScatterOptions()).reduceOp
-        return self._bring(collectives.reduce_scatter_single, Given(inputs, outputs, op))
+        return self._join(collectives.reduce_scatter_single, Given(inputs, outputs, op))
 
     def all_to_all_single(
         self,
@@ -255,18 +255,18 @@ class TurnGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> TurnWork:
-        return self._bring(collectives.all_to_all, Given(inputs, outputs))
+        return self._join(collectives.all_to_all, Given(inputs, outputs))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> TurnWork:
         parts = outputs[0] if outputs else []
-        return self._bring(collectives.gather, Given(inputs, parts, (opts or dist.GatherOptions()).rootRank))
+        return self._join(collectives.gather, Given(inputs, parts, (opts or dist.GatherOptions()).rootRank))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> TurnWork:
         parts = inputs[0] if inputs else []
-        return self._bring(collectives.scatter, Given(parts, outputs, (opts or dist.ScatterOptions()).rootRank))
+        return self._join(collectives.scatter, Given(parts, outputs, (opts or dist.ScatterOptions()).rootRank))
 
     def barrier(self, opts: Any = None) -> TurnWork:
-        return self._bring(collectives.barrier, Given())
+        return self._join(collectives.barrier, Given())
 
     # The names of these collectives before torch 2.13.
     _reduce_scatter_base = reduce_scatter_single

@@ -1,4 +1,4 @@
-"""The heap of the C library: what parts have freed goes back to the system, or the process would not become smaller."""
+"""Gives memory that parts have freed back to the system: the C library's heap would keep it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Heap:
         self._used = 0
         """The most bytes that were found used at once."""
         self._other = 0
-        """Bytes that were resident and not used when freed pages were last given back: code, and what Python holds."""
+        """Bytes that were resident and not used when freed pages were last given back: code, and Python's objects."""
 
     def begin(self) -> None:
         """Parts are to run."""
@@ -97,7 +97,7 @@ class Heap:
 
 
 class Excess:
-    """Watches, while operators of parts run within a limit, how much larger the process is than what the parts hold.
+    """Watches, while operators of parts run within a limit, how much larger the process is than the parts' tensors.
 
     An operator's scratch, and a tensor that was freed for a limit's sake, leave free pages behind in the heap. They are
     given back where the process would otherwise be larger than by the limit and a third of it, in huge pages a sixth.
@@ -110,11 +110,11 @@ class Excess:
         """Bytes of tensors that were made since the process was last looked at."""
 
     def begin(self) -> None:
-        """A call begins: what else the process holds may have become more, or less."""
+        """A call begins: the other memory of the process may have become more, or less."""
         self._other = None
 
-    def check(self, made: int, held: int, limit: int) -> None:
-        """After an operator that has made so many bytes of tensors, of all that parts hold on the device."""
+    def check(self, made: int, resident: int, limit: int) -> None:
+        """Called after an operator that has made ``made`` bytes. ``resident``: bytes of all parts on the device."""
         self._made += made
         if self._other is not None and self._made < limit // LOOKS:
             return
@@ -125,4 +125,4 @@ class Excess:
         excess = EXCESS if huge_pages() is None else HUGE * EXCESS
         if self._other is None or resident_bytes() > self._other + limit + max(limit // excess, LEAST):
             trim(library)
-            self._other = resident_bytes() - held
+            self._other = resident_bytes() - resident

@@ -1,4 +1,4 @@
-"""Huge pages for the heap of the C library: what was given back comes again 2 MiB at a time, instead of 4 KiB."""
+"""Huge pages for the heap of the C library: pages that were given back come again 2 MiB at a time, not 4 KiB."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROOM = 1 << 26
 """The heap is made larger by at least so many bytes at once, which take no memory until they are used."""
 
 WHILE_PARTS_RUN = 1 << 30
-"""Blocks of fewer bytes lie in the heap, and so many freed ones may stay at its end until they are given back."""
+"""Blocks of fewer bytes are in the heap, and so many freed ones may stay at its end until they are given back."""
 
 OTHERWISE = 1 << 25
-"""As glibc has it by itself when a block of so many bytes was freed; twice as many may then stay."""
+"""The size that glibc sets by itself when a block of so many bytes was freed; twice as many may then stay."""
 
 _OF_A_USER = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 """Variables by which a user says how the heap is to be."""
@@ -35,11 +35,11 @@ _HUGE, _NOT_HUGE = 14, 15  # MADV_HUGEPAGE and MADV_NOHUGEPAGE in mman.h
 
 
 class HugePages:
-    """Those of this process's heap, where `huge_pages` finds that it can have them.
+    """The huge pages of this process's heap, where `huge_pages` finds that it can have them.
 
     glibc takes each block of more than 32 MiB from the system, and returns it when it is freed. While parts run, such
-    blocks lie in the heap as well, of which the kernel is told that it should be in huge pages. What the heap gives
-    back at its end must be told of again when it has grown; so it grows at once to where it ended before.
+    blocks are in the heap as well, for which huge pages are requested from the kernel. Memory that the heap gives back
+    at its end needs a new request when it has grown; so it grows at once to where it ended before.
 
     ``start``: where the heap begins. ``always``: whether the kernel gives huge pages to those who do not ask, too.
     """
@@ -86,7 +86,7 @@ class HugePages:
 
 @functools.cache
 def huge_pages() -> HugePages | None:
-    """Those of the heap; None where the kernel or the C library has none, or a user has said how the heap is to be."""
+    """The heap's huge pages; None where the kernel or the C library has none, or a user has set up the heap."""
     library, enabled, size = glibc(), _SETTINGS / "enabled", _SETTINGS / "hpage_pmd_size"
     if library is None or not (enabled.exists() and size.exists()) or any(name in os.environ for name in _OF_A_USER):
         return None
@@ -104,8 +104,8 @@ def huge_pages() -> HugePages | None:
 
 
 def keep_small(x: Tensor) -> None:
-    """Pages of a large tensor that is not written yet are set up as they are written: the rows of one part lie here and
-    there in it, and with huge pages all of it would be there from the first part on."""
+    """Pages of a large tensor that is not written yet are set up as they are written: the rows of one part are spread
+    over it, and with huge pages all of it would be in memory from the first part on."""
     if x.nbytes < LARGEST or x.device.type != "cpu" or isinstance(x, FakeTensor):
         return
     pages = huge_pages()

@@ -1,4 +1,4 @@
-"""What leaves a part: plain whole tensors, in the caller's own lists and objects."""
+"""Turns the values of a part into the caller's: plain whole tensors, in the caller's own lists and objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distconv.turns.reach import Kind, kind_of
 
 
 class Leaving:
-    """What a part holds, as the caller is to find it: whole tensors, in the caller's own containers where they are
+    """Makes a part's values those of the caller: whole tensors, in the caller's own containers where the part has
     copies of these.
 
     ``originals``: by the id of a container, the caller's; None in a part whose values nobody gets. ``entered``: by the
@@ -31,10 +31,10 @@ class Leaving:
         self._whole, self._originals, self._entered, self._known = whole, originals, entered, known
         self.tensors: list[Tensor] = []
         self._made: dict[int, Any] = {}
-        self._held: list[Any] = []
+        self._kept: list[Any] = []
 
     def value(self, x: Any) -> Any:
-        """That of a value."""
+        """The caller's form of a part's value."""
         kind = kind_of(x)
         if kind is Kind.TENSOR:
             if id(x) in self._entered:
@@ -62,8 +62,8 @@ class Leaving:
 
     def _once(self, x: Any, make: Callable[[], Any]) -> Any:
         if id(x) not in self._made:
-            self._held.append(x)
-            self._made[id(x)] = x  # where it holds itself
+            self._kept.append(x)
+            self._made[id(x)] = x  # where it contains itself
             self._made[id(x)] = make()
         return self._made[id(x)]
 
@@ -75,7 +75,7 @@ class Leaving:
         if self._originals is None:
             return x
         found = self._originals.get(id(x), x)
-        if _holds(found, items):
+        if _has_items(found, items):
             return found
         if isinstance(x, tuple):
             return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
@@ -91,8 +91,8 @@ class Leaving:
         return found
 
 
-def _holds(container: Any, items: Any) -> bool:
-    """Whether a container holds the very items, in their order."""
+def _has_items(container: Any, items: Any) -> bool:
+    """Whether a container has the very items, in their order."""
     if isinstance(container, set):
         return bool(container == items)
     if isinstance(container, dict):

@@ -1,4 +1,4 @@
-"""Mail: what the parts of one rank send to those of other ranks. It is exchanged when no part of any rank can go on.
+"""Tensors that parts of one rank send to those of other ranks, exchanged when no part of any rank can go on.
 
 Every exchange is two collectives of all ranks, so the order in which parts of different ranks come to theirs does not
 matter, and the same parts get the same letters in every run.
@@ -31,7 +31,7 @@ ALIGNED = 16
 
 
 class State(IntEnum):
-    """What the parts of a rank do at an exchange: all have ended, some wait for others, or one has failed."""
+    """The state of a rank's parts at an exchange: all have ended, some wait for others, or one has failed."""
 
     ENDED, WAITING, FAILED = range(3)
 
@@ -45,7 +45,7 @@ class Letter(NamedTuple):
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a rank gets in an exchange.
+    """The letters and states that a rank gets in an exchange.
 
     Attributes:
         letters: those to this rank, in the order of the ranks that send them.
@@ -85,8 +85,8 @@ class Mail:
     def exchange(self, state: State, failure: BaseException | None = None) -> Delivery:
         """Collective over the ranks: all send what they have for each other."""
         with torch.inference_mode(), _disable_current_modes():
-            told = None if failure is None else _told(failure)
-            texts = [_text(letters, told) for letters in self._letters]
+            description = None if failure is None else _described(failure)
+            texts = [_text(letters, description) for letters in self._letters]
             pieces = [_pieces(text, letters, self._device) for text, letters in zip(texts, self._letters, strict=True)]
             self.clear()
             sizes = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
@@ -101,14 +101,14 @@ class Mail:
                 output = AllToAll(output, flat, received, sizes, self._group).wait()
             letters, failures = [], {}
             for rank, body in enumerate(output.split(received)):
-                found, told = _read(body, rows[rank][1 + self.rank])
+                found, description = _read(body, rows[rank][1 + self.rank])
                 letters += found
-                if told is not None:
-                    failures[rank] = told
+                if description is not None:
+                    failures[rank] = description
         return Delivery(letters, all(row[0] == State.ENDED for row in rows), is_silent, self._first(failures, failure))
 
     def _first(self, failures: dict[int, list[Any]], own: BaseException | None) -> BaseException | None:
-        """What the first rank that failed has raised: here as it was, or else one alike."""
+        """The error of the first rank that failed: the error itself on that rank, elsewhere one of its class."""
         if not failures:
             return None
         first = min(failures)
@@ -122,8 +122,8 @@ class Mail:
         return RuntimeError(f"rank {first} failed with {name}: {text}")
 
 
-def _told(error: BaseException) -> list[Any]:
-    """What other ranks are told of an error: its class, its arguments, and its text."""
+def _described(error: BaseException) -> list[Any]:
+    """An error for other ranks: its class, its arguments, and its text."""
     args = [arg if isinstance(arg, str | int | float) else str(arg) for arg in error.args]
     return [type(error).__module__, type(error).__qualname__, args, str(error)]
 

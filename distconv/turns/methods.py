@@ -41,11 +41,11 @@ class Turning(NamedTuple):
 _MARK = "_distconv_in_turn"
 
 _refused: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-"""The methods of modules that hold what parts cannot compute: their modules run in turn one by one."""
+"""Methods that parts cannot compute as a whole: the modules that they call run in turn one by one."""
 
 
 def turn_methods(kind: type[nn.Module], turning: Turning) -> None:
-    """From now on the methods of a class are computed in turn, where that is asked of a module."""
+    """Makes the methods of a class run in turn from now on, for modules that are to."""
     for base in kind.__mro__:
         if not issubclass(base, nn.Module):
             continue
@@ -94,7 +94,7 @@ def _turned(function: Callable[..., Any], name: str, turning: Turning) -> Callab
 
 
 def _versions(module: nn.Module) -> list[int]:
-    """How often each parameter and buffer was changed, as far as torch counts that."""
+    """The version of each parameter and buffer, as far as torch counts changes."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return [x._version for x in tensors if not x.is_inference()]
 

@@ -1,4 +1,4 @@
-"""What a model keeps besides parameters, in its modules and elsewhere: every part has its own."""
+"""Gives every part its own copy of a model's state besides parameters, in its modules and elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = 1 << 16
 """Bytes of a tensor below which it is compared among parts also where torch has counted no change of it."""
 
 MOST = 1_000
-"""So many items of a list are compared among parts."""
+"""The number of items of a list that are compared among parts."""
 
 Hooks = OrderedDict[int, Any]
 
@@ -75,7 +75,7 @@ class ModuleState:
         self._copies: list[Copies] = [Copies(part, is_shared, enter) for part in range(parts)]
         self._known = {id(each) for _, each in named}
         self._parameters: list[dict[int, dict[str, Any]]] = [{} for _ in range(parts)]
-        """By part and module: all its parameters, where the part has put others in their places."""
+        """All parameters of a module, by part and module, where the part has put others in their places."""
         self._taken: list[Hooks] = []
         weakref.finalize(self, _spared, self._taken).atexit = False
         self.begin()
@@ -132,13 +132,13 @@ class ModuleState:
         self._own[part] = self._in_place()
 
     def leaving(self, part: int, whole: Callable[[Tensor], Tensor]) -> Leaving:
-        """What makes of a part's values those of the caller."""
+        """The object that makes a part's values those of the caller."""
         copies = self._copies[part]
         return Leaving(whole, copies.originals if part == 0 else None, copies.entered, self._known, copies.known)
 
     def settle(self, part: int, whole: Callable[[Tensor], Tensor]) -> None:
         """A part has computed, and its values are in place. What it has of its own of DTensors becomes whole; the
-        caller's places get what the first part's hold. All parts must call it.
+        caller's places get the values of the first part's. All parts must call it.
         """
         leaving = self.leaving(part, whole)
         made = {id(x) for x in self._copies[part].known.values()}
@@ -205,7 +205,7 @@ class ModuleState:
         return None
 
     def _name(self, key: int) -> str:
-        """That of one of the caller's tensors."""
+        """The name of one of the caller's tensors."""
         for place, begun in zip(self._places, self._begun, strict=True):
             for name, x in begun.items():
                 for inner, each in x.items() if isinstance(x, dict) else [(name, x)]:
@@ -224,7 +224,7 @@ def _with_copies(place: Place, of: Values) -> list[tuple[Any, Any, bool]]:
 
 
 def _counts(own: Tensor, x: Tensor) -> int:
-    """How often two tensors were changed."""
+    """The versions of two tensors, added up."""
     return sum(0 if each.is_inference() else each._version for each in (own, x))
 
 

@@ -1,4 +1,4 @@
-"""What the parts hold, within a limit of memory: what was not read for longest leaves the device until it is read.
+"""Keeps the tensors of parts within a limit of memory: those not read for longest leave the device until they are.
 
 Every tensor that an operator makes in a part is known here by its storage. A storage that leaves is written to a file,
 or to pinned memory of the host where it is a GPU's, and becomes empty; all tensors and views that share it stay what
@@ -25,7 +25,7 @@ LEAST = 1 << 16
 """Smaller storages stay, and are not counted."""
 
 AHEAD = 16
-"""Of the storages that leave next, one part in so many of the limit is written before they have to leave."""
+"""One part in so many of the limit, of the storages that leave next, is written before they have to leave."""
 
 
 class Pager:
@@ -34,7 +34,7 @@ class Pager:
     Attributes:
         resident, most: bytes that are there, and the most that were.
         written, read: bytes that have left, and come back.
-        away: bytes that have left, of storages that somebody still holds.
+        away: bytes that have left, of storages that are still referenced.
     """
 
     has_numbers = True
@@ -89,7 +89,7 @@ class Pager:
             page.users += 1
         for key, page in used.items():
             if page.away:
-                self._bring(key, page, call.limit)
+                self._copy_back(key, page, call.limit)
         come = [page for page in used.values() if page.comes]
         for page in used.values() if changes else come:
             self._finish(page)
@@ -127,7 +127,7 @@ class Pager:
             self._excess.check(made, self._resident, call.limit)
 
     def finish_all(self) -> None:
-        """What is computed from now on comes after all copies."""
+        """Lets all work from now on wait for all copies."""
         with self._lock:
             for page in list(self._pages.values()):
                 self._finish(page)
@@ -143,7 +143,7 @@ class Pager:
 
     def _release(self, key: int, page: Page) -> None:
         if page.away:
-            self._bring(key, page, limit=None)
+            self._copy_back(key, page, limit=None)
         self._finish(page)
         self._freed(key, page)
 
@@ -156,7 +156,7 @@ class Pager:
                 if page is not None and page.storage() is not None:
                     self._release(key, page)
 
-    def _bring(self, key: int, page: Page, limit: int | None) -> None:
+    def _copy_back(self, key: int, page: Page, limit: int | None) -> None:
         """``limit``: None for what no longer counts."""
         storage = page.storage()
         assert storage is not None
@@ -170,10 +170,10 @@ class Pager:
         self._count(key, page.size)
 
     def _send_for(self, page: Page | None, limit: int, room: int) -> None:
-        """Begins to bring back what is read next, if it is not larger than the room."""
+        """Begins to copy back the storage that is read next, if it fits into the room."""
         storage = None if page is None else page.storage()
         if page is not None and storage is not None and page.away and page.size <= room:
-            self._bring(storage._cdata, page, limit)
+            self._copy_back(storage._cdata, page, limit)
 
     def _copied(self, page: Page, storage: torch.UntypedStorage, comes: bool = False) -> None:
         """A copy of a page has begun, and may go on until `_finish`."""
@@ -181,7 +181,7 @@ class Pager:
             page.copied, page.comes = storage, comes
 
     def _finish(self, page: Page) -> None:
-        """What is computed from now on comes after a page's copy."""
+        """Lets all work from now on wait for a page's copy."""
         if page.copied is not None:
             self._place.finish(page.key, page.stream)
             page.copied, page.comes = None, False
@@ -267,7 +267,7 @@ _thread = _Thread()
 
 
 def pager_of(device_type: str) -> Pager:
-    """That of a kind of device."""
+    """The pager of a kind of device."""
     if _thread.instead is not None and device_type == "cpu":
         return _thread.instead
     with _making:
@@ -278,7 +278,7 @@ def pager_of(device_type: str) -> Pager:
 
 @contextlib.contextmanager
 def instead(pager: Pager) -> Iterator[None]:
-    """Within it that is the pager of processors, for calls of this thread."""
+    """A context in which ``pager`` is that of processors, for calls of this thread."""
     before, _thread.instead = _thread.instead, pager
     try:
         yield

@@ -1,4 +1,4 @@
-"""The storages that the parts of a call have made, and in which order such calls bring them back to the device."""
+"""The storages that the parts of a call have made, and the order in which such calls copy them back to the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from mucudnn.process.recent import Recent
 
 NEAR = 2
-"""So many places ahead in the order of the call before, a storage is looked for that is read now."""
+"""A storage that is read now is looked for so many places ahead in the order of the call before."""
 
 
 class Page:
@@ -37,7 +37,7 @@ class Page:
 
 
 class _Order:
-    """In which order a call brings storages back, by number.
+    """The order in which a call copies storages back, by number.
 
     Attributes:
         expected: how the call before has done it.
@@ -50,7 +50,7 @@ class _Order:
         self.read: list[int] = []
 
     def of_next_call(self) -> Sequence[int]:
-        """What has been expected, if it was of use: what comes early makes others leave, which then come, too."""
+        """The expected order, if it was of use, else the order of this call: early copies make others leave."""
         return self.expected if self.expected and 2 * self.found >= len(self.read) else self.read
 
 
@@ -63,14 +63,14 @@ class Paged:
     """
 
     def __init__(self, limit: int, kind: Hashable = None) -> None:
-        """``kind``: equal for calls that are expected to bring back the same storages in the same order."""
+        """``kind``: equal for calls that are expected to copy back the same storages in the same order."""
         self.limit = limit
         self.keys: set[int] = set()
         self._pages: list[weakref.ref[Page]] = []
         before = _orders.get(kind)
         self._order = _Order(() if before is None else before.of_next_call())
         self._at = 0
-        """How many of the expected ones have come."""
+        """The number of expected storages that have come."""
         if kind is not None:
             _orders[kind] = self._order
 
@@ -96,4 +96,4 @@ class Paged:
 
 
 _orders: Recent[Hashable, _Order] = Recent(64)
-"""By kind of call: that of the last one."""
+"""The order of the last call of each kind."""

@@ -1,4 +1,4 @@
-"""The operators of a call, as a pager is told of them: before each one what it reads, and then what it has made."""
+"""Notifies a pager of each operator of a call: before it, of the tensors that it reads; then of those it has made."""
 
 from __future__ import annotations
 

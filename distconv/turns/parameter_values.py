@@ -1,8 +1,8 @@
 """The values of parameters: every part reads what it has written itself, and in the end all must have written the same.
 
 A part begins with the caller's values. What it writes is in place while it runs, and is put aside when another part
-goes on. Values that parts have written alike are kept once. So a model that masks, clamps or averages its parameters
-does that once, as in one process.
+goes on. Equal values that several parts have written are kept once. So a model that masks, clamps or averages its
+parameters does that once, as in one process.
 """
 
 from __future__ import annotations

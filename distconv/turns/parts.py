@@ -24,7 +24,7 @@ from distconv.tensors.mesh_options import uncompared
 from distconv.turns import workspaces
 from distconv.turns.baton import Baton
 from distconv.turns.gradients import SharedBucket
-from distconv.turns.group import Meetings
+from distconv.turns.group import PendingCollectives
 from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
@@ -53,7 +53,7 @@ class Parts:
         count: of the parts of this process.
         ranks: the mesh of the ranks of a job that have as many each; None: there is this process alone.
         mail: what these ranks send each other by.
-        meetings: where the parts here meet each other; they count the bytes that parts get and send.
+        pending: the collectives of the parts here; they count the bytes that parts get and send.
         meshes: that of each part here, the same parts in all of them.
 
     ``imagined``: without ``ranks``, the partition of ranks of which only the first exists, and is followed.
@@ -66,14 +66,14 @@ class Parts:
         self.meshes: list[DeviceMesh] = []
         self.mail = None if ranks is None else Mail(ranks)
         self._outer = (imagined or Partition(())) if ranks is None else partition_of(ranks)
-        self.meetings = Meetings(self.mail)
+        self.pending = PendingCollectives(self.mail)
         first = 0 if self.mail is None else self.mail.rank * self.count
         self._members = [
-            Part(first + number, self._outer.ranks * self.count, self.meetings, (first, self.count))
+            Part(first + number, self._outer.ranks * self.count, self.pending, (first, self.count))
             for number in range(self.count)
         ]
-        outside = None if self.mail is None else self.meetings.exchange
-        self._baton = self.meetings.baton = Baton(self.count, self._arrive, self._leave, outside)
+        outside = None if self.mail is None else self.pending.exchange
+        self._baton = self.pending.baton = Baton(self.count, self._arrive, self._leave, outside)
         self._states: Sequence[State] = ()
         self._work: Callable[[int], Any] = self._enter
         self._releases = False
@@ -107,7 +107,7 @@ class Parts:
                 self._baton.run()
                 return self._results
             except BaseException:
-                self.meetings.forget()
+                self.pending.forget()
                 for group in itertools.chain.from_iterable(member.groups for member in self._members):
                     group.restart()
                 raise
@@ -116,7 +116,7 @@ class Parts:
                 self._heap.settle()
 
     def _serve(self, number: int) -> None:
-        """What a thread does: a part's work, whenever the baton comes for the first time in a run."""
+        """The loop of a part's thread: does the part's work, whenever the baton first comes in a run."""
         while True:
             self._baton.start(number)
             error: BaseException | None = None
@@ -158,7 +158,7 @@ class Parts:
 
 
 _parts: dict[tuple[object, ...], Parts] = {}
-"""By the process, too: a process that is forked off has none of the threads."""
+"""The parts of each partition, also by the process: a forked process has none of the threads."""
 
 
 def parts_of(

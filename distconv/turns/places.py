@@ -20,7 +20,7 @@ ALIGNED = 4096
 
 
 class Place(abc.ABC):
-    """Where storages go that leave the device.
+    """The place of storages that have left the device.
 
     Attributes:
         is_beside: whether copies go on beside what the device computes, until `finish`.
@@ -30,7 +30,7 @@ class Place(abc.ABC):
 
     @abc.abstractmethod
     def write(self, storage: torch.UntypedStorage, stream: Any) -> Any:
-        """Keeps what a storage holds; a key by which it is read. ``stream``: in which it was computed."""
+        """Keeps a storage's contents and returns a key to read them by. ``stream``: in which they were computed."""
 
     @abc.abstractmethod
     def read(self, key: Any, storage: torch.UntypedStorage) -> None:
@@ -45,7 +45,7 @@ class Place(abc.ABC):
         return None
 
     def finish(self, key: Any, stream: Any) -> None:  # noqa: B027 - where copies end at once, there is nothing to do
-        """What a stream, and this thread's, compute from now on comes after the last copy of a key."""
+        """Lets all work of a stream, and of this thread's, from now on wait for the last copy of a key."""
 
 
 class File(Place):
@@ -55,7 +55,7 @@ class File(Place):
         self._file = tempfile.TemporaryFile(prefix="distconv-parts-")  # noqa: SIM115
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        """By size: places that are no longer needed."""
+        """The places that are no longer needed, by size."""
 
     def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
         size = storage.nbytes()
@@ -103,7 +103,7 @@ class Pinned(Place):
     def __init__(self) -> None:
         self._free: defaultdict[int, list[_Block]] = defaultdict(list)
         self._chunk = torch.empty(0, dtype=torch.uint8)
-        """What is left of the memory that was pinned last."""
+        """The unused rest of the memory that was pinned last."""
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     def write(self, storage: torch.UntypedStorage, stream: torch.cuda.Stream) -> _Block:
@@ -134,7 +134,7 @@ class Pinned(Place):
         return _Block(bytes)
 
     def _copy(self, block: _Block, to: Tensor, source: Tensor, computes: torch.cuda.Stream, way: int) -> None:
-        """In the stream of one way, after what has been computed and after the block's last copy."""
+        """Copies in the stream of one way, after all work so far and after the block's last copy."""
         device = computes.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)

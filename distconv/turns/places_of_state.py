@@ -1,4 +1,4 @@
-"""Places of state: where a program keeps values, which can be read, and replaced by those of a part."""
+"""The places where a program keeps values, which can be read, and replaced by those of a part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Place(Protocol):
 
 
 class Attributes:
-    """Those of an object: its dict itself is exchanged."""
+    """The attributes of an object: its dict itself is exchanged."""
 
     def __init__(self, name: str, value: Any) -> None:
         self.name, self.object = name, value

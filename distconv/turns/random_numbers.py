@@ -1,4 +1,4 @@
-"""Random numbers: every part draws what one process would, and the caller goes on behind what the first part drew."""
+"""Lets every part draw the random numbers of one process; the caller goes on behind those of the first part."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _BYTES = 4 * 625
 
 
 def _of_python() -> _Source | _Twister:
-    """That of the module ``random``."""
+    """The source of the module ``random``."""
     source = _Source(random.getstate, random.setstate)
     twister: Any = random.getstate.__self__  # type: ignore[attr-defined]
     at = id(twister) + object.__basicsize__
@@ -74,7 +74,7 @@ def _of_python() -> _Source | _Twister:
 
 
 def _of_numpy(numpy: Any) -> _Source | _Twister:
-    """That of the module ``numpy.random``."""
+    """The source of the module ``numpy.random``."""
     source = _Source(numpy.get_state, numpy.set_state)
     generator: Callable[[], Any] = getattr(numpy, "get_bit_generator", lambda: None)
 

@@ -1,4 +1,4 @@
-"""What a call of a model may read and change: all that is reached from its modules.
+"""Finds all values that a call of a model may read and change: those that are reached from its modules.
 
 That are attributes of modules and of other objects, the variables of hooks and of the functions that these call, global
 ones among them, and what lists and dicts hold of such. What belongs to Python, to torch or to a library's classes of
@@ -28,7 +28,7 @@ MOST = 200_000
 
 
 class Kind(Enum):
-    """What is done with a value of a class."""
+    """The treatment of values of a class."""
 
     SHARED, CONTAINER, TENSOR, OBJECT, FUNCTION, METHOD, PARTIAL, GENERATOR, CLASS = range(9)
 
@@ -38,7 +38,7 @@ _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "distconv", "m
 
 
 def kind_of(value: Any) -> Kind:
-    """That of a value."""
+    """The kind of a value."""
     cls: Any = type(value)
     return _kind(cls)
 
@@ -95,7 +95,7 @@ class Reach:
             self._waiting.extend(self._found(*self._waiting.popleft()))
 
     def _add(self, name: str, model: nn.Module) -> None:
-        """Notes all modules of a model, and what they hold."""
+        """Notes all modules of a model, and their values."""
         found = [(inner or name, each) for inner, each in model.named_modules() if each is model or not self._has(each)]
         self._seen.update((id(each), each) for _, each in found)
         for inner, each in found:
@@ -148,7 +148,7 @@ class Reach:
             yield from self._of_function(value)
 
     def _within(self, name: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
-        """What an object holds, and its class."""
+        """The values of an object, and its class."""
         for own, item in attributes(name, value).read().items():
             kind = kind_of(item)
             if kind is Kind.SHARED or (kind is Kind.CONTAINER and not item) or own in ("_modules", "_parameters"):

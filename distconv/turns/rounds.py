@@ -1,6 +1,6 @@
-"""Rounds: a collective each, from the first member that comes to it to the last.
+"""A round is one collective, from the first member that joins it to the last.
 
-Some members may be parts of other ranks. What these bring comes by mail, and what members here bring is sent to them.
+Some members may be parts of other ranks. Their tensors come by mail, and those of members here are sent to them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Elsewhere(NamedTuple):
 
     Attributes:
         ranks: theirs, by member.
-        send: takes the rank that is to get some tensors, the member that has brought them, and the one that they are
-            for, -1 standing for all of that rank.
-        are_imagined: nothing comes from these members: only the shapes of what they bring are followed.
+        send: takes the rank that is to get some tensors, the member that sends them, and the one that they are for,
+            -1 for all of that rank.
+        are_imagined: nothing comes from these members: only the shapes of their tensors are followed.
     """
 
     ranks: Mapping[int, int]
@@ -39,17 +39,17 @@ class Round(Protocol):
 
     name: str
 
-    def bring(self, at: int, given: Given) -> int:
-        """A member has come. Returns the bytes that members have got from others by that."""
+    def join(self, at: int, given: Given) -> int:
+        """A member joins. Returns the bytes that members have received from others by that."""
 
     def receive(self, at: int, to: int, tensors: Sequence[Tensor]) -> None:
-        """What a member elsewhere has brought for one here, or for all."""
+        """Takes tensors of a member elsewhere for one here, or for all."""
 
     def serves(self, at: int) -> bool:
         """Whether a member that has come may go on."""
 
     def leave(self, at: int) -> int:
-        """A member goes on, and may change what it has brought. Returns the bytes that members have got by that."""
+        """A member goes on, and may change its tensors. Returns the bytes that members have received by that."""
 
     def is_complete(self) -> bool:
         """Whether nobody is to come or to send any more."""
@@ -66,7 +66,7 @@ class CommonRound:
         self._far: dict[int, Sequence[Tensor]] = {}
         self._is_done = False
 
-    def bring(self, at: int, given: Given) -> int:
+    def join(self, at: int, given: Given) -> int:
         self._given[at] = given
         if len(self._given) < len(self._here):
             return 0
@@ -90,7 +90,7 @@ class CommonRound:
         return self._is_done or (len(self._given) == len(self._here) and len(self._far) == len(self._elsewhere.ranks))
 
     def _do(self) -> int:
-        """Done by a member here: its thread sees to what parts hold."""
+        """Runs in the thread of a member here, which pages the parts' tensors."""
         options = self._given[self._here[0]].numbers
         far = {at: Given(tensors, (), options) for at, tensors in self._far.items()}
         self._collective([each for _, each in sorted({**self._given, **far}.items())], self._here)
@@ -103,10 +103,10 @@ class CommonRound:
 class RowsRound:
     """An all-to-all of rows, in which a member goes on as soon as it has what it gets.
 
-    So a part goes on when its neighbours have brought the rows beyond its edges, and only a few parts at a time hold
-    what they have computed since all of them last waited for each other.
+    So a part goes on when its neighbours have sent the rows beyond its edges, and only a few parts at a time have
+    tensors that they computed since all of them last waited for each other.
 
-    A member brings an input, an output, and how many rows of them go to every member, and come from it.
+    A member gives an input, an output, and how many rows of them go to every member, and come from it.
     """
 
     name = "all_to_all_single"
@@ -122,7 +122,7 @@ class RowsRound:
         """By member here, then by the one elsewhere that has sent them: rows that are not in their place."""
         self._left: set[int] = set()
 
-    def bring(self, at: int, given: Given) -> int:
+    def join(self, at: int, given: Given) -> int:
         sent, received = given.numbers
         rows = _rows(given.inputs[0], sent)
         for to in [to for to in rows if to in self._elsewhere.ranks]:

@@ -23,17 +23,17 @@ class Surroundings:
     autocast: tuple[tuple[str, bool, torch.dtype, bool], ...]
     """(device type, enabled, dtype, whether casts are kept) of each kind of device."""
     device: torch.device
-    """On which tensors are made that say none."""
+    """The device of new tensors that name none."""
     stream: Any
     """The CUDA stream; None without one."""
     modes: tuple[Any, ...]
-    """What sees operators, such as a count of them, from the outermost on."""
+    """The modes that see operators, such as a count of them, from the outermost on."""
     variables: contextvars.Context
     """The values of the context variables of Python."""
 
     @classmethod
     def now(cls, device_type: str) -> Surroundings:
-        """Those of this thread."""
+        """The surroundings of this thread."""
         cached = torch.is_autocast_cache_enabled()
         kinds = dict.fromkeys(("cpu", device_type))
         return cls(
@@ -47,7 +47,7 @@ class Surroundings:
         )
 
     def run(self, work: Callable[[], T]) -> T:
-        """What a function gives in this thread in these surroundings; a backward that it calls runs here, too."""
+        """Runs a function in this thread in these surroundings; a backward that it calls runs here, too."""
         return self.variables.copy().run(self._within, work)
 
     def _within(self, work: Callable[[], T]) -> T:

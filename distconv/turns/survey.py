@@ -1,4 +1,4 @@
-"""Survey: what the calls of a script's models take in turn, each told before it is computed."""
+"""Predicts the memory of the calls of a script's models in turn, and reports each before it is computed."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class Survey:
         calls: those that were followed.
     """
 
-    def __init__(self, memory: int | None, tell: Callable[[Call], None], ranks: Partition | None = None) -> None:
+    def __init__(self, memory: int | None, report: Callable[[Call], None], ranks: Partition | None = None) -> None:
         """
         Args:
             memory: the limit of the parts' tensors, in bytes.
-            tell: is given each call once it was followed, before it is computed.
+            report: is called with each call once it was followed, before it is computed.
             ranks: the first of these is followed, all having such parts; None: there is one process.
         """
         self.calls: list[Call] = []
-        self._memory, self._tell, self._ranks = memory, tell, ranks
+        self._memory, self._report, self._ranks = memory, report, ranks
         self._known: weakref.WeakKeyDictionary[nn.Module, set[Any]] = weakref.WeakKeyDictionary()
 
     def follow(self, module: nn.Module, args: Any, kwargs: Any, partition: Partition) -> None:
@@ -65,4 +65,4 @@ class Survey:
             parts = follow(module, args, kwargs, partition, self._memory, trained, self._ranks)
         shapes = tuple(tuple(x.shape) for x in inputs)
         self.calls.append(Call(type(module).__name__, shapes, str(partition), parts, alone))
-        self._tell(self.calls[-1])
+        self._report(self.calls[-1])

@@ -54,10 +54,10 @@ _turning: weakref.WeakKeyDictionary[nn.Module, Way] = weakref.WeakKeyDictionary(
 """The modules that run in turn where they are called outermost."""
 
 Before = Callable[[nn.Module, Any, Any, Partition], None]
-"""What is told of a call before it is computed: the module, its arguments, and the parts."""
+"""Called before a call is computed: with the module, its arguments, and the parts."""
 
 _script: list[tuple[Way, Before | None, DeviceMesh | None]] = []
-"""How the script that is run computes, if one is, what is told of its calls first, and the ranks that all run it."""
+"""How the running script computes, if there is one, the function that its calls go to first, and the job's ranks."""
 
 
 def in_turn(model: M, parts: str, *, memory: str | float | None = None) -> M:
@@ -107,7 +107,7 @@ def read_way(parts: str, memory: str | float | None) -> Way:
 
 @contextmanager
 def script_in_turn(way: Way, before: Before | None = None, ranks: DeviceMesh | None = None) -> Iterator[None]:
-    """Within it every model runs in turn whose inputs can be cut.
+    """A context in which every model whose inputs can be cut runs in turn.
 
     ``before``: is called before each such call. ``ranks``: the mesh of all ranks of a job, which run the same script
     and have as many parts each; every rank must call this.
@@ -133,7 +133,7 @@ def _not_in_turn() -> Iterator[None]:
 
 
 def _take(partition: Partition | None, ranks: DeviceMesh | None = None) -> None:
-    """From now on calls of modules are looked at."""
+    """Watches calls of modules from now on."""
     partition = partition or _ANY
     if ranks is not None:
         parts_of(partition, ranks.device_type, ranks)
@@ -169,7 +169,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # it computes nothing
     why = _why_whole(module, leaves)
     if why:
-        _tell(module, "runs whole", why)
+        _report(module, "runs whole", why)
         return NotImplemented
     partition, memory = way
     chained = False
@@ -186,13 +186,13 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
     parts = parts_of(partition, first.device.type, ranks)
     try:
         if not is_cut(parts, leaves):
-            _tell(module, "runs whole", f"none of its inputs has a dim of {partition}")
+            _report(module, "runs whole", f"none of its inputs has a dim of {partition}")
             return NotImplemented
     except ValueError as error:
         why = str(error).partition("; or a strategy")[0]  # which parts in turn do not have
         if module in _turning:
             raise ValueError(why) from None
-        _tell(module, "runs whole", why)
+        _report(module, "runs whole", why)
         return NotImplemented
     with in_chains(chained):
         if before is not None:
@@ -205,7 +205,7 @@ def _called(module: nn.Module, args: Any, kwargs: Any) -> Any:
             fault = _choose_chains(module, args, kwargs, partition)
         result = call_in_turn(parts, memory, module, args, kwargs)
     if fault:  # and the call itself has none, which it would have raised
-        _tell(module, "could not be followed, and its chains are chosen after a call", fault)
+        _report(module, "could not be followed, and its chains are chosen after a call", fault)
     return result
 
 
@@ -242,11 +242,11 @@ def _choose_chains(module: nn.Module, args: Any, kwargs: Any, partition: Partiti
 
 _OF_METHODS = Turning(lambda module: _way(module) is not None, _called)
 
-_told: set[tuple[str, str]] = set()
+_reported: set[tuple[str, str]] = set()
 
 
-def _tell(module: nn.Module, what: str, why: str) -> None:
+def _report(module: nn.Module, what: str, why: str) -> None:
     key = type(module).__name__, what
-    if key not in _told:
-        _told.add(key)
+    if key not in _reported:
+        _reported.add(key)
         print_line(f"distconv: --parts: {key[0]} {what}: {why}")

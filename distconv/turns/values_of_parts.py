@@ -22,7 +22,7 @@ class Value:
         self.own = [self.callers] * parts
 
     def read(self) -> Any:
-        """What is in place, put aside."""
+        """Sets the current contents aside and returns them."""
         raise NotImplementedError
 
     def write(self, value: Any) -> None:
@@ -44,7 +44,7 @@ class Value:
 
 
 class Contents(Value):
-    """The contents of a storage. Those that parts have written alike are kept once."""
+    """The contents of a storage. Equal contents of several parts are kept once."""
 
     def __init__(self, parameter: Tensor, storage: torch.UntypedStorage, parts: int) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -83,7 +83,7 @@ class Property(Value):
 
 
 class Count(Value):
-    """How often a parameter was changed, by which autograd knows whether what it has kept is still the same."""
+    """A parameter's version, by which autograd knows whether the tensors that it has kept were changed."""
 
     def read(self) -> int:
         return self.parameter._version

@@ -29,7 +29,7 @@ class Wholes:
     def __init__(self, parts: int, zero: bool = False, first: int = 0) -> None:
         self.made: dict[int, Tensor] = {}
         self.parts: list[dict[int, Tensor]] = [{} for _ in range(parts)]
-        """By part: what it has of each through which gradients flow."""
+        """The local tensors of the results through which gradients flow, by part."""
         self._next = [first] * parts
         self._zero = zero
         self._written: list[tuple[int, tuple[tuple[int, int], ...]]] = []

@@ -1,4 +1,4 @@
-"""torch.distributed as each part sees it: a thread of a part has a world of its own, any other that of the process."""
+"""Gives each thread of a part its own state of torch.distributed; other threads use that of the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from distconv.rules.registry import checks
 from distconv.tensors.refusal import operands_of, refuse
 from distconv.tensors.replacements import once, replace, until_put_back
-from distconv.turns.group import BACKEND, Meetings, TurnGroup
+from distconv.turns.group import BACKEND, PendingCollectives, TurnGroup
 
 _registry: Any = torch._C._distributed_c10d
 
@@ -32,13 +32,13 @@ _keys = itertools.count(1)
 
 
 class Part:
-    """A part in its thread: its number among ``parts`` of all ranks, what it meets the others at, and its groups.
+    """A part in its thread: its number among ``parts`` of all ranks, its pending collectives, and its groups.
 
     ``here``: the first part of this rank, and how many it has.
     """
 
-    def __init__(self, number: int, parts: int, meetings: Meetings, here: tuple[int, int]) -> None:
-        self.number, self.parts, self.meetings = number, parts, meetings
+    def __init__(self, number: int, parts: int, pending: PendingCollectives, here: tuple[int, int]) -> None:
+        self.number, self.parts, self.pending = number, parts, pending
         self._first, self._own = here
         self.groups: list[TurnGroup] = []
         self.key = next(_keys)
@@ -55,7 +55,7 @@ class Part:
         here = range(self._first, self._first + self._own)
         far = {at: part // self._own for at, part in enumerate(ranks) if part not in here}
         part = self.number - self._first
-        self.groups.append(TurnGroup(rank, len(ranks), name, self.meetings, (ranks, made), part, far))
+        self.groups.append(TurnGroup(rank, len(ranks), name, self.pending, (ranks, made), part, far))
         return self.groups[-1]
 
 
@@ -67,7 +67,7 @@ def _create(options: Any, _: Any) -> TurnGroup:
 
 
 class _Worlds:
-    """What torch keeps of its process groups: in the thread of a part that part's, elsewhere the process's."""
+    """Torch's records of its process groups: in the thread of a part that part's, elsewhere the process's."""
 
     def __init__(self, of_process: Any) -> None:
         object.__setattr__(self, "of_process", of_process)
@@ -80,7 +80,7 @@ class _Worlds:
 
 
 _KEPT = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "tags_to_pg")
-"""What torch's worlds keep of their groups in one place for all of them, and forget when a program destroys its own."""
+"""Records that torch's worlds share, and that are cleared when a program destroys its own groups."""
 
 
 @once

@@ -1,7 +1,7 @@
-"""Writes: the functions of torch by which a program changes a tensor in place, seen before they run.
+"""Sees the functions of torch by which a program changes a tensor in place before they run.
 
-A part shares the parameters with the other parts. So what a part changes is noted before it is changed, whoever holds
-the tensor, and by whatever view or alias of it.
+A part shares the parameters with the other parts. So a tensor is noted before a part changes it, whoever has a
+reference to it, and by whatever view or alias of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REQUIRES_GRAD: Any = Tensor.requires_grad
 
 
 def _assigned() -> dict[Any, str]:
-    """What gives a tensor another property, and which. That of torch is another one while parts run."""
+    """The setters of tensors' properties, with the properties' names. Torch's own are replaced while parts run."""
     data: Any = Tensor.data
     return {
         **dict.fromkeys((DATA.__set__, data.__set__, Tensor.set_, Tensor.resize_, Tensor.resize_as_), "data"),
@@ -37,17 +37,17 @@ def _assigned() -> dict[Any, str]:
 _HANDING_OUT = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 )
-"""What gives the memory of a tensor to somebody whose writes cannot be seen."""
+"""The functions that give away the memory of a tensor, so that writes to it cannot be seen."""
 
 _BY_OPTION = frozenset({F.embedding, F.embedding_bag, torch.embedding_renorm_})
-"""What changes its second tensor in place, where max_norm is given."""
+"""The functions that change their second tensor in place, where max_norm is given."""
 
 
 class Writes(TorchFunctionMode):
-    """While it is entered, each tensor that is about to be changed is told to ``changes``, plain as this rank has it.
+    """While it is entered, ``changes`` is called with each tensor that is about to be changed, as a local tensor.
 
-    ``assigns``: is told of a tensor whose property of a name is about to be another one. ``hands_out``: of one whose
-    memory somebody may change from now on without being seen.
+    ``assigns``: called with a tensor and the name of a property that is about to be assigned. ``hands_out``: with a
+    tensor whose memory may be changed from now on without being seen.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tell = self._teller(func, kwargs)
-        if tell is not None:
+        notify = self._notifier(func, kwargs)
+        if notify is not None:
             for x in _written(func, args, kwargs):
-                tell(x)
+                notify(x)
         return func(*args, **kwargs)
 
-    def _teller(self, func: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
+    def _notifier(self, func: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
         name = self._assigned.get(func)
         if name is not None:
             return lambda x: self._assigns(x, name)
@@ -79,7 +79,7 @@ class Writes(TorchFunctionMode):
 
 @functools.lru_cache(maxsize=4096)
 def _writes(func: Any) -> bool:
-    """Whether a function changes one of its arguments, as its name tells."""
+    """Whether a function changes one of its arguments, by its name."""
     schema = getattr(func, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)

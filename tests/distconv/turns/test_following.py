@@ -74,14 +74,14 @@ def test_what_is_followed_is_what_runs(name: str, limit: int) -> None:
     with torch.set_grad_enabled(backward):
         told = follow(model, (x,), {}, partition, limit, backward)
         right = model(x)
-        ran, before = pager.pager_of("cpu"), parts_of(partition, "cpu").meetings.moved
+        ran, before = pager.pager_of("cpu"), parts_of(partition, "cpu").pending.moved
         ran.written = ran.read = 0
         with Counted(limit, turned, x) as counted:
             y = turned(x)
             if backward:
                 y.sum().backward()
     torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-4)  # nothing without numbers is left
-    assert told.exchanged == parts_of(partition, "cpu").meetings.moved - before
+    assert told.exchanged == parts_of(partition, "cpu").pending.moved - before
     assert (told.spilled, told.fetched) == (ran.written, ran.read)
     assert told.peak == pytest.approx(counted.peak, rel=0.02)
 

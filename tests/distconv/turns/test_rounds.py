@@ -27,9 +27,9 @@ def expected(at: int) -> Tensor:
 def test_a_member_goes_on_when_its_neighbours_have_come() -> None:
     all_given = [brought(at) for at in range(MEMBERS)]
     one = RowsRound(MEMBERS)
-    assert one.bring(0, all_given[0]) == 0
+    assert one.join(0, all_given[0]) == 0
     assert not one.serves(0)
-    assert one.bring(1, all_given[1]) == 2 * all_given[0].outputs[0].nbytes
+    assert one.join(1, all_given[1]) == 2 * all_given[0].outputs[0].nbytes
     assert one.serves(0)
     assert not one.serves(1)
     assert all_given[0].outputs[0].equal(expected(0))
@@ -40,7 +40,7 @@ def test_what_was_brought_may_be_changed_by_who_has_gone_on(order: tuple[int, ..
     all_given = [brought(at) for at in range(MEMBERS)]
     one, gone = RowsRound(MEMBERS), set()
     for at in order:
-        one.bring(at, all_given[at])
+        one.join(at, all_given[at])
         for other in order[: order.index(at) + 1]:
             if other not in gone and one.serves(other):
                 one.leave(other)
@@ -58,8 +58,8 @@ def test_rows_of_members_elsewhere_come_and_go_by_mail() -> None:
     all_given = [brought(at) for at in range(MEMBERS)]
     one = RowsRound(MEMBERS, elsewhere)
     one.receive(0, 1, [torch.tensor([[0, 1]])])
-    one.bring(1, all_given[1])
-    one.bring(2, all_given[2])
+    one.join(1, all_given[1])
+    one.join(2, all_given[2])
     assert sent == [(0, 1, 0, [[1, 0]]), (2, 2, 3, [[2, 3]])]
     assert one.serves(1) and not one.serves(2) and not one.is_complete()
     one.receive(3, 2, [torch.tensor([[3, 2]])])
@@ -74,7 +74,7 @@ def test_members_elsewhere_that_disagree_on_rows_are_told(early: bool) -> None:
     one = RowsRound(2, Elsewhere({1: 1}, lambda rank, at, to, tensors: None))
     acts = [
         lambda: one.receive(1, 0, [torch.zeros(2, 1)]),
-        lambda: one.bring(0, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [0, 1]))),
+        lambda: one.join(0, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [0, 1]))),
     ]
     first, second = acts if early else acts[::-1]
     first()
@@ -87,7 +87,7 @@ def test_a_sum_with_members_elsewhere_is_done_when_all_have_sent() -> None:
     one = CommonRound(all_reduce, 4, Elsewhere({2: 1, 3: 1}, lambda rank, at, to, tensors: sent.append((rank, at, to))))
     own = [torch.full((2,), float(at + 1)) for at in range(2)]
     for at, x in enumerate(own):
-        one.bring(at, Given([x], (), dist.ReduceOp.SUM))
+        one.join(at, Given([x], (), dist.ReduceOp.SUM))
     assert sent == [(1, 0, -1), (1, 1, -1)]
     one.receive(2, -1, [torch.full((2,), 10.0)])
     assert not one.serves(0)
@@ -99,6 +99,6 @@ def test_a_sum_with_members_elsewhere_is_done_when_all_have_sent() -> None:
 
 def test_members_that_disagree_on_rows_are_told() -> None:
     one = RowsRound(2)
-    one.bring(0, Given([torch.zeros(2, 1)], [torch.zeros(0, 1)], ([0, 2], [0, 0])))
+    one.join(0, Given([torch.zeros(2, 1)], [torch.zeros(0, 1)], ([0, 2], [0, 0])))
     with pytest.raises(ValueError, match="member 1 expects 1 rows, and gets 2"):
-        one.bring(1, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [1, 0])))
+        one.join(1, Given([torch.zeros(0, 1)], [torch.zeros(1, 1)], ([0, 0], [1, 0])))
