@@ -79,7 +79,7 @@ def in_turn(
         print_json({**asked, **asdict(parts), "alone": asdict(alone)})
     else:
         how = "One process" if partition is None else _how(ranks, partition) + (" in chains" if chained else "")
-        print(sentences(how, alone, parts) + beyond)
+        print(findings_text(how, alone, parts) + beyond)
     return 0
 
 
@@ -106,7 +106,7 @@ def script_in_turn(options: argparse.Namespace, script: Callable[[argparse.Names
 
     def show(call: Call) -> None:
         if not options.json:
-            print(sentences(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
+            print(findings_text(f"{call.module}, {_how(ranks, call.parts)}", call.alone, call.followed), flush=True)
 
     if way == (None, None):
         import torch
@@ -141,7 +141,7 @@ def _how(ranks: Partition | None, parts: Partition | str) -> str:
     return f"{parts}, in turn" if ranks is None else f"first rank of {ranks}, {parts} in turn"
 
 
-def sentences(how: str, alone: Followed, parts: Followed) -> str:
+def findings_text(how: str, alone: Followed, parts: Followed) -> str:
     """The findings in a few sentences."""
     share = parts.peak / alone.peak
     lines = [

@@ -89,12 +89,12 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
 
             device = next((p.device.type for p in module.parameters()), "cpu")
             choice = choose(alone, followed, extents_of(inputs), memory, chain_prices(device))
-        print_line(f"distconv: --parts auto: {in_one_line(type(module).__name__, choice, alone, memory)}")
+        print_line(f"distconv: --parts auto: {choice_line(type(module).__name__, choice, alone, memory)}")
         of_module[key] = choice
     return of_module[key]
 
 
-def in_one_line(name: str, choice: Choice, alone: Followed, memory: int) -> str:
+def choice_line(name: str, choice: Choice, alone: Followed, memory: int) -> str:
     """The choice in one line."""
     taken = choice.taken
     if choice.partition is None and choice.fits:

@@ -80,7 +80,7 @@ def _examine(path: str) -> None:
         raise Damaged(f"its format is {version}, here it is {_VERSION}")
 
 
-def checked(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Connection) -> Result:
+def guarded(action: Callable[[sqlite3.Connection], Result], connection: sqlite3.Connection) -> Result:
     """The action's result; errors that mean a damaged file raise `Damaged`."""
     try:
         return action(connection)

@@ -20,7 +20,7 @@ from mucudnn.process.recent import Recent
 from mucudnn.process.warning import warn
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
-from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, checked
+from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, guarded
 from mucudnn.timing.deferred import Deferred
 
 MOST_KEYS = 8192
@@ -164,21 +164,21 @@ class Store:
     def _attempt(self, action: Callable[[sqlite3.Connection], Result]) -> Result:
         """The action on the open file, once more on a fresh one if the file turns out to be damaged."""
         try:
-            return checked(action, self._connected())
+            return guarded(action, self._connected())
         except Damaged as damage:
             self._disconnect()
             try:
                 self._set_aside()
             except (sqlite3.Error, OSError) as error:
                 raise Damaged(f"{damage}; it cannot be renamed: {error}") from error
-            return checked(action, self._connected())
+            return guarded(action, self._connected())
 
     def _connected(self) -> sqlite3.Connection:
         if self._connection is None:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
             connection = database.connect(self.path, self.patience)
             try:
-                checked(database.prepare, connection)
+                guarded(database.prepare, connection)
             except BaseException:
                 connection.close()
                 raise
@@ -195,7 +195,7 @@ class Store:
         with database.alone(f"{self.path}.lock", self.patience):
             try:
                 self._connected()
-                checked(database.check, self._connected())
+                guarded(database.check, self._connected())
                 return
             except Damaged as damage:
                 self._disconnect()
