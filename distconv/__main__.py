@@ -61,7 +61,7 @@ def main() -> int:
     place = find_place(os.environ)
     first = place is None or place.rank == 0
     if first:
-        settings.tell_unknown()
+        settings.report_unknown_variables()
     try:
         options = _parsed(first)
         if options.command is not run.command:  # whose launcher needs no torch; its ranks ask for themselves

@@ -11,7 +11,7 @@ from mucudnn.commands import bench, doctor, plan, plot, report, run
 from mucudnn.commands.arguments import Commands, Parser, examples
 from mucudnn.private_names import MissingName, check
 from mucudnn.settings import SETTINGS, VARIABLES
-from mucudnn.spelling import tell_unknown
+from mucudnn.spelling import report_unknown
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own, program = run.separated(list(sys.argv[1:] if arguments is None else arguments))
     parsed = _parser().parse_args(own)
     parsed.program = program
-    tell_unknown("MUCUDNN", VARIABLES)
+    report_unknown("MUCUDNN", VARIABLES)
     code: int = parsed.command(parsed)
     return code
 

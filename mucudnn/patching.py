@@ -12,7 +12,7 @@ from mucudnn.reporting.record import Record
 from mucudnn.runtime import shim
 from mucudnn.runtime.session import Session
 from mucudnn.settings import VARIABLES, Given, Settings
-from mucudnn.spelling import tell_unknown
+from mucudnn.spelling import report_unknown
 from mucudnn.timing.board import Board
 
 _LOGGER = logging.getLogger("mucudnn")
@@ -50,7 +50,7 @@ def patch(*, board: Board | None = None, **settings: Unpack[Given]) -> None:
         ValueError: for a value that is not accepted; one line names it and what is.
         TypeError: for a name that is no setting.
     """
-    tell_unknown("MUCUDNN", VARIABLES)
+    report_unknown("MUCUDNN", VARIABLES)
     session = _session(board, settings)
     before = shim.install(session)
     if before is not None:
@@ -86,7 +86,7 @@ def is_patched() -> bool:
 
 
 def report() -> list[Record]:
-    """A record for every convolution met since `patch`, in the order of their first calls; empty where not patched."""
+    """The records of all convolutions called since `patch`, in the order of first calls; empty where not patched."""
     session = shim.current()
     return session.records() if session is not None else []
 

@@ -1,8 +1,8 @@
 """The private names of torch that mucudnn uses, and the check that a torch has them.
 
 Torch may change such names in any release. The check runs before anything else, so that a torch without one of them
-gives an error of one line. A name that some features alone need turns these off: they tell so in one line where they
-are asked for, and the rest works. Operators are not private names: whatever registers a kernel for one names it.
+gives an error of one line. A missing name that some features alone need turns these off: they raise a one-line error
+when they are used, and the rest works. Operators are not private names: whatever registers a kernel for one names it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Name(NamedTuple):
     """A private name of torch.
 
     Attributes:
-        path: where it is found. An attribute of instances stands behind their class, one that a function gives to what
-            it returns behind that function.
-        why: what it is used for.
+        path: of its modules and attributes. An attribute of instances follows their class, an attribute of a function's
+            result follows that function.
+        why: its use.
         since: the first tested release that has it; an older one is not asked.
         cuda: only a torch that is built for CUDA has it.
         features: those that are off without it; empty where nothing works without.
@@ -64,8 +64,8 @@ _SETTING = "which settings of torch a time depends on, asked at every call"
 
 NAMES = (
     Name("torch._C.DisableTorchFunction", "torch's convolution of a subclass of tensors, without its functions"),
-    Name("torch._C.DispatchKey", "the kernel of torch itself, beneath the one that stands before it"),
-    Name("torch._C.DispatchKeySet", "the kernel of torch itself, beneath the one that stands before it"),
+    Name("torch._C.DispatchKey", "the kernel of torch itself, below the one that is called first"),
+    Name("torch._C.DispatchKeySet", "the kernel of torch itself, below the one that is called first"),
     Name("torch._C._AutoDispatchBelowAutograd", "the parts of a convolution run beneath autograd"),
     Name("torch._C._ExcludeDispatchKeyGuard", "the parts of a convolution run beneath autocast"),
     Name("torch._C._get_fp32_precision_getter", _SETTING),
@@ -102,7 +102,7 @@ def check() -> None:
 def demand(package: str, names: Sequence[Name]) -> None:
     """Asks this torch, which is imported if it is not yet, for the names that a package needs.
 
-    In the place of those that features alone need, and that it lacks, there is something to import, which tells so.
+    Missing names that features alone need are replaced by substitutes, which can be imported and raise when used.
 
     Raises:
         MissingName: for the others that it lacks.
@@ -146,7 +146,7 @@ def _was_there(path: str) -> bool:
 
 
 class _StandIn(type):
-    """Of the class in the place of a name: nothing is an instance of it, and whatever uses it is told what lacks."""
+    """The metaclass of a missing name's substitute: nothing is an instance of it, and each use raises an error."""
 
     line: str
 

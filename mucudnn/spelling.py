@@ -7,21 +7,21 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 
-_told: set[str] = set()
+_reported: set[str] = set()
 
 
 def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
     """What a message about an unknown name adds: the nearest known one, where one is near.
 
     Args:
-        prefix: of all the names, which tells nothing of how near they are.
+        prefix: of all the names, which does not count in how near they are.
     """
     words = [each.removeprefix(prefix) for each in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), words, n=1, cutoff=0.75)
     return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
-def tell_unknown(prefix: str, known: Iterable[str], environ: Mapping[str, str] = os.environ) -> None:
+def report_unknown(prefix: str, known: Iterable[str], environ: Mapping[str, str] = os.environ) -> None:
     """Prints a line for each environment variable that has a prefix and that nobody reads, once in a process.
 
     Args:
@@ -30,7 +30,7 @@ def tell_unknown(prefix: str, known: Iterable[str], environ: Mapping[str, str] =
     """
     known = list(known)
     for name in environ:
-        if name.startswith(f"{prefix}_") and name not in known and name not in _told:
-            _told.add(name)
+        if name.startswith(f"{prefix}_") and name not in known and name not in _reported:
+            _reported.add(name)
             ending = meant(name, known, f"{prefix}_") or f"; there are {', '.join(known)}"
             print(f"{prefix.lower()}: the environment variable {name} is not read{ending}", file=sys.stderr)

@@ -17,10 +17,10 @@ from distconv.model.direct.chains.call import Choice, chained
 from distconv.model.direct.chains.choice import Prices
 from mucudnn.process.recent import Recent
 
-PRICES = {"cpu": Prices(exchange=3e-4, brought=1e-9, operation=5e-11, written=2e-10)}
+PRICES = {"cpu": Prices(exchange=3e-4, received=1e-9, operation=5e-11, written=2e-10)}
 """By kind of device, round numbers: what two processes on one machine, and one of its cores, take."""
 
-ELSEWHERE = Prices(exchange=6e-5, brought=1e-11, operation=5e-14, written=1e-12)
+ELSEWHERE = Prices(exchange=6e-5, received=1e-11, operation=5e-14, written=1e-12)
 """On other devices: GPUs that reach each other without a network."""
 
 MOST_KINDS = 64

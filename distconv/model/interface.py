@@ -78,7 +78,7 @@ def init(
     if parsed is None:
         raise ValueError("no partition: pass one, such as 'sample=2,height=2', or set DISTCONV_PARTITION")
     _refuse_alone(parsed)
-    settings.tell_unknown()
+    settings.report_unknown_variables()
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and torch.cuda.is_available():
         _take_gpu()

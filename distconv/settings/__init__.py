@@ -200,11 +200,11 @@ BETWEEN_PROCESSES = ("DISTCONV_FILES", "DISTCONV_STARTER", "DISTCONV_CHOSEN")
 """Environment variables by which the processes of a job inform one another; users set none of them."""
 
 
-def tell_unknown() -> None:
+def report_unknown_variables() -> None:
     """Prints a line for each environment variable of distconv's or mucudnn's that nobody reads; a job does so once."""
     if not any(name in os.environ for name in BETWEEN_PROCESSES):
-        spelling.tell_unknown("DISTCONV", [setting.variable for setting in SETTINGS.values()])
-        spelling.tell_unknown("MUCUDNN", VARIABLES)
+        spelling.report_unknown("DISTCONV", [setting.variable for setting in SETTINGS.values()])
+        spelling.report_unknown("MUCUDNN", VARIABLES)
 
 
 _options: dict[str, Any] = {}

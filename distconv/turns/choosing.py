@@ -75,7 +75,7 @@ def choose(
 
 def _seconds(taken: Followed, prices: Prices) -> float:
     """Seconds of the work that differs with and without chains."""
-    return (taken.moved + taken.exchanged) * prices.brought + taken.operations * prices.operation
+    return (taken.moved + taken.exchanged) * prices.received + taken.operations * prices.operation
 
 
 def _ladders(extents: Mapping[str, int]) -> Iterator[list[Partition]]:

@@ -1,8 +1,8 @@
 """Finds all values that a call of a model may read and change: those that are reached from its modules.
 
-That are attributes of modules and of other objects, the variables of hooks and of the functions that these call, global
-ones among them, and what lists and dicts hold of such. What belongs to Python, to torch or to a library's classes of
-data is not looked into.
+These are attributes of modules and of other objects, the variables of hooks and of the functions that these call,
+globals included, and items of lists and dicts. Objects of Python, of torch and of libraries' classes of data are not
+searched.
 """
 
 from __future__ import annotations

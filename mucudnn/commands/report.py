@@ -54,7 +54,7 @@ def _report(arguments: Any) -> int:
     store = Store(chosen.database)
     contents = store.contents()
     counts = store.counts()
-    sentence = f"{store.path} holds {counts.launches} launches of {counts.problems} convolutions."
+    sentence = f"{store.path} has {counts.launches} launches of {counts.problems} convolutions."
     if arguments.html is not None:
         Path(arguments.html).write_text(page.of_a_database(known_tables(contents), sentence))
     elif arguments.json:

@@ -63,7 +63,7 @@ class ConvProblem:
         x_shape: (N, C, *spatial) of the ordinary convolution's input.
         w_shape: (F, C / groups, *kernel).
         y_shape: (N, F, *spatial) of the ordinary convolution's output.
-        stride, padding, dilation: per spatial dim. Padding lies before the first input; what lies after the last
+        stride, padding, dilation: per spatial dim. Padding is that before the first input; that after the last one
             follows from the shapes, as a part of a convolution has other neighbours at its two ends.
         groups: divides C and F.
         transposed: whether the caller's convolution is a transposed one.

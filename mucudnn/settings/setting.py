@@ -93,7 +93,7 @@ class Setting:
         default: makes the text it has if nobody gives a value; `None` for nothing.
         accepted: the values it takes, for people.
         meaning: what it does, for people.
-        parse: the value from what was given. Raises ValueError, or SettingError where it tells more than `accepted`.
+        parse: the value from a given one. Raises ValueError, or SettingError with a longer text than `accepted`.
         metavar: what the value of its option of a command looks like, for help texts; "" for a setting without one.
     """
 

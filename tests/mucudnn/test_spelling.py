@@ -9,7 +9,7 @@ import pytest
 
 from mucudnn import spelling
 from mucudnn.settings import VARIABLES
-from mucudnn.spelling import meant, tell_unknown
+from mucudnn.spelling import meant, report_unknown
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_each_variable_that_nobody_reads_is_told_once(
     monkeypatch.setattr(spelling, "_told", set())
     given = {"MUCUDNN_WORKSPACE_LIMT": "64MiB", "MUCUDNN_LOG": "info", "MUCUDNN_X": "1", "MUCUDNNX": "", "PATH": "/"}
     for _ in range(2):
-        tell_unknown("MUCUDNN", VARIABLES, given)
+        report_unknown("MUCUDNN", VARIABLES, given)
     typo, other = capsys.readouterr().err.splitlines()
     assert typo == (
         "mucudnn: the environment variable MUCUDNN_WORKSPACE_LIMT is not read (did you mean MUCUDNN_WORKSPACE_LIMIT?)"

@@ -106,7 +106,7 @@ def test_variables_that_nobody_reads_are_told_once_in_a_job(monkeypatch, capsys)
     assert "unknown axis 'heigth' (did you mean height?); accepted: axis=ranks" in axis
     monkeypatch.setattr(spelling, "_told", set())
     monkeypatch.setenv("DISTCONV_FILES", "/tmp")  # as a process of a job that has told it
-    settings.tell_unknown()
+    settings.report_unknown_variables()
     assert capsys.readouterr().err == ""
 
 

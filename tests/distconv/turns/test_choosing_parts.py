@@ -50,7 +50,7 @@ class Call:
         return self.taken(partition.ranks)
 
     def choose(self, memory: int, **extents: int) -> Choice:
-        prices = None if self.in_chains is None else Prices(exchange=1, brought=2, operation=3, written=1)
+        prices = None if self.in_chains is None else Prices(exchange=1, received=2, operation=3, written=1)
         return choose(self.taken(1), self.follow, extents, memory * MIB, prices)
 
 
@@ -160,7 +160,7 @@ def stacked() -> nn.Module:
 def test_a_step_in_chosen_chains_is_that_of_one_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(PRICES, "cpu", Prices(exchange=0, brought=1, operation=0, written=0))
+    monkeypatch.setitem(PRICES, "cpu", Prices(exchange=0, received=1, operation=0, written=0))
     plain = stacked()
     model = distconv.in_turn(copy.deepcopy(plain), "auto", memory="1MiB")
     x = torch.randn(1, 3, 128, 64, dtype=torch.float64)

@@ -44,10 +44,10 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds: of an exchange, of a byte that it brings, of an operation, and of a byte that a link writes."""
+    """Seconds of an exchange, of a byte that a rank receives, of an operation, and of a byte that a link writes."""
 
     exchange: float
-    brought: float
+    received: float
     operation: float
     written: float
 
@@ -64,7 +64,7 @@ class Segment:
 
     wanted: dict[int, Held] = field(default_factory=dict)
     exchanges: int = 0
-    brought: float = 0.0
+    received: float = 0.0
     operations: float = 0.0
     written: float = 0.0
 
@@ -72,7 +72,7 @@ class Segment:
         """What it costs."""
         return (
             self.exchanges * prices.exchange
-            + self.brought * prices.brought
+            + self.received * prices.received
             + self.operations * prices.operation
             + self.written * prices.written
         )
@@ -162,7 +162,7 @@ def _fetched(segment: Segment, x: Link, has: Held, wanted: Held) -> Held:
             owned = (*has[:at], x.spans[at].owned, *has[at + 1 :])
             has = (*has[:at], want, *has[at + 1 :])
             segment.exchanges += 1
-            segment.brought += (_positions(has) - _positions(owned)) * x.size
+            segment.received += (_positions(has) - _positions(owned)) * x.size
     return has
 
 
