@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from distconv.settings.parts import read
+from distconv.settings.parts import read_parts
 from distconv.turns.turning import script_in_turn
 from tests.forked_python import forked_python, run_python
 
@@ -78,7 +78,7 @@ def test_ranks_give_what_one_process_gives(tmp_path: Path, monkeypatch: pytest.M
 
 def test_parts_in_turn_give_what_one_process_gives() -> None:
     decode = loaded("vae_decode").main
-    with script_in_turn((read("height=4"), 1 << 20)):
+    with script_in_turn((read_parts("height=4"), 1 << 20)):
         numbers = decode(list(SMALL["vae_decode"]))
     assert numbers == pytest.approx(decode(list(SMALL["vae_decode"])), rel=1e-4)
 

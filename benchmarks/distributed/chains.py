@@ -28,9 +28,10 @@ from benchmarks.rank_pool import Failure, RankPool
 from benchmarks.table import Table, conditions, save, show
 from distconv import settings
 from distconv.model import halos
+from distconv.settings.parts import read_parts
 from distconv.transfer.account import ACCOUNT
 from distconv.transfer.route import Route
-from distconv.turns.parts import parts_of, read
+from distconv.turns.parts import parts_of
 from mucudnn.networks.models import NETWORKS
 
 
@@ -96,7 +97,9 @@ def measured(way: str, partition: str, name: str, halo: str, calls: int) -> dict
         with torch.no_grad():
             model(x)
             moved = (
-                (lambda: ACCOUNT.sent) if way == "ranks" else (lambda: parts_of(read(partition), "cpu").pending.moved)
+                (lambda: ACCOUNT.sent)
+                if way == "ranks"
+                else (lambda: parts_of(read_parts(partition), "cpu").pending.moved)
             )
             Route.send = counted  # type: ignore[method-assign]
             before = moved()
@@ -126,7 +129,7 @@ def main() -> None:
     for way, partition in CASES:
         for name in MODELS:
             for halo in HALOS:
-                ranks = RankPool(read(partition).ranks if way == "ranks" else 1, Server)
+                ranks = RankPool(read_parts(partition).ranks if way == "ranks" else 1, Server)
                 answers = ranks.ask("measured", way, partition, name, halo, options.calls, within=600)
                 ranks.close()
                 if any(isinstance(answer, Failure) for answer in answers):

@@ -29,7 +29,7 @@ from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Plan, Planner
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
-from distconv.performance.machine import Machine, read
+from distconv.performance.machine import Machine, read_machine
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
 from distconv.settings.partition import Partition
@@ -91,7 +91,7 @@ def simulate(name: str, ranks: int) -> list[Row]:
     with imagined_job(ranks):
         recordings = Recordings(model, graph, BATCH_NORM)
         return [
-            {"network": name, "ranks": ranks, "batch": case.batch, **_planned(found, read(machine), recordings)}
+            {"network": name, "ranks": ranks, "batch": case.batch, **_planned(found, read_machine(machine), recordings)}
             | {"machine": machine}
             for machine in MACHINES
         ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.table import Table, save
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from mucudnn.sizes import format_bytes
 
 RESULT = "scaling"
@@ -32,7 +32,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def _steps(machine: str, rows: Sequence[Row]) -> Table:
     headings = ("network, batch", "GPUs", "samples", "single", "strategy", "behind %", "memory", "partitions")
-    return Table(f"{read(machine).name}: ms a step", headings, [_line(row) for row in rows])
+    return Table(f"{read_machine(machine).name}: ms a step", headings, [_line(row) for row in rows])
 
 
 def _line(row: Row) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ def _gains(machine: str, rows: Sequence[Row]) -> Table:
         "times less allreduce, at most",
         "efficiency %",
     )
-    return Table(f"{read(machine).name}: what the strategies gain", headings, found)
+    return Table(f"{read_machine(machine).name}: what the strategies gain", headings, found)
 
 
 def save_rows(rows: Sequence[Row]) -> None:

@@ -12,7 +12,7 @@ from distconv.performance.candidates import partitions, worthwhile
 from distconv.performance.choice import Planner
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from distconv.performance.recording import on_meta
 from mucudnn.sizes import format_bytes
 
@@ -50,7 +50,7 @@ class Predicted:
 
 def predict(size: int, gpus: int) -> Predicted:
     """The fastest single partition of a volume, among the most promising."""
-    model, shape, machine = on_meta(UNet), (1, COLOURS, size, size, size), read(MACHINE)
+    model, shape, machine = on_meta(UNet), (1, COLOURS, size, size, size), read_machine(MACHINE)
     graph = trace(model, shape)
     found = worthwhile(graph, partitions(gpus, len(shape), ("depth", "height", "width")), CANDIDATES)
     with imagined_job(gpus):
@@ -76,4 +76,4 @@ def table(rows: Iterable[Predicted]) -> Table:
         )
         for row in rows
     ]
-    return Table(f"{read(MACHINE).name}, predicted: one volume a step", headings, cells)
+    return Table(f"{read_machine(MACHINE).name}, predicted: one volume a step", headings, cells)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mucudnn.providers.cudnn.backend import Descriptor, Kind, Name, Type
+from mucudnn.providers.cudnn.backend import Descriptor, DescriptorKind, Name, Type
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.library import SONAME, Library, Unavailable
 
@@ -62,7 +62,7 @@ H200: dict[str, Any] = {
 
 def card_of(library: Library, properties: Mapping[str, Any]) -> Device:
     """A card by its properties, cuDNN's own names for those of cudaDeviceProp."""
-    descriptor = Descriptor(library, Kind.DEVICEPROP)
+    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP)
     descriptor.set_text(Name.DEVICEPROP_JSON_REPRESENTATION, json.dumps(properties).encode())
     return Device(properties=descriptor.finalize())
 
@@ -73,7 +73,7 @@ def properties_of(library: Library, handle: c_void_p) -> dict[str, Any]:
     Raises:
         CudnnError: where cuDNN does not tell them.
     """
-    descriptor = Descriptor(library, Kind.DEVICEPROP).set(Name.DEVICEPROP_HANDLE, Type.HANDLE, handle.value)
+    descriptor = Descriptor(library, DescriptorKind.DEVICEPROP).set(Name.DEVICEPROP_HANDLE, Type.HANDLE, handle.value)
     found: dict[str, Any] = json.loads(descriptor.finalize().text(Name.DEVICEPROP_JSON_REPRESENTATION))
     return found
 

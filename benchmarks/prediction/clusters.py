@@ -32,7 +32,7 @@ from benchmarks.table import Table, save, show
 from distconv.performance.costs import without
 from distconv.performance.events import Step
 from distconv.performance.imagined import imagined_job, mesh_of
-from distconv.performance.machine import Machine, read
+from distconv.performance.machine import Machine, read_machine
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import message_seconds, replay
 from distconv.settings.partition import Partition
@@ -162,7 +162,7 @@ def compare() -> tuple[Machine, list[Row]]:
     """The fitted machine, and a row for each measurement."""
     model = on_meta(NETWORKS["resnet50"].build)
     rows: list[Row] = []
-    machine: Machine = read(str(HERE / "clusters.toml"))
+    machine: Machine = read_machine(str(HERE / "clusters.toml"))
     firsts: dict[str, tuple[float, float]] = {}
     for curve, gpus, measured, beside in tqdm(measurements(), desc="steps"):
         step = recorded(model, curve, gpus)

@@ -40,7 +40,7 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.layers import LayerGraph, trace
-from distconv.performance.machine import Machine, read
+from distconv.performance.machine import Machine, read_machine
 from distconv.performance.recording import on_meta, record_step
 from distconv.performance.replay import replay
 from distconv.settings.partition import Partition
@@ -77,7 +77,7 @@ class Ranks:
             sys.exit(f"distconv calibrate: {done.stderr}")
         self._measured = Measured(threads, kept, ranks)
         resources.callback(self._measured.co_runners.close)
-        self.machine: Machine = replace(read(str(path)), measured=self._measured, threads=threads)
+        self.machine: Machine = replace(read_machine(str(path)), measured=self._measured, threads=threads)
         store = str(folder / f"store{ranks}")
         self.job = resources.enter_context(
             Process(

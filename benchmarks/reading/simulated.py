@@ -24,7 +24,7 @@ import torch
 from benchmarks.reading.seconds import GB, Job, file_seconds, step_seconds, store_seconds
 from benchmarks.table import Table, save, show
 from distconv.performance.imagined import imagined_job, mesh_of
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from distconv.performance.recording import record_step
 from distconv.performance.replay import replay
 from distconv.settings.partition import Partition
@@ -43,7 +43,7 @@ NO_PARTS, PARTS, STORE = (
 
 def times(partition: str, bandwidths: list[float], size: int = SIZE) -> list[dict[str, Any]]:
     """Seconds of a step and of an epoch for each way of reading, with one sample for each group in a batch."""
-    parsed, machine = Partition.parse(partition), read("lassen")
+    parsed, machine = Partition.parse(partition), read_machine("lassen")
     groups = dict(parsed.axes)["sample"]
     with imagined_job(parsed.ranks):
         with torch.device("meta"):

@@ -18,7 +18,7 @@ class Refusal:
 
 
 @dataclass
-class Layer:
+class LayerTraffic:
     """Bytes that one module's own operators send on a rank, in forward and in backward."""
 
     name: str
@@ -34,7 +34,7 @@ class Findings:
     partition: str
     ranks: int
     refusals: list[Refusal] = field(default_factory=list)
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerTraffic] = field(default_factory=list)
     peak: int = 0
     peak_alone: int | None = None
     ended: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distconv.check.findings import Findings, Layer
+from distconv.check.findings import Findings, LayerTraffic
 from mucudnn.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def summary(findings: Findings) -> str:
     return " ".join(sentences)
 
 
-def _layers(layers: list[Layer], most: int | None) -> Table:
+def _layers(layers: list[LayerTraffic], most: int | None) -> Table:
     from rich.table import Table
 
     rest = layers[most:] if most is not None else []

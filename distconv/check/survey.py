@@ -17,7 +17,7 @@ from distconv import settings
 from distconv.check.collectives import alone
 from distconv.check.findings import Findings
 from distconv.check.first_step import up_to_first_step
-from distconv.check.watch import Watch
+from distconv.check.watch import StepWatch
 from distconv.model.gradients import Bucket
 from distconv.model.parallelize import distributed_script, parallelize
 from distconv.model.strategy import Strategy
@@ -64,7 +64,7 @@ def model(
         whole = _made(build)
         peak_alone = _peak_alone(whole, inputs, backward)
         findings = Findings(str(partition), partition.ranks, peak_alone=peak_alone)
-        watch = Watch()
+        watch = StepWatch()
         shapes_only = FakeTensorMode(allow_non_fake_inputs=True)
         with _watched(watch, findings, partition) as mesh, shapes_only, watch:
             watch.counting = False
@@ -83,7 +83,7 @@ def script(run: Callable[[], None], partition: Partition, *, strategy: Strategy 
     It computes its part, with zeros for what other ranks would send: its numbers mean nothing.
     """
     findings = Findings(str(partition), partition.ranks)
-    watch = Watch()
+    watch = StepWatch()
     with _watched(watch, findings, partition) as mesh, distributed_script(mesh, strategy), watch, up_to_first_step():
         run()
     return findings
@@ -100,7 +100,7 @@ def _made(build: Callable[[], nn.Module]) -> nn.Module:
     return whole
 
 
-def _without_numbers(whole: nn.Module, shapes_only: FakeTensorMode, watch: Watch) -> nn.Module:
+def _without_numbers(whole: nn.Module, shapes_only: FakeTensorMode, watch: StepWatch) -> nn.Module:
     """A copy of a model whose parameters and buffers have shapes alone."""
     tensors = (*whole.parameters(), *whole.buffers())
     copies: dict[int, Any] = {id(x): shapes_only.from_tensor(x) for x in tensors}
@@ -110,7 +110,7 @@ def _without_numbers(whole: nn.Module, shapes_only: FakeTensorMode, watch: Watch
 
 def _peak_alone(whole: nn.Module, inputs: Inputs, backward: bool) -> int | None:
     """The most bytes of tensors in one process; None where what it does depends on numbers."""
-    watch, shapes_only = Watch(), FakeTensorMode(allow_non_fake_inputs=True)
+    watch, shapes_only = StepWatch(), FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with shapes_only, watch:
             alone_here = _without_numbers(whole, shapes_only, watch)
@@ -135,7 +135,7 @@ def _step(whole: nn.Module, shapes: Inputs, backward: bool) -> None:
 
 
 @contextlib.contextmanager
-def _watched(watch: Watch, findings: Findings, partition: Partition) -> Iterator[Any]:
+def _watched(watch: StepWatch, findings: Findings, partition: Partition) -> Iterator[Any]:
     """Modules notify the watch when they are called; its counts go to the findings, also where the step breaks off."""
     hooks = (
         modules.register_module_forward_pre_hook(watch.entered),

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distconv.check.collectives import bytes_sent
-from distconv.check.findings import Layer, Refusal
+from distconv.check.findings import LayerTraffic, Refusal
 from distconv.check.stand_in import first_of_ours, recorded, stand_in
-from distconv.tensors.memory import Memory
+from distconv.tensors.memory import TensorMemory
 from distconv.tensors.refusal import UnsupportedOperation
 from mucudnn.process.substitution import substituted
 
@@ -26,14 +26,14 @@ GRADIENTS = "gradients of parameters"
 OUTSIDE = "outside of the model"
 
 
-class Watch(TorchDispatchMode):
+class StepWatch(TorchDispatchMode):
     """While it is on, operators on shards that are refused go on with stand-ins, and everything is counted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = Memory()
+        self.memory = TensorMemory()
         self.refusals: dict[tuple[str, str, bool, str], Refusal] = {}
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, LayerTraffic] = {}
         self.counting = True
         self._names: dict[nn.Module, str] = {}
         self._stack: list[str] = []
@@ -115,7 +115,7 @@ class Watch(TorchDispatchMode):
         if not count or not self.counting:
             return
         name = GRADIENTS if self._reducing else self._now if self._now is not None else self._layer()
-        layer = self.layers.setdefault(name, Layer(name, self._kinds.get(name, "")))
+        layer = self.layers.setdefault(name, LayerTraffic(name, self._kinds.get(name, "")))
         if in_backward():
             layer.backward += count
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from distconv import settings
 from distconv.commands.check_parts import in_turn, script_in_turn
 from distconv.job.launcher import BadInput
-from distconv.model.strategy import Strategy, read
+from distconv.model.strategy import Strategy, read_strategy
 from distconv.private_names import FOLLOWED, require
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
@@ -133,7 +133,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition, Strategy | None
         if not isinstance(partition, Partition):
             raise ValueError(settings.NO_PARTITION)
         check_algorithm(settings.value("channel_algorithm"), partition)
-        return partition, None if options.strategy is None else read(options.strategy, partition.ranks)
+        return partition, None if options.strategy is None else read_strategy(options.strategy, partition.ranks)
     except ValueError as error:
         raise BadInput(str(error)) from None
 

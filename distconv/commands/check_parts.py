@@ -38,7 +38,7 @@ def in_turn(
 
     from distconv.tensors.refusal import UnsupportedOperation
     from distconv.turns.automatic import chain_prices, exceeded, extents_of, in_chains, spare
-    from distconv.turns.choosing import choose
+    from distconv.turns.choosing import choose_parts
     from distconv.turns.following import follow
     from distconv.turns.turning import read_way
 
@@ -65,7 +65,7 @@ def in_turn(
             else:
                 device = "cuda" if torch.cuda.is_available() else "cpu"  # where a script most likely computes
                 memory = max(spare(device) - alone.whole, 0) if memory is None else memory
-                choice = choose(alone, followed, extents_of(given), memory, chain_prices(device))
+                choice = choose_parts(alone, followed, extents_of(given), memory, chain_prices(device))
                 partition, parts, chained = choice.partition, choice.taken, choice.chained
                 beyond = "" if choice.fits else f"\nBut {exceeded(choice, memory)}."
     except UnsupportedOperation as error:

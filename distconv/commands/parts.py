@@ -10,7 +10,7 @@ from distconv import private_names, settings
 from distconv.job.launcher import BadInput, divides_locally
 from distconv.place import Place
 from distconv.settings.partition import Partition
-from distconv.settings.parts import read, read_memory
+from distconv.settings.parts import read_memory, read_parts
 
 _OF_RANKS = (
     *(name for name in settings.SETTINGS if name != "partition"),
@@ -39,7 +39,7 @@ def parts_of_job(options: argparse.Namespace, ranks: Partition | None) -> tuple[
     if options.batch_norm != "global":
         raise BadInput(BATCH_NORM)
     try:
-        return read(options.parts), read_memory(options.memory)
+        return read_parts(options.parts), read_memory(options.memory)
     except ValueError as error:
         raise BadInput(f"--parts with --partition: {error}") from None
 
@@ -51,7 +51,7 @@ def ranks_with_parts(ranks: Partition | str | None, parts: str) -> Partition:
     if settings.value("halo"):
         raise BadInput("--parts and --partition with --halo chain; accepted: --halo layer")
     try:
-        return read(ranks, "partition")
+        return read_parts(ranks, "partition")
     except ValueError as error:
         raise BadInput(f"--parts with --partition: {error}") from None
 

@@ -97,7 +97,7 @@ def command(options: Any) -> int:
     from distconv.performance.divisions import divided_here
     from distconv.performance.kept import Kept, kept_here
     from distconv.performance.layers import trace
-    from distconv.performance.machine import HERE, read
+    from distconv.performance.machine import HERE, read_machine
 
     with one_line():
         if options.ranks < 1:
@@ -105,7 +105,9 @@ def command(options: Any) -> int:
         if options.at_most and (options.machine == HERE or options.keep is not None):
             raise ValueError("--at-most: accepted: without --keep, and with the file of a machine, not with here")
         check_picture(options.picture)
-        machine = machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read(options.machine)
+        machine = (
+            machine_here(options.ranks, Kept(kept_here())) if options.machine == HERE else read_machine(options.machine)
+        )
         if options.workspaces:
             machine = divided_here(machine)
         asked = network_of(options)
@@ -141,7 +143,7 @@ def _fastest(options: Any, asked: Asked, graph: LayerGraph, machine: Machine) ->
 
 
 def _planned(options: Any, asked: Asked, graph: LayerGraph, machine: Machine, ranks: int) -> Found:
-    from distconv.model.strategy import read as read_strategy
+    from distconv.model.strategy import read_strategy
     from distconv.performance.candidates import MOST, allowed, fixed_layers, partitions, worthwhile
     from distconv.performance.choice import Planner
     from distconv.performance.imagined import imagined_job

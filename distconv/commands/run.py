@@ -16,7 +16,7 @@ from distconv.commands.parts import parts_of_job, run_in_turn
 from distconv.job.launcher import BadInput, Job, import_for_ranks, is_launcher, part, start
 from distconv.job.supervisor import supervise_rank
 from distconv.model.choosing import NothingChosen, Question, ask, environment_of_settings
-from distconv.model.strategy import Strategy, as_toml, read
+from distconv.model.strategy import Strategy, as_toml, read_strategy
 from distconv.place import Place, find_place
 from distconv.settings.channels import check_algorithm
 from distconv.settings.partition import AXES, Partition
@@ -151,7 +151,7 @@ def _partitions(options: argparse.Namespace) -> tuple[Partition | None, Strategy
         return None, None  # the ranks choose when all are connected
     partition = given if isinstance(given, Partition) else None
     path = chosen or options.strategy
-    strategy = None if path is None else read(path, partition.ranks if partition else None)
+    strategy = None if path is None else read_strategy(path, partition.ranks if partition else None)
     if partition is None and strategy is not None:
         partition = next((found for pattern, found in strategy.layers if pattern == "*"), None)
     if partition is None:

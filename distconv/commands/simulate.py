@@ -48,11 +48,11 @@ def add_options(parser: Any) -> None:
 
 def command(options: Any) -> int:
     """Simulates, and prints a table."""
-    from distconv.performance.machine import read
+    from distconv.performance.machine import read_machine
 
     with one_line():
         check_picture(options.picture)
-        machine = read(options.machine)
+        machine = read_machine(options.machine)
         try:
             counts = sorted({int(text) for text in options.ranks.split(",")})
         except ValueError:

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from distconv.files.layer import Layer, copy, is_folder, is_there, link_at, make_folders, status_at
+from distconv.files.layer import FileLayer, copy, is_folder, is_there, link_at, make_folders, status_at
 from distconv.files.names import Names
 from distconv.files.own_layer import WRITING
 
@@ -23,7 +23,7 @@ class FirstRank:
     may be reading it: a fresh one takes its name first, unless it has several names or its folder cannot be written.
     """
 
-    def __init__(self, before: Layer, apart: tuple[str, ...] = ()) -> None:
+    def __init__(self, before: FileLayer, apart: tuple[str, ...] = ()) -> None:
         self._before, self._apart = before, apart
         self._noted: set[str] = set()
         self._read_by_others: dict[tuple[int, int], str] = {}  # the paths in `before` of files, by device and inode

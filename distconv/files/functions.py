@@ -13,7 +13,7 @@ from typing import Any
 
 from distconv.files.entry import Entry, Scan
 from distconv.files.first_rank import FirstRank
-from distconv.files.layer import Layer
+from distconv.files.layer import FileLayer
 from distconv.files.own_layer import WRITING, OwnLayer
 
 Files = FirstRank | OwnLayer
@@ -31,7 +31,7 @@ _READING = frozenset("rbtU")
 class Functions:
     """The replacements, which act on this rank's files. What every rank writes on purpose is marked in `shared`."""
 
-    def __init__(self, files: Files, shared: Layer) -> None:
+    def __init__(self, files: Files, shared: FileLayer) -> None:
         self._files, self._shared = files, shared
         self._view = files.view if isinstance(files, OwnLayer) else None
 

@@ -22,7 +22,7 @@ from mucudnn.process.at_fork import renewed
 _NUMBER_BYTES = 8
 
 
-class Layer:
+class FileLayer:
     """Two trees that mirror absolute paths: `there` has what is there, `gone` an empty file for what is not.
 
     A path beneath one that is gone is gone with it. A folder in either tree says only that something is

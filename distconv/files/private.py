@@ -16,7 +16,7 @@ from typing import Any
 from distconv.files.first_rank import FirstRank
 from distconv.files.functions import Files, Functions
 from distconv.files.job_folder import make_folder, remove_folder
-from distconv.files.layer import Layer
+from distconv.files.layer import FileLayer
 from distconv.files.libraries import translated, translator
 from distconv.files.own_layer import OwnLayer
 from distconv.files.spawned import spawned_with
@@ -53,10 +53,10 @@ def files_of_rank(folder: str, rank: int) -> Iterator[None]:
 def _layers(folder: str, rank: int) -> Iterator[None]:
     """A context in which file functions act on the files of a rank, also in processes that are spawned within it."""
     apart = (*APART, f"{folder}/")
-    before, shared = Layer(f"{folder}/before"), Layer(f"{folder}/shared")
+    before, shared = FileLayer(f"{folder}/before"), FileLayer(f"{folder}/shared")
     files: Files = FirstRank(before, apart)
     if rank:
-        files = OwnLayer(View(Layer(f"{folder}/ranks/{rank}/layer"), before, shared, apart))
+        files = OwnLayer(View(FileLayer(f"{folder}/ranks/{rank}/layer"), before, shared, apart))
     entering = f"from {__name__} import {enter.__name__}\n{enter.__name__}({folder!r}, {rank})"
     with _replaced(Functions(files, shared)), translated(translator(files)), spawned_with(entering):
         yield

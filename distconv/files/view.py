@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import TypeVar
 
-from distconv.files.layer import Layer, entries, is_folder, is_there, link_at
+from distconv.files.layer import FileLayer, entries, is_folder, is_there, link_at
 from distconv.files.names import Names
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class View:
         apart: beginnings of paths that are left to the file system (devices, this rank's temporary folder).
     """
 
-    def __init__(self, own: Layer, before: Layer, shared: Layer, apart: tuple[str, ...] = ()) -> None:
+    def __init__(self, own: FileLayer, before: FileLayer, shared: FileLayer, apart: tuple[str, ...] = ()) -> None:
         self.own, self._before, self.shared = own, before, shared
         self._layers, self._apart = (own, before, shared), apart
         self.names = Names(self._link_at, own.there)

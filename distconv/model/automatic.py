@@ -30,7 +30,7 @@ from distconv.tensors.mesh_options import channel_algorithms
 from mucudnn.process.warning import print_line
 
 
-def choose(
+def choose_strategy(
     model: nn.Module, mesh: DeviceMesh | MeshToChoose, sample_input: Any, batch_norm: str
 ) -> tuple[DeviceMesh, Strategy | None]:
     """The mesh of the model's own partition, and what its layers run under; None where that is the mesh's.
@@ -121,7 +121,7 @@ def write(path: str, model: nn.Module, shapes: tuple[tuple[int, ...], ...]) -> N
             raise NothingChosen(f"{type(model).__name__} cannot be given to a process: {one_line(error)}") from None
 
 
-def read(path: str) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
+def read_question(path: str) -> tuple[nn.Module, tuple[tuple[int, ...], ...]]:
     """Reads a written question: the model without data, and the shapes of its inputs.
 
     Raises:

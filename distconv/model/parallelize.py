@@ -204,7 +204,7 @@ def parallelize(
     """
     whole, model = model, original(model)  # type: ignore[assignment]
     if strategy == settings.AUTO:
-        mesh, strategy = automatic.choose(model, mesh, sample_input, batch_norm)
+        mesh, strategy = automatic.choose_strategy(model, mesh, sample_input, batch_norm)
     elif isinstance(strategy, str):
         raise ValueError(f"strategy {strategy!r}: accepted: {settings.AUTO}, or patterns of layer names and partitions")
     mesh = settled(mesh)

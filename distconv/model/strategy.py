@@ -126,7 +126,7 @@ def as_toml(strategy: Mapping[str, str], workspace_limit: float = 0) -> str:
     return "\n".join([*limit, "[layers]", *lines, ""])
 
 
-def read(path: str | Path, ranks: int | None = None) -> Strategy:
+def read_strategy(path: str | Path, ranks: int | None = None) -> Strategy:
     """The strategy of a TOML file with a table, ``[layers]``, and perhaps a ``workspace_limit``.
 
     ValueError, one line, for a file that is not that, and as :meth:`Strategy.parse` raises it.

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from distconv import settings
-from distconv.model.automatic import read as read_model
+from distconv.model.automatic import read_question
 from distconv.model.choosing import NothingChosen, Question, one_line
 from distconv.performance.calibration import as_toml
 from distconv.performance.candidates import partitions, worthwhile
@@ -30,7 +30,7 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept, kept_here
 from distconv.performance.kernels import Measured, measured_for
 from distconv.performance.layers import LayerGraph, trace
-from distconv.performance.machine import HERE, Machine, MachineError, here, read
+from distconv.performance.machine import HERE, Machine, MachineError, here, read_machine
 from distconv.performance.recording import record_step
 from distconv.performance.recordings import Recordings
 from distconv.performance.replay import replay
@@ -85,7 +85,7 @@ def machine_here(ranks: int, kept: Kept) -> Machine:
     Raises:
         MachineError: one line, where the machine has not been measured.
     """
-    machine = read(HERE)
+    machine = read_machine(HERE)
     return _measuring(machine, measured_for(min(ranks, machine.node.ranks), kept))
 
 
@@ -103,7 +103,7 @@ def machine_for(question: Question, kept: Kept) -> Machine:
     ranks = question.local_ranks
     own = here().with_name(f"machine-{ranks}.toml")
     for path in (here(), own):
-        if path.is_file() and (machine := read(str(path))).node.ranks == ranks:
+        if path.is_file() and (machine := read_machine(str(path))).node.ranks == ranks:
             return _measuring(machine, Measured(question.threads, kept, ranks))
     if question.ranks != ranks:
         raise MachineError(
@@ -118,14 +118,14 @@ def machine_for(question: Question, kept: Kept) -> Machine:
         code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code:
         raise ValueError("this machine could not be measured")
-    return _measuring(read(str(path)), Measured(question.threads, kept, ranks))
+    return _measuring(read_machine(str(path)), Measured(question.threads, kept, ranks))
 
 
 def _say(what: str) -> None:
     print(f"distconv: --partition auto: {what}", file=sys.stderr, flush=True)
 
 
-def choose(call: ModelCall, question: Question, kept: Kept, shown: str = "auto") -> Choice:
+def choose_partitions(call: ModelCall, question: Question, kept: Kept, shown: str = "auto") -> Choice:
     """The partition of every layer for which a performance model predicts the fastest step.
 
     Args:
@@ -228,12 +228,12 @@ def answer(question: Question, kept: Kept) -> Choice:
     if torch.cuda.is_available():
         raise ValueError("processors are measured, and ranks here run on GPUs; accepted: distconv plan --machine FILE")
     if question.kind == "model":
-        call = ModelCall(*read_model(question.name), trains=True)
+        call = ModelCall(*read_question(question.name), trains=True)
     else:
         found = program.module(question.name) if question.kind == "module" else program.script(question.name)
         _say(f"running {question.name} up to its first call of a model")
         call = first_call(lambda: found.run(question.arguments))
-    return choose(replace(call, model=call.model.to("meta")), question, kept)
+    return choose_partitions(replace(call, model=call.model.to("meta")), question, kept)
 
 
 def main(question: str, output: str) -> int:

@@ -160,7 +160,7 @@ def built_in() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in MACHINES.iterdir() if entry.name.endswith(".toml"))
 
 
-def read(source: str) -> Machine:
+def read_machine(source: str) -> Machine:
     """The machine of a file, or the one of this name that ships with the package.
 
     Raises:

@@ -36,7 +36,7 @@ def are_whole(region: Region, shape: tuple[int, ...], chunk: tuple[int, ...]) ->
     )
 
 
-def read(dataset: Any, region: Region) -> numpy.ndarray:
+def read_from_chunks(dataset: Any, region: Region) -> numpy.ndarray:
     """A region of whole, plain chunks. RuntimeError or OSError where one of them is not in the file."""
     size = dataset.chunks
     result = numpy.empty([len(at) for at in region], dataset.dtype)

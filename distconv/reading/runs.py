@@ -43,7 +43,9 @@ def run_elements(shape: Sequence[int], region: Region) -> int:
     return math.prod(len(at) for at in region[len(region) - dims :])
 
 
-def read(descriptor: int, offset: int, shape: Sequence[int], dtype: numpy.dtype[Any], region: Region) -> numpy.ndarray:
+def read_region(
+    descriptor: int, offset: int, shape: Sequence[int], dtype: numpy.dtype[Any], region: Region
+) -> numpy.ndarray:
     """A region of an array whose first element is at `offset` and whose last dim runs fastest. OSError where the file
     ends before."""
     result = numpy.empty([len(at) for at in region], dtype)

@@ -140,7 +140,7 @@ class Hdf5(Source):
         with no_read_ahead(array.file.id.get_vfd_handle()) if is_cut else contextlib.nullcontext():
             if chunks.are_whole(region, self.shape, array.chunks) and chunks.are_plain(array):
                 with contextlib.suppress(RuntimeError, OSError):  # one is not in the file: HDF5 knows its contents
-                    return chunks.read(array, region)
+                    return chunks.read_from_chunks(array, region)
             return array[slices(region)]
 
 
@@ -213,7 +213,7 @@ class Raw(Source):
         shape, box = self.shape[turned], region[turned]
         # A map reads what is around each page that is asked for.
         if runs.run_elements(shape, box) * self.dtype.itemsize >= runs.LARGE:
-            part = runs.read(descriptor, self.offset, shape, self.dtype, box)
+            part = runs.read_region(descriptor, self.offset, shape, self.dtype, box)
             return part if self.order == "C" else part.transpose()
         return numpy.array(mapped[slices(region)])
 

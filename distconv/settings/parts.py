@@ -14,7 +14,7 @@ from mucudnn.sizes import parse_bytes
 ACCEPTED = ", ".join(axis.name for axis in AXES.values() if axis.kind is not Kind.CHANNELS)
 
 
-def read(text: str | Partition, what: str = "parts") -> Partition:
+def read_parts(text: str | Partition, what: str = "parts") -> Partition:
     """The partition of parts in turn, or of the ranks that compute them. ValueError, one line, for axes that cut
     parameters, which all parts share.
     """

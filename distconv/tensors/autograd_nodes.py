@@ -9,7 +9,7 @@ import torch
 F = TypeVar("F", bound=type[torch.autograd.Function])
 
 
-class Kind:
+class NodeKind:
     """A set of autograd functions: a decorator adds a class to it, and it recognizes the nodes of its classes."""
 
     def __init__(self) -> None:
@@ -24,14 +24,14 @@ class Kind:
         return type(node) in self._nodes
 
 
-PARAMETER_USES = Kind()
+PARAMETER_USES = NodeKind()
 """The functions that take a parameter's gradient."""
 
-PARAMETER_VIEWS = Kind()
+PARAMETER_VIEWS = NodeKind()
 """The functions that may come between a parameter and its use, besides torch's own views."""
 
-LAYOUT_CHANGES = Kind()
+LAYOUT_CHANGES = NodeKind()
 """The functions that make a DTensor of the same values in another layout: no operators of the program."""
 
-GIVEN_RESULTS = Kind()
+GIVEN_RESULTS = NodeKind()
 """The functions that make the tensor that a script gets from a model's result."""

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 
-class Memory:
+class TensorMemory:
     """Counts every storage once, from the operator that made it until it is freed."""
 
     def __init__(self) -> None:

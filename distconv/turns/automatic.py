@@ -16,7 +16,7 @@ from distconv.model.direct.chains.choice import Prices
 from distconv.model.halos import prices_of
 from distconv.settings.partition import AXES, Kind, Partition
 from distconv.tensors.gathering.memory import free_here
-from distconv.turns.choosing import Choice, choose
+from distconv.turns.choosing import Choice, choose_parts
 from distconv.turns.following import Followed, follow, kind_of
 from mucudnn.process.warning import print_line
 from mucudnn.sizes import format_bytes
@@ -88,7 +88,7 @@ def chosen(module: nn.Module, args: Any, kwargs: Any, inputs: Sequence[Tensor], 
                     return follow(module, args, kwargs, parts, memory, trained)
 
             device = next((p.device.type for p in module.parameters()), "cpu")
-            choice = choose(alone, followed, extents_of(inputs), memory, chain_prices(device))
+            choice = choose_parts(alone, followed, extents_of(inputs), memory, chain_prices(device))
         print_line(f"distconv: --parts auto: {choice_line(type(module).__name__, choice, alone, memory)}")
         of_module[key] = choice
     return of_module[key]

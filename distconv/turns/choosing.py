@@ -39,7 +39,7 @@ class Choice:
     chained: bool = False
 
 
-def choose(
+def choose_parts(
     alone: Followed, follow: Follow, extents: Mapping[str, int], memory: int, prices: Prices | None = None
 ) -> Choice:
     """The parts that keep a call within a limit, by what it takes under each of a few partitions.

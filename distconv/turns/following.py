@@ -26,14 +26,14 @@ from distconv import settings
 from distconv.model.halos import share_choices
 from distconv.settings.partition import Partition
 from distconv.tensors.deferred import Deferred
-from distconv.tensors.memory import Memory
+from distconv.tensors.memory import TensorMemory
 from distconv.transfer.tracing import shapes_followed
 from distconv.turns.call import call_in_turn
 from distconv.turns.group import PendingCollectives
 from distconv.turns.pager import Pager, instead
 from distconv.turns.pages import Paged
 from distconv.turns.parts import parts_of
-from distconv.turns.places import Place
+from distconv.turns.places import StoragePlace
 from mucudnn.process.substitution import substituted
 
 _ATTENTION = {
@@ -165,7 +165,7 @@ def _without_numbers(x: Tensor, shapes: FakeTensorMode) -> Tensor:
     return empty.requires_grad_(x.requires_grad)
 
 
-class _Nowhere(Place):
+class _Nowhere(StoragePlace):
     """The place of storages that have no numbers."""
 
     def write(self, storage: torch.UntypedStorage, stream: Any) -> int:
@@ -215,7 +215,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, pager: _Shapes) -> None:
         super().__init__()
-        self.memory, self.peak, self.operations = Memory(), 0, 0
+        self.memory, self.peak, self.operations = TensorMemory(), 0, 0
         self._pager = pager
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from distconv.turns import collectives
 from distconv.turns.baton import Baton, Disagreement
 from distconv.turns.collectives import Given
-from distconv.turns.mail import Letter, Mail, State
+from distconv.turns.mail import Letter, Mail, MailState
 from distconv.turns.rounds import Collective, CommonRound, Elsewhere, Round, RowsRound
 
 BACKEND = "in_turn"
@@ -74,7 +74,7 @@ class PendingCollectives:
             Whether this was the last exchange, and what all parts are to end with.
         """
         assert self.mail is not None
-        state = State.FAILED if failure is not None else State.WAITING if waits else State.ENDED
+        state = MailState.FAILED if failure is not None else MailState.WAITING if waits else MailState.ENDED
         delivery = self.mail.exchange(state, failure)
         if delivery.failure is not None or delivery.have_ended:
             return True, delivery.failure

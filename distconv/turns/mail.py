@@ -30,7 +30,7 @@ ALIGNED = 16
 """Tensors begin at multiples of so many bytes."""
 
 
-class State(IntEnum):
+class MailState(IntEnum):
     """The state of a rank's parts at an exchange: all have ended, some wait for others, or one has failed."""
 
     ENDED, WAITING, FAILED = range(3)
@@ -82,7 +82,7 @@ class Mail:
             copies.append(copy.copy_(x))
         self._letters[to].append(Letter(about, copies))
 
-    def exchange(self, state: State, failure: BaseException | None = None) -> Delivery:
+    def exchange(self, state: MailState, failure: BaseException | None = None) -> Delivery:
         """Collective over the ranks: all send what they have for each other."""
         with torch.inference_mode(), _disable_current_modes():
             description = None if failure is None else _described(failure)
@@ -105,7 +105,9 @@ class Mail:
                 letters += found
                 if description is not None:
                     failures[rank] = description
-        return Delivery(letters, all(row[0] == State.ENDED for row in rows), is_silent, self._first(failures, failure))
+        return Delivery(
+            letters, all(row[0] == MailState.ENDED for row in rows), is_silent, self._first(failures, failure)
+        )
 
     def _first(self, failures: dict[int, list[Any]], own: BaseException | None) -> BaseException | None:
         """The error of the first rank that failed: the error itself on that rank, elsewhere one of its class."""

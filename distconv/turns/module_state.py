@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distconv.turns.copies import Copies
 from distconv.turns.leaving import Leaving
-from distconv.turns.places_of_state import Attributes, Place, Values, attributes
+from distconv.turns.places_of_state import Attributes, StatePlace, Values, attributes
 from distconv.turns.reach import Kind, Reach, kind_of
 from distconv.turns.values_of_parts import are_equal
 
@@ -71,7 +71,7 @@ class ModuleState:
         self._objects = [place.object for place in dicts]
         """What has its attributes in a dict: the first of the places, which are exchanged at once."""
         others = [place for place in of_objects if not isinstance(place, Attributes)]
-        self._places: list[Place] = [*dicts, *others, *reach.places]
+        self._places: list[StatePlace] = [*dicts, *others, *reach.places]
         self._copies: list[Copies] = [Copies(part, is_shared, enter) for part in range(parts)]
         self._known = {id(each) for _, each in named}
         self._parameters: list[dict[int, dict[str, Any]]] = [{} for _ in range(parts)]
@@ -214,7 +214,7 @@ class ModuleState:
         return "a tensor that it keeps"
 
 
-def _with_copies(place: Place, of: Values) -> list[tuple[Any, Any, bool]]:
+def _with_copies(place: StatePlace, of: Values) -> list[tuple[Any, Any, bool]]:
     """The values of a place that parts may have copies of, by name, and whether they are a module's hooks."""
     return [
         (name, value, isinstance(place, Attributes) and "_hooks" in name and type(value) is OrderedDict)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distconv.turns.heap import Excess
 from distconv.turns.pages import Page, Paged
-from distconv.turns.places import File, Pinned, Place
+from distconv.turns.places import File, Pinned, StoragePlace
 from mucudnn.process.at_fork import renewed
 
 LEAST = 1 << 16
@@ -48,7 +48,7 @@ class Pager:
         self._pages: dict[int, Page] = {}
         self._here: OrderedDict[int, None] = OrderedDict()
         """The keys of those that are on the device, the one read last at the end."""
-        self._place: Place = Pinned() if device_type == "cuda" else File()
+        self._place: StoragePlace = Pinned() if device_type == "cuda" else File()
         self._device_type = device_type
         self._excess = Excess() if device_type == "cpu" else None
 

@@ -28,7 +28,7 @@ from distconv.turns.group import PendingCollectives
 from distconv.turns.heap import Heap, share_one_arena
 from distconv.turns.mail import Mail
 from distconv.turns.surroundings import Surroundings
-from distconv.turns.world import Part, enter, know_groups, meshes
+from distconv.turns.world import PartWorld, enter, know_groups, meshes
 from mucudnn.process.at_fork import renewed
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Parts:
         self.pending = PendingCollectives(self.mail)
         first = 0 if self.mail is None else self.mail.rank * self.count
         self._members = [
-            Part(first + number, self._outer.ranks * self.count, self.pending, (first, self.count))
+            PartWorld(first + number, self._outer.ranks * self.count, self.pending, (first, self.count))
             for number in range(self.count)
         ]
         outside = None if self.mail is None else self.pending.exchange

@@ -19,7 +19,7 @@ ALIGNED = 4096
 """Blocks of pinned memory begin at multiples of so many bytes."""
 
 
-class Place(abc.ABC):
+class StoragePlace(abc.ABC):
     """The place of storages that have left the device.
 
     Attributes:
@@ -48,7 +48,7 @@ class Place(abc.ABC):
         """Lets all work of a stream, and of this thread's, from now on wait for the last copy of a key."""
 
 
-class File(Place):
+class File(StoragePlace):
     """A file without a name, for storages of a CPU."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class _Block:
         self.copied: torch.cuda.Event | None = None
 
 
-class Pinned(Place):
+class Pinned(StoragePlace):
     """Pinned memory of the host, for storages of a GPU.
 
     Copies go in two streams of their own, one for each way, beside what is computed. Copies from and to one block go in

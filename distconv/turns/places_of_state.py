@@ -10,7 +10,7 @@ from typing import Any, Protocol
 Values = dict[Any, Any]
 
 
-class Place(Protocol):
+class StatePlace(Protocol):
     """Some values of the program, by names. ``name``: for errors."""
 
     name: str

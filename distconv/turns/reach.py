@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from distconv.tensors.user_lines import is_programs
-from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, Place, attributes
+from distconv.turns.places_of_state import Cell, Globals, Items, OfClass, StatePlace, attributes
 
 MOST = 200_000
 """The most values that are looked at in one call."""
@@ -84,7 +84,7 @@ class Reach:
     def __init__(self, module: nn.Module) -> None:
         self.objects: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, Tensor]] = []
-        self.places: list[Place] = []
+        self.places: list[StatePlace] = []
         self.generators: list[Any] = []
         self.differentiable: list[Tensor] = []
         self._seen: dict[Any, Any] = {}

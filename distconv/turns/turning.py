@@ -26,7 +26,7 @@ from distconv.model.whole_calls import is_for_whole, run_whole
 from distconv.private_names import FOLLOWED, IN_TURN, require
 from distconv.settings import AUTO
 from distconv.settings.partition import Partition
-from distconv.settings.parts import read, read_memory
+from distconv.settings.parts import read_memory, read_parts
 from distconv.tensors.replacements import when_put_back
 from distconv.turns.automatic import chosen, followed_as, in_chains, spare
 from distconv.turns.call import call_in_turn, is_cut
@@ -101,7 +101,7 @@ def read_way(parts: str, memory: str | float | None) -> Way:
     require(IN_TURN, *((FOLLOWED,) if memory is not None or parts == AUTO else ()))
     limit = read_memory(memory)
     if parts != AUTO:
-        return read(parts), limit
+        return read_parts(parts), limit
     return None, limit
 
 

@@ -17,7 +17,7 @@ from distconv.tensors.layouts import added_up, has_partial, local_box
 from distconv.tensors.memory_format import memory_format
 from distconv.transfer.redistribution import relaid
 from distconv.turns.huge_pages import keep_small
-from distconv.turns.mail import Mail, State
+from distconv.turns.mail import Mail, MailState
 
 
 class Wholes:
@@ -80,7 +80,7 @@ class Wholes:
                     if rank != mail.rank:
                         mail.send(rank, [key, box, whole.shape], [whole[_slices(box)]])
             self._written.clear()
-            delivery = mail.exchange(State.ENDED if failure is None else State.FAILED, failure)
+            delivery = mail.exchange(MailState.ENDED if failure is None else MailState.FAILED, failure)
             if delivery.failure is not None:
                 raise delivery.failure
             for (key, box, shape), (part,) in delivery.letters:

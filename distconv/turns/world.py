@@ -23,7 +23,7 @@ _registry: Any = torch._C._distributed_c10d
 
 class _Thread(threading.local):
     world: Any = None
-    part: Part | None = None
+    part: PartWorld | None = None
 
 
 thread = _Thread()
@@ -31,7 +31,7 @@ thread = _Thread()
 _keys = itertools.count(1)
 
 
-class Part:
+class PartWorld:
     """A part in its thread: its number among ``parts`` of all ranks, its pending collectives, and its groups.
 
     ``here``: the first part of this rank, and how many it has.
@@ -107,7 +107,7 @@ def _named(stock: Any) -> Any:
     return name
 
 
-def know_groups(members: Iterable[Part]) -> None:
+def know_groups(members: Iterable[PartWorld]) -> None:
     """torch finds the groups of parts by their names, also after a program has destroyed all of its own."""
     _open()
     for member in members:
@@ -118,7 +118,7 @@ def know_groups(members: Iterable[Part]) -> None:
                 _registry._register_process_group(name, group)
 
 
-def enter(part: Part) -> None:
+def enter(part: PartWorld) -> None:
     """This thread is a part from now on, and torch.distributed its ranks."""
     kind = type(distributed_c10d._world.of_process)  # type: ignore[attr-defined]
     thread.part = part

@@ -10,7 +10,7 @@ from typing import Any
 from mucudnn.commands.arguments import Commands, add_settings, settings, usage
 from mucudnn.commands.network import NAMES, add_network
 from mucudnn.commands.plan import add_recorded, missing, recorded
-from mucudnn.commands.report import read
+from mucudnn.commands.report import read_outcome
 from mucudnn.networks.plan import plan
 from mucudnn.program import NotFound
 
@@ -61,7 +61,7 @@ def _plot(arguments: Any) -> int:
                     "division": lambda: pictures.network_division(found),
                 }
         if arguments.report is not None:
-            timeline = read(arguments.report).timeline
+            timeline = read_outcome(arguments.report).timeline
             if not timeline:
                 raise NotFound(f"{arguments.report} has no timeline: a run records one where its limit is `peak`")
             drawn["timeline"] = lambda: pictures.memory_timeline(timeline)

@@ -40,7 +40,7 @@ def _report(arguments: Any) -> int:
         if arguments.html is not None:
             check_writable("--html", arguments.html)
         if arguments.file is not None:
-            outcome = read(arguments.file)
+            outcome = read_outcome(arguments.file)
             if arguments.html is not None:
                 Path(arguments.html).write_text(page.of_a_run(outcome))
             elif arguments.json:
@@ -66,7 +66,7 @@ def _report(arguments: Any) -> int:
     return 0
 
 
-def read(path: str) -> Outcome:
+def read_outcome(path: str) -> Outcome:
     """The outcome that `run --report` wrote.
 
     Raises:

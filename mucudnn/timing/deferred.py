@@ -13,7 +13,7 @@ PERIOD = 1.0
 """Seconds from a launch that is added to the next writing: a program that is killed loses what came in between."""
 
 
-class Deferred:
+class DeferredWrites:
     """Launches by the text of their key, until they are written."""
 
     def __init__(self, write: Callable[[str, Launches], None]) -> None:

@@ -21,7 +21,7 @@ from mucudnn.process.warning import warn
 from mucudnn.settings import MEMORY
 from mucudnn.timing import database
 from mucudnn.timing.database import LAUNCHES, Damaged, Kept, Launches, Result, guarded
-from mucudnn.timing.deferred import Deferred
+from mucudnn.timing.deferred import DeferredWrites
 
 MOST_KEYS = 8192
 """The number of (table, key) pairs that are kept in memory, too; launches only where there is no file."""
@@ -58,7 +58,7 @@ class Store:
         self._readable = path != MEMORY
         self._writable = path != MEMORY
         self._memory: Recent[tuple[str, str], Kept] = Recent(MOST_KEYS)
-        self._deferred = Deferred(self._record)
+        self._deferred = DeferredWrites(self._record)
         in_child(self._leave_to_parent)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from mucudnn.convolution.problem import Role
-from mucudnn.providers.cudnn.backend import DATA_TYPES, Kind, Note
+from mucudnn.providers.cudnn.backend import DATA_TYPES, DescriptorKind, Note
 from mucudnn.providers.stock import stock_kernel
 
 DTYPES = {number: getattr(torch, name) for name, number in DATA_TYPES.items()}
@@ -25,9 +25,9 @@ NOTES = {
 """Numerical notes by engine. Engine 1 needs memory per sample; engine 5 serves nothing."""
 
 TENSORS = {
-    Kind.OPERATION_CONVOLUTION_FORWARD: (Role.Y, 700),
-    Kind.OPERATION_CONVOLUTION_BACKWARD_DATA: (Role.X, 706),
-    Kind.OPERATION_CONVOLUTION_BACKWARD_FILTER: (Role.W, 712),
+    DescriptorKind.OPERATION_CONVOLUTION_FORWARD: (Role.Y, 700),
+    DescriptorKind.OPERATION_CONVOLUTION_BACKWARD_DATA: (Role.X, 706),
+    DescriptorKind.OPERATION_CONVOLUTION_BACKWARD_FILTER: (Role.W, 712),
 }
 LEGACY = {"Forward": Role.Y, "BackwardData": Role.X, "BackwardFilter": Role.W}
 ORDER = {Role.Y: (Role.X, Role.W, Role.Y), Role.X: (Role.W, Role.Y, Role.X), Role.W: (Role.X, Role.Y, Role.W)}

@@ -15,7 +15,7 @@ import torch
 from simulated_arithmetic import DTYPES, LEGACY, NOTES, ORDER, TENSORS, at, compute, spoil
 
 from mucudnn.convolution.problem import Role
-from mucudnn.providers.cudnn.backend import Behavior, Kind, Name
+from mucudnn.providers.cudnn.backend import Behavior, DescriptorKind, Name
 from mucudnn.providers.cudnn.legacy import ALGORITHMS
 from mucudnn.providers.cudnn.library import Library
 
@@ -56,7 +56,9 @@ class SimulatedCudnn(Library):
     @property
     def live_plans(self) -> int:
         """How many finalized plans there are."""
-        return sum(one.get("kind") is Kind.EXECUTION_PLAN and one["finalized"] for one in self._objects.values())
+        return sum(
+            one.get("kind") is DescriptorKind.EXECUTION_PLAN and one["finalized"] for one in self._objects.values()
+        )
 
     def _last_error(self, text: Any, size: int) -> None:
         text.value = self._said[: size - 1]
@@ -81,7 +83,7 @@ class SimulatedCudnn(Library):
     # The backend API.
 
     def cudnnBackendCreateDescriptor(self, kind: int, out: Any) -> int:
-        return self._make(out, kind=Kind(kind))
+        return self._make(out, kind=DescriptorKind(kind))
 
     def cudnnBackendDestroyDescriptor(self, descriptor: c_void_p) -> int:
         del self._objects[descriptor.value]  # type: ignore[arg-type]
@@ -102,12 +104,12 @@ class SimulatedCudnn(Library):
         object_ = self._objects[descriptor.value]  # type: ignore[index]
         if object_["finalized"]:
             return self._fail(BAD_PARAM, "finalized twice")
-        if object_["kind"] is Kind.EXECUTION_PLAN and self._engine(object_) == 5:
+        if object_["kind"] is DescriptorKind.EXECUTION_PLAN and self._engine(object_) == 5:
             return self._fail(NOT_SUPPORTED, "engine 5 serves nothing")
         object_["finalized"] = True
         if Name.EXECUTION_PLAN_JSON_REPRESENTATION in object_:
             self.restored += 1
-        elif object_["kind"] is Kind.EXECUTION_PLAN:
+        elif object_["kind"] is DescriptorKind.EXECUTION_PLAN:
             self.finalized[self._engine(object_)] += 1
         return 0
 
@@ -149,7 +151,7 @@ class SimulatedCudnn(Library):
         count._obj.value = len(engines)
         for place, engine in zip(range(most), engines, strict=False):
             made = c_void_p()
-            self._make(ctypes.byref(made), kind=Kind.ENGINE)
+            self._make(ctypes.byref(made), kind=DescriptorKind.ENGINE)
             self._objects[made.value].update({Name.ENGINE_GLOBAL_INDEX: [engine]})  # type: ignore[index]
             self._objects[values[place]][Name.ENGINECFG_ENGINE] = [made.value]
         return 0

@@ -21,7 +21,7 @@ from benchmarks.layers.elsewhere import H200, card_of, opened, wheel_library
 from mucudnn.convolution.problem import ConvProblem, Direction, Role
 from mucudnn.optimizer import Division, Option
 from mucudnn.providers.cudnn import backend, legacy, library
-from mucudnn.providers.cudnn.backend import Behavior, Descriptor, HeuristicMode, Kind, Name, Note, Type
+from mucudnn.providers.cudnn.backend import Behavior, Descriptor, DescriptorKind, HeuristicMode, Name, Note, Type
 from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.engines import Engines
@@ -93,7 +93,7 @@ def engines(cudnn: Library, h200: Device) -> Iterator[Engines]:
 
 
 def test_enumerators_are_those_of_the_headers(header: dict[str, int]) -> None:
-    wanted = {f"CUDNN_BACKEND_{kind.name}_DESCRIPTOR": kind for kind in Kind}
+    wanted = {f"CUDNN_BACKEND_{kind.name}_DESCRIPTOR": kind for kind in DescriptorKind}
     wanted |= {f"CUDNN_ATTR_{name.name}": name for name in Name}
     wanted |= {f"CUDNN_TYPE_{kind.name}": kind for kind in Type}
     wanted |= {f"CUDNN_NUMERICAL_NOTE_{note.name}": note for note in Note}
@@ -133,11 +133,11 @@ def test_without_a_gpu_no_handle_is_made(cudnn: Library) -> None:
 
 def test_misuse_of_a_descriptor_is_told_in_cudnns_words(cudnn: Library) -> None:
     with pytest.raises(CudnnError, match="finalize TENSOR: cuDNN status 2000"):
-        Descriptor(cudnn, Kind.TENSOR).finalize()
+        Descriptor(cudnn, DescriptorKind.TENSOR).finalize()
     with pytest.raises(CudnnError, match="set TENSOR_DIMENSIONS"):
-        Descriptor(cudnn, Kind.TENSOR).set(Name.TENSOR_DIMENSIONS, Type.DATA_TYPE, 1)
+        Descriptor(cudnn, DescriptorKind.TENSOR).set(Name.TENSOR_DIMENSIONS, Type.DATA_TYPE, 1)
     with pytest.raises(CudnnError, match="get EXECUTION_PLAN_WORKSPACE_SIZE"):
-        Descriptor(cudnn, Kind.EXECUTION_PLAN).numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
+        Descriptor(cudnn, DescriptorKind.EXECUTION_PLAN).numbers(Name.EXECUTION_PLAN_WORKSPACE_SIZE, Type.INT64)
 
 
 def test_a_device_tells_its_properties(cudnn: Library) -> None:

@@ -18,7 +18,7 @@ from mucudnn.optimizer import Trial
 from mucudnn.planning.trial_runner import TrialRunner
 from mucudnn.providers import STOCK
 from mucudnn.providers.cudnn.engines import Engines
-from mucudnn.providers.cudnn.launch import Place
+from mucudnn.providers.cudnn.launch import PlanPlace
 from mucudnn.providers.cudnn.legacy import Legacy
 from mucudnn.providers.cudnn.library import Unavailable
 from mucudnn.providers.stock import Stock
@@ -58,7 +58,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCard]:
     yield card
 
 
-def serve(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
+def serve(monkeypatch: pytest.MonkeyPatch, place: PlanPlace) -> None:
     providers = (Stock(), Engines(place), Legacy(place))
     monkeypatch.setattr("mucudnn.planning.planner.providers_on", lambda device, engines: providers)
 

@@ -26,7 +26,7 @@ MOST_PLACES = 3
 """The most lines of the script that the summary names."""
 
 
-class Record:
+class GatherRecord:
     """The bytes that a job has gathered for its script so far."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Record:
         return f"outside models every rank gathered {' and '.join(each)}; in all {lines}{more}"
 
 
-record = Record()
+record = GatherRecord()
 """The record of this process."""
 
 

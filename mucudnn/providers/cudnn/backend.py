@@ -10,7 +10,7 @@ from typing import Any
 from mucudnn.providers.cudnn.library import Library
 
 
-class Kind(enum.IntEnum):
+class DescriptorKind(enum.IntEnum):
     """cudnnBackendDescriptorType_t."""
 
     CONVOLUTION = 1
@@ -159,7 +159,7 @@ class Descriptor:
         pointer: cudnnBackendDescriptor_t.
     """
 
-    def __init__(self, library: Library, kind: Kind) -> None:
+    def __init__(self, library: Library, kind: DescriptorKind) -> None:
         """
         Raises:
             CudnnError: where cuDNN refuses; so do all methods.

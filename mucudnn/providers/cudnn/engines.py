@@ -16,7 +16,7 @@ from mucudnn.providers.cudnn.configuration import Configuration
 from mucudnn.providers.cudnn.device import Device
 from mucudnn.providers.cudnn.form import Form, form, is_too_large
 from mucudnn.providers.cudnn.graph import Engine, ExecutionPlan, Graph
-from mucudnn.providers.cudnn.launch import Place, launch
+from mucudnn.providers.cudnn.launch import PlanPlace, launch
 from mucudnn.providers.cudnn.library import CudnnError
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.cudnn.proposals import Proposal, offered, ranked
@@ -52,7 +52,7 @@ class Engines:
         archive: of plans that were compiled, also by other processes.
     """
 
-    def __init__(self, place: Place, every: bool = False) -> None:
+    def __init__(self, place: PlanPlace, every: bool = False) -> None:
         self.archive: Archive | None = None
         self._place = place
         self._every = every

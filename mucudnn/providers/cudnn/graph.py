@@ -14,8 +14,8 @@ from mucudnn.providers.cudnn.backend import (
     DATA_TYPES,
     Behavior,
     Descriptor,
+    DescriptorKind,
     HeuristicMode,
-    Kind,
     Name,
     Note,
     Type,
@@ -69,7 +69,7 @@ class Graph:
         compute = DATA_TYPES["float64" if problem.dtype == "float64" else "float32"]
         scalar = Type.DOUBLE if problem.dtype == "float64" else Type.FLOAT
         convolution = (
-            Descriptor(library, Kind.CONVOLUTION)
+            Descriptor(library, DescriptorKind.CONVOLUTION)
             .set(Name.CONVOLUTION_COMP_TYPE, Type.DATA_TYPE, compute)
             .set(Name.CONVOLUTION_CONV_MODE, Type.CONVOLUTION_MODE, CROSS_CORRELATION)
             .set(Name.CONVOLUTION_SPATIAL_DIMS, Type.INT64, len(form.stride))
@@ -81,13 +81,13 @@ class Graph:
         )
         kind, word, tensors = _OPERATIONS[problem.target]
         name = {part: Name[f"OPERATION_CONVOLUTION_{word}_{part}"] for part in ("CONV_DESC", "ALPHA", "BETA", *tensors)}
-        operation = Descriptor(library, Kind[f"OPERATION_CONVOLUTION_{kind}"])
+        operation = Descriptor(library, DescriptorKind[f"OPERATION_CONVOLUTION_{kind}"])
         operation.set(name["CONV_DESC"], Type.BACKEND_DESCRIPTOR, convolution)
         operation.set(name["ALPHA"], scalar, 1.0)
         operation.set(name["BETA"], scalar, 1.0 if accumulate else 0.0)
         for part, uid, shape, strides in zip(tensors, UNIQUE_IDS, form.shapes, form.strides, strict=True):
             tensor = (
-                Descriptor(library, Kind.TENSOR)
+                Descriptor(library, DescriptorKind.TENSOR)
                 .set(Name.TENSOR_DATA_TYPE, Type.DATA_TYPE, DATA_TYPES[problem.dtype])
                 .set(Name.TENSOR_DIMENSIONS, Type.INT64, *shape)
                 .set(Name.TENSOR_STRIDES, Type.INT64, *strides)
@@ -97,7 +97,7 @@ class Graph:
             )
             operation.set(name[part], Type.BACKEND_DESCRIPTOR, tensor)
         operation.finalize()
-        self._graph = Descriptor(library, Kind.OPERATIONGRAPH)
+        self._graph = Descriptor(library, DescriptorKind.OPERATIONGRAPH)
         self._graph.set(Name.OPERATIONGRAPH_OPS, Type.BACKEND_DESCRIPTOR, operation)
         if device.handle is not None:
             self._graph.set(Name.OPERATIONGRAPH_HANDLE, Type.HANDLE, device.handle.value)
@@ -106,7 +106,7 @@ class Graph:
 
     def proposed(self, mode: HeuristicMode) -> list[Configuration]:
         """What cuDNN's heuristic proposes, the best first; empty where it does not know the convolution."""
-        heuristic = Descriptor(self._library, Kind.ENGINEHEUR)
+        heuristic = Descriptor(self._library, DescriptorKind.ENGINEHEUR)
         heuristic.set(Name.ENGINEHEUR_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
         heuristic.set(Name.ENGINEHEUR_MODE, Type.HEUR_MODE, mode)
         if self._device.properties is not None:
@@ -116,13 +116,13 @@ class Graph:
         except CudnnError:
             return []
         count = min(heuristic.count(Name.ENGINEHEUR_RESULTS, Type.BACKEND_DESCRIPTOR), MOST_CONFIGURATIONS)
-        made = [Descriptor(self._library, Kind.ENGINECFG) for _ in range(count)]
+        made = [Descriptor(self._library, DescriptorKind.ENGINECFG) for _ in range(count)]
         return [self._configuration(one) for one in heuristic.descriptors(Name.ENGINEHEUR_RESULTS, made)]
 
     def _configuration(self, described: Descriptor) -> Configuration:
-        engines = described.descriptors(Name.ENGINECFG_ENGINE, [Descriptor(self._library, Kind.ENGINE)])
+        engines = described.descriptors(Name.ENGINECFG_ENGINE, [Descriptor(self._library, DescriptorKind.ENGINE)])
         (engine,) = engines[0].numbers(Name.ENGINE_GLOBAL_INDEX, Type.INT64)
-        made = [Descriptor(self._library, Kind.KNOB_CHOICE) for _ in range(MOST_KNOBS)]
+        made = [Descriptor(self._library, DescriptorKind.KNOB_CHOICE) for _ in range(MOST_KNOBS)]
         knobs = []
         for choice in described.descriptors(Name.ENGINECFG_KNOB_CHOICES, made):
             (kind,) = choice.numbers(Name.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE)
@@ -135,7 +135,7 @@ class Graph:
         Raises:
             CudnnError: where the engine does not serve this convolution; few say so before a plan is made.
         """
-        descriptor = Descriptor(self._library, Kind.ENGINE)
+        descriptor = Descriptor(self._library, DescriptorKind.ENGINE)
         descriptor.set(Name.ENGINE_OPERATION_GRAPH, Type.BACKEND_DESCRIPTOR, self._graph)
         descriptor.set(Name.ENGINE_GLOBAL_INDEX, Type.INT64, index)
         if self._device.properties is not None:
@@ -150,10 +150,10 @@ class Graph:
         Raises:
             CudnnError: where the engine does not serve this convolution with these knobs.
         """
-        configuration = Descriptor(self._library, Kind.ENGINECFG)
+        configuration = Descriptor(self._library, DescriptorKind.ENGINECFG)
         configuration.set(Name.ENGINECFG_ENGINE, Type.BACKEND_DESCRIPTOR, engine.descriptor)
         choices = [
-            Descriptor(self._library, Kind.KNOB_CHOICE)
+            Descriptor(self._library, DescriptorKind.KNOB_CHOICE)
             .set(Name.KNOB_CHOICE_KNOB_TYPE, Type.KNOB_TYPE, kind)
             .set(Name.KNOB_CHOICE_KNOB_VALUE, Type.INT64, value)
             .finalize()
@@ -162,7 +162,7 @@ class Graph:
         if choices:
             configuration.set(Name.ENGINECFG_KNOB_CHOICES, Type.BACKEND_DESCRIPTOR, *choices)
         configuration.finalize()
-        descriptor = Descriptor(self._library, Kind.EXECUTION_PLAN)
+        descriptor = Descriptor(self._library, DescriptorKind.EXECUTION_PLAN)
         descriptor.set(Name.EXECUTION_PLAN_ENGINE_CONFIG, Type.BACKEND_DESCRIPTOR, configuration)
         if self._device.handle is not None:
             descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
@@ -177,7 +177,7 @@ class Graph:
         Raises:
             CudnnError: where cuDNN does not take it, such as that of another version.
         """
-        descriptor = Descriptor(self._library, Kind.EXECUTION_PLAN)
+        descriptor = Descriptor(self._library, DescriptorKind.EXECUTION_PLAN)
         if self._device.handle is not None:
             descriptor.set(Name.EXECUTION_PLAN_HANDLE, Type.HANDLE, self._device.handle.value)
         descriptor.set_text(Name.EXECUTION_PLAN_JSON_REPRESENTATION, text.encode())
@@ -236,7 +236,7 @@ class ExecutionPlan:
 
     def _packed(self, addresses: tuple[int, int, int, int]) -> Descriptor:
         pack = (
-            Descriptor(self._library, Kind.VARIANT_PACK)
+            Descriptor(self._library, DescriptorKind.VARIANT_PACK)
             .set(Name.VARIANT_PACK_UNIQUE_IDS, Type.INT64, *UNIQUE_IDS)
             .set(Name.VARIANT_PACK_DATA_POINTERS, Type.VOID_PTR, *addresses[:3])
             .set(Name.VARIANT_PACK_WORKSPACE, Type.VOID_PTR, addresses[3])

@@ -17,7 +17,7 @@ from mucudnn.providers.cudnn.form import Form
 from mucudnn.providers.cudnn.library import Library
 
 
-class Place(Protocol):
+class PlanPlace(Protocol):
     """The device on which plans run: a `Card`, or a substitute in tests."""
 
     library: Library
@@ -66,7 +66,7 @@ class Preparing(Protocol):
         ...
 
 
-def launch(place: Place, provider: Preparing, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
+def launch(place: PlanPlace, provider: Preparing, algorithm: str, parts: Sequence[Part], accumulate: bool) -> None:
     """Runs one algorithm on consecutive parts; the arguments are those of `Provider.launch`."""
     first, whole = parts[0].problem, parts[0].whole
     is_sum = first.target is Role.W

@@ -13,7 +13,7 @@ from mucudnn.convolution.tile import Part, Tile
 from mucudnn.providers.cudnn.allowed import is_deterministic, is_tf32
 from mucudnn.providers.cudnn.backend import CROSS_CORRELATION, DATA_TYPES
 from mucudnn.providers.cudnn.form import Form, form, strides
-from mucudnn.providers.cudnn.launch import Place, launch
+from mucudnn.providers.cudnn.launch import PlanPlace, launch
 from mucudnn.providers.cudnn.library import AlgorithmPerformance, CudnnError, Library
 from mucudnn.providers.cudnn.plans import Plans
 from mucudnn.providers.cudnn.ready_launch import ReadyLaunch
@@ -139,7 +139,7 @@ class _Ready:
 class Legacy:
     """cuDNN's older functions, each of their algorithms under its own name: "legacy_fft_tiling"."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: PlanPlace) -> None:
         self._place = place
         self._plans: Plans[_Ready] = Plans(self._made)
 

@@ -11,7 +11,7 @@ from mucudnn.convolution.operands import Operands
 from mucudnn.convolution.problem import Role
 from mucudnn.convolution.tile import Tile
 from mucudnn.providers.cudnn.form import Form, form
-from mucudnn.providers.cudnn.launch import Place, Prepared, Preparing
+from mucudnn.providers.cudnn.launch import PlanPlace, Prepared, Preparing
 
 Plan = tuple[Callable[[c_void_p, int, int, int, int], None], int, int]
 """A part's plan as a function to call, and the offsets of its x and y in bytes."""
@@ -25,7 +25,7 @@ class ReadyLaunch:
     """
 
     def __init__(
-        self, place: Place, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
+        self, place: PlanPlace, provider: Preparing, algorithm: str, tiles: Sequence[Tile], accumulate: bool
     ) -> None:
         """
         Args:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import distconv
 from distconv import settings
 from distconv.agreement.ledger import finish
-from distconv.check.findings import Findings, Layer, Refusal
+from distconv.check.findings import Findings, LayerTraffic, Refusal
 from distconv.check.report import summary
 from distconv.transfer.gathering import _NAME
 from tests.forked_python import run_python
@@ -185,7 +185,7 @@ def test_a_script_is_followed_to_its_first_step() -> None:
 
 
 def test_the_summary_says_what_was_found() -> None:
-    layers = [Layer("conv", "Conv2d", 1024, 1024)]
+    layers = [LayerTraffic("conv", "Conv2d", 1024, 1024)]
     fine = Findings("height=4", 4, layers=layers, peak=2**20, peak_alone=2**22)
     assert summary(fine).endswith("0.25 of the 4 MiB of one process. Every operator runs.")
     refusal = Refusal("refused", "aten.sort.default", "conv", False, "aten.sort.default: why")

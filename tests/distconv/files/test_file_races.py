@@ -182,7 +182,7 @@ class Shared:
 
 
 def test_changes_of_two_processes_at_once_are_two(tmp_path):
-    one, other = layer.Layer(str(tmp_path / "layer")), layer.Layer(str(tmp_path / "layer"))
+    one, other = layer.FileLayer(str(tmp_path / "layer")), layer.FileLayer(str(tmp_path / "layer"))
     (name,) = [name for name, value in vars(one).items() if isinstance(value, memoryview)]
     seen: list[int] = [other.changes]
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from distconv.files.first_rank import FirstRank
 from distconv.files.functions import Functions
-from distconv.files.layer import Layer
+from distconv.files.layer import FileLayer
 from distconv.files.own_layer import OwnLayer
 from distconv.files.view import View
 
@@ -87,7 +87,7 @@ def fill(folder: Path) -> None:
 def ranks(job: Path, folder: Path) -> tuple[Rank, Rank]:
     for name in ("before", "shared", "own"):
         (job / name).mkdir(parents=True)
-    before, shared, own = (Layer(str(job / name)) for name in ("before", "shared", "own"))
+    before, shared, own = (FileLayer(str(job / name)) for name in ("before", "shared", "own"))
     first = Functions(FirstRank(before), shared)
     other = Functions(OwnLayer(View(own, before, shared, ("/dev/", "/proc/"))), shared)
     return Rank({**REAL, **first.table()}, folder), Rank(other.table(), folder)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import distconv
-from distconv.tensors.memory import Memory
+from distconv.tensors.memory import TensorMemory
 
 pytestmark = pytest.mark.gloo
 
@@ -92,7 +92,7 @@ class Counting(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = Memory()
+        self.memory = TensorMemory()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -139,7 +139,7 @@ def kept(inference: bool) -> tuple[int, list[int], list[int]]:
     ):
         for _ in range(6):
             beside.clear(), inputs.clear()
-            counting.memory = Memory()
+            counting.memory = TensorMemory()
             counting.memory.count([p.detach() for p in model.parameters()])
             x = torch.randn(1, 4, 32, 16, dtype=torch.float64)
             with counting:

@@ -226,7 +226,7 @@ def told(partition: str) -> tuple[str, list[tuple[str, int]], str]:
 
 
 def test_what_is_gathered_for_checkpoints_is_told_apart_from_steps() -> None:
-    found = record.Record()
+    found = record.GatherRecord()
     found.places.update({("at a.py:3", ".numpy()"): 4 << 20, ("at a.py:9", record.PICKLED): 8 << 20})
     found.steps = 4
     assert found.summary().startswith(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 import distconv
-from distconv.model.strategy import Strategy, as_toml, read
+from distconv.model.strategy import Strategy, as_toml, read_strategy
 from distconv.performance.imagined import imagined_job
 from tests.forked_python import run_python
 
@@ -64,7 +64,7 @@ def test_a_layer_has_a_channel_algorithm_of_its_own(tmp_path: Path) -> None:
     strategy = Strategy.parse(layers)
     assert strategy.algorithms == (("a", "x"), ("b", "y")) and not strategy.is_one_partition
     (tmp_path / "strategy.toml").write_text(as_toml(layers))
-    assert read(tmp_path / "strategy.toml", 4) == strategy
+    assert read_strategy(tmp_path / "strategy.toml", 4) == strategy
     with imagined_job(4):
         model = nn.ModuleDict({name: nn.Conv2d(8, 8, 1, bias=False) for name in "abc"})
         distconv.parallelize(model, distconv.init("channel=4", channel_algorithm="y"), layers)
@@ -100,7 +100,7 @@ def test_bad_files_are_refused_in_one_line(tmp_path: Path, content: bytes | None
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ValueError) as raised:
-        read(path)
+        read_strategy(path)
     message = str(raised.value)
     assert message.startswith(f"strategy {str(path)!r}: ") and fault in message and "\n" not in message
 

@@ -24,7 +24,7 @@ from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.layers import trace
-from distconv.performance.machine import parse, read
+from distconv.performance.machine import parse, read_machine
 from distconv.performance.recording import on_meta, record_step
 from distconv.settings.partition import Partition
 from tests.forked_python import forked_python, run_python
@@ -33,7 +33,7 @@ MATRIX = Shape((8, 8), (8, 1), torch.float32)
 
 
 def test_a_machine_written_is_the_machine_read() -> None:
-    rounded = parse(as_toml(read("lassen")))
+    rounded = parse(as_toml(read_machine("lassen")))
     assert rounded.device.memory == pytest.approx(16 * 2**30, rel=1e-3)
     assert parse(as_toml(rounded)) == rounded
 
@@ -65,7 +65,7 @@ def test_a_kernel_is_measured_once_for_all() -> None:
 
 
 def test_a_machine_takes_what_is_measured_and_the_roofline_elsewhere() -> None:
-    machine = replace(read("lassen"), measured=lambda kernel: 7.0 if kernel.name == "known" else None)
+    machine = replace(read_machine("lassen"), measured=lambda kernel: 7.0 if kernel.name == "known" else None)
     assert machine.kernel_seconds(Kernel("known", 10, 10)) == 7.0
     assert machine.kernel_seconds(Kernel("other", 0, 0)) == machine.device.kernel
 
@@ -140,7 +140,7 @@ def test_a_model_of_two_inputs_is_planned() -> None:
     assert graph.input == (4, 3, 16, 16) and graph.first == ["image", "numbers"] and graph.last == "head"
     found = [Partition.parse(text) for text in ("sample=4", "height=4", "channel=4")]
     with imagined_job(4):
-        plan = Planner(model, graph, found, read("lassen")).best()
+        plan = Planner(model, graph, found, read_machine("lassen")).best()
     assert plan.times.total > 0 and set(plan.layers) == {"image", "numbers", "model#1", "head"}
 
 

@@ -20,11 +20,11 @@ from torch import nn
 import distconv
 from distconv.model.automatic import write
 from distconv.model.choosing import Question
-from distconv.performance.automatic import Choice, choose, main
+from distconv.performance.automatic import Choice, choose_partitions, main
 from distconv.performance.calibration import as_toml
 from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from distconv.performance.recording import on_meta
 from tests.forked_python import forked_python, run_python
 
@@ -33,7 +33,7 @@ from tests.forked_python import forked_python, run_python
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder in which a machine of two ranks is kept."""
     folder = tmp_path_factory.mktemp("cache")
-    machine = read("lassen")
+    machine = read_machine("lassen")
     (folder / "mucudnn").mkdir()
     (folder / "mucudnn" / "machine.toml").write_text(as_toml(replace(machine, node=replace(machine.node, ranks=2))))
     return str(folder)
@@ -79,10 +79,10 @@ def test_what_was_chosen_is_kept(cache: str, monkeypatch: pytest.MonkeyPatch) ->
         (lambda: nn.Conv2d(3, 8, 1), (2, 3, 8, 8)),
         (lambda: nn.Conv2d(3, 8, 3), (4, 3, 8, 8)),
     ):
-        choice = choose(ModelCall(on_meta(build), (shape,), True), question, kept)
+        choice = choose_partitions(ModelCall(on_meta(build), (shape,), True), question, kept)
         assert choice.strategy == {"*": "sample=2"} and (choice.seconds, choice.alone) == (1.0, 2.0)
     assert len(chosen) == 3
-    choose(ModelCall(on_meta(lambda: nn.Conv2d(3, 8, 3)), ((4, 3, 8, 8),), trains=False), question, kept)
+    choose_partitions(ModelCall(on_meta(lambda: nn.Conv2d(3, 8, 3)), ((4, 3, 8, 8),), trains=False), question, kept)
     assert len(chosen) == 4
 
 
@@ -92,8 +92,8 @@ def test_a_doubted_choice_is_not_kept(cache: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("distconv.performance.automatic.decide", lambda *_: chosen.pop(0))
     kept, question = Kept(), Question("model", "", 2, 2, 1)
     call = ModelCall(on_meta(lambda: nn.Conv2d(3, 8, 3)), ((2, 3, 8, 8),), True)
-    assert "so the machine was busy; not kept" in str(choose(call, question, kept))
-    assert [str(choose(call, question, kept)) for _ in range(2)] == [
+    assert "so the machine was busy; not kept" in str(choose_partitions(call, question, kept))
+    assert [str(choose_partitions(call, question, kept)) for _ in range(2)] == [
         "height=2; predicted 1000.0 ms a step, one process 2000.0 ms"
     ] * 2
 

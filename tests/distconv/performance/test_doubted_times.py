@@ -15,7 +15,7 @@ from distconv.performance.first_call import ModelCall
 from distconv.performance.kept import Kept
 from distconv.performance.kernels import Measured
 from distconv.performance.layers import trace
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from distconv.performance.recording import on_meta
 from distconv.settings.partition import Partition
 
@@ -51,7 +51,7 @@ def test_a_kernel_is_measured_beside_others() -> None:
 def test_one_process_is_chosen_where_ranks_are_slower(alone_is: float, chosen: str) -> None:
     """Kernels of one process take a thousandth of those of two ranks, or half as long again: little else matters."""
     model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())), (2, 3, 16, 16)
-    machine = replace(read("lassen"), measured=lambda kernel: 1.0)
+    machine = replace(read_machine("lassen"), measured=lambda kernel: 1.0)
     of_one = replace(machine, measured=lambda kernel: alone_is)
     found = [Partition.parse("sample=2")]
     choice = decide(ModelCall(model, (shape,), True), trace(model, shape), found, machine, of_one)
@@ -77,7 +77,7 @@ class Disturbed(Measured):
 @pytest.mark.parametrize(("really", "doubted"), [(1.5, False), (50.0, True)])
 def test_what_ranks_cannot_gain_is_measured_again(really: float, doubted: bool) -> None:
     model, shape = on_meta(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU())), (2, 3, 16, 16)
-    machine = replace(read("lassen"), measured=lambda kernel: 1.0)
+    machine = replace(read_machine("lassen"), measured=lambda kernel: 1.0)
     found, of_one = [Partition.parse("sample=2")], replace(machine, measured=Disturbed(really))
     choice = decide(ModelCall(model, (shape,), True), trace(model, shape), found, machine, of_one)
     assert choice.alone is not None and choice.doubted is doubted
@@ -104,7 +104,7 @@ def test_a_partition_that_fails_is_left_out_with_a_line(capsys: pytest.CaptureFi
             raise Unmeasurable(f"{kernel.name} cannot be measured: it fails")
         return 1.0
 
-    machine = replace(read("lassen"), measured=seconds)
+    machine = replace(read_machine("lassen"), measured=seconds)
     found = [Partition.parse("height=2"), Partition.parse("sample=2")]
     choice = decide(ModelCall(model, (shape,), True), trace(model, shape), found, machine, machine, may_be_one=False)
     assert choice.strategy == {"*": "sample=2"}

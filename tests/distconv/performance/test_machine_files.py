@@ -6,12 +6,12 @@ import pytest
 from small_machine import TEXT
 
 from distconv.performance import machine as machines
-from distconv.performance.machine import MachineError, parse, read
+from distconv.performance.machine import MachineError, parse, read_machine
 
 
 @pytest.mark.parametrize("name", machines.built_in())
 def test_machines_that_ship_can_be_read(name: str) -> None:
-    assert read(name).device.memory >= 2**30
+    assert read_machine(name).device.memory >= 2**30
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_a_machine_file_with_a_mistake_is_one_line(old: str, new: str, complaint
 
 def test_a_machine_that_is_not_there_is_one_line() -> None:
     with pytest.raises(MachineError, match="no such file; accepted: a TOML file, here, or h100, lassen"):
-        read("nowhere.toml")
+        read_machine("nowhere.toml")

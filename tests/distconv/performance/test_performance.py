@@ -20,7 +20,7 @@ from distconv.performance.choice import Planner
 from distconv.performance.events import Event, Kernel, Operator, Shape, Start, Step, Wait
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import Layer, NoGraph, trace
-from distconv.performance.machine import Machine, parse, read
+from distconv.performance.machine import Machine, parse, read_machine
 from distconv.performance.patterns import patterns
 from distconv.performance.recording import on_meta
 from distconv.performance.recordings import Recordings
@@ -212,7 +212,9 @@ def test_a_strategy_fixes_the_layers_that_its_patterns_match() -> None:
     with pytest.raises(ValueError, match="'tail' is the first to match no layer"):
         fixed_layers(graph, Strategy.parse({"tail": "height=4"}))
     with imagined_job(4):
-        planner = Planner(small(), graph, [Partition.parse("sample=4"), height, channel], read("lassen"), fixed=fixed)
+        planner = Planner(
+            small(), graph, [Partition.parse("sample=4"), height, channel], read_machine("lassen"), fixed=fixed
+        )
         best = planner.best()
     assert {name: best.layers[name] for name in fixed} == {"stem.0": height, "head": channel}
     assert best.strategy["head"] == "channel=4,algorithm=x"
@@ -232,7 +234,9 @@ def test_a_layer_takes_the_channel_algorithm_that_is_the_fastest() -> None:
 
     with imagined_job(4):
         recordings = Recordings(model, graph)
-        planner = Planner(model, graph, [channel], replace(read("lassen"), measured=seconds), recordings=recordings)
+        planner = Planner(
+            model, graph, [channel], replace(read_machine("lassen"), measured=seconds), recordings=recordings
+        )
         plan = planner.best()
     assert recordings.algorithms("2", channel) == [None, "x"]
     strategy = Strategy.parse(plan.strategy)

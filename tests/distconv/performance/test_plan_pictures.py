@@ -16,7 +16,7 @@ from distconv.__main__ import main
 from distconv.performance.choice import Planner
 from distconv.performance.imagined import imagined_job
 from distconv.performance.layers import trace
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from distconv.performance.pictures import plan_figure, save, scaling_figure
 from distconv.performance.recording import on_meta
 from distconv.settings.partition import Partition
@@ -33,7 +33,7 @@ def network() -> nn.Module:
 
 
 def test_a_plan_is_drawn_with_its_times(tmp_path: Path) -> None:
-    model, machine = on_meta(network), read("lassen")
+    model, machine = on_meta(network), read_machine("lassen")
     graph = trace(model, (8, 3, 128, 128))
     found = [Partition.parse(text) for text in ("sample=4", "height=2,width=2", "channel=4")]
     with imagined_job(4):

@@ -10,7 +10,7 @@ import small_network
 import torch
 
 from distconv.job.launcher import BadInput, Job, check
-from distconv.model.strategy import Strategy, as_toml, read
+from distconv.model.strategy import Strategy, as_toml, read_strategy
 from distconv.performance import machine as machines
 from distconv.performance.choice import Planner
 from distconv.performance.divisions import Divisions, divided_here, problems, shares
@@ -29,7 +29,7 @@ def test_workspace_and_partitions_are_bounded_together() -> None:
     def divided(kernel: Kernel) -> tuple[tuple[float, int], ...]:
         return ((1.0, 0), (0.5, 2**20), (0.1, 2**22)) if "convolution" in kernel.name else ()
 
-    machine = machines.read("lassen")
+    machine = machines.read_machine("lassen")
     slow = replace(machine, device=replace(machine.device, flops=1e7), divided=divided)
     model = on_meta(small_network.Small)
     graph = trace(model, small_network.SHAPE)
@@ -49,10 +49,10 @@ def test_workspace_and_partitions_are_bounded_together() -> None:
 def test_a_strategy_file_tells_the_workspace(tmp_path: Path) -> None:
     path = tmp_path / "strategy.toml"
     path.write_text(as_toml({"*": "sample=2"}, 2**20))
-    assert read(path) == replace(Strategy.parse({"*": "sample=2"}), workspace_limit=2**20)
+    assert read_strategy(path) == replace(Strategy.parse({"*": "sample=2"}), workspace_limit=2**20)
     path.write_text('workspace_limit = "much"\n[layers]\n"*" = "sample=2"\n')
     with pytest.raises(ValueError, match="workspace_limit = 'much'; accepted"):
-        read(path)
+        read_strategy(path)
 
 
 def test_divisions_of_a_recorded_convolution() -> None:
@@ -74,7 +74,7 @@ def test_divisions_of_a_recorded_convolution() -> None:
 
 def test_a_machine_file_tells_no_divisions() -> None:
     with pytest.raises(ValueError, match=r"--workspaces: .* accepted: --machine here"):
-        divided_here(machines.read("lassen"))
+        divided_here(machines.read_machine("lassen"))
 
 
 def test_a_strategy_with_a_workspace_is_reported_on(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_runs_are_the_region(tmp_path_factory: pytest.TempPathFactory, case: obj
     path.write_bytes(b"head" + array.tobytes(order))  # type: ignore[arg-type]
     with path.open("rb") as file:
         turned = slice(None, None, 1 if order == "C" else -1)
-        found = runs.read(file.fileno(), 4, shape[turned], array.dtype, region[turned])
+        found = runs.read_region(file.fileno(), 4, shape[turned], array.dtype, region[turned])
     expected = array[tuple(slice(at.start, at.stop, at.step) for at in region)]
     np.testing.assert_array_equal(found if order == "C" else found.transpose(), expected)
 
@@ -98,7 +98,7 @@ def test_a_file_that_ends_early_is_an_error(tmp_path: Path, volumes: tuple[Path,
     with pytest.raises(OSError, match="the array ends at"):
         source.read(box)
     with path.open("rb") as file, pytest.raises(OSError, match="the file ends at byte"):
-        runs.read(file.fileno(), 0, shape, np.dtype("f4"), box)
+        runs.read_region(file.fileno(), 0, shape, np.dtype("f4"), box)
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")

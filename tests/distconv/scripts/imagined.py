@@ -13,7 +13,7 @@ from distconv.performance.costs import moved_bytes
 from distconv.performance.events import Kernel, Start
 from distconv.performance.imagined import imagined_job, mesh_of
 from distconv.performance.layers import trace
-from distconv.performance.machine import read
+from distconv.performance.machine import read_machine
 from distconv.performance.recording import on_meta, record_step
 from distconv.settings.partition import Partition
 from distconv.tensors.mesh import placements
@@ -43,7 +43,7 @@ with imagined_job(4) as rank:
     ]
 
     graph = trace(model, small_network.SHAPE)
-    planner = Planner(model, graph, every, read("lassen"))
+    planner = Planner(model, graph, every, read_machine("lassen"))
     best = planner.best()
     found["best"] = [best.times.total, best.memory(1.0)]
     found["single"] = [plan.times.total for plan in planner.uniform()]

@@ -21,7 +21,7 @@ from distconv.model.halos import PRICES
 from distconv.settings.partition import Partition
 from distconv.turns import automatic, turning
 from distconv.turns.call import call_in_turn
-from distconv.turns.choosing import Choice, choose
+from distconv.turns.choosing import Choice, choose_parts
 from distconv.turns.following import Followed
 
 MIB = 1 << 20
@@ -51,7 +51,7 @@ class Call:
 
     def choose(self, memory: int, **extents: int) -> Choice:
         prices = None if self.in_chains is None else Prices(exchange=1, received=2, operation=3, written=1)
-        return choose(self.taken(1), self.follow, extents, memory * MIB, prices)
+        return choose_parts(self.taken(1), self.follow, extents, memory * MIB, prices)
 
 
 def test_one_process_does_what_fits() -> None:
@@ -230,7 +230,7 @@ def test_without_a_limit_parts_have_a_share_of_what_is_free(
         limits.append(memory)
         return Choice(None, alone, True)
 
-    monkeypatch.setattr(automatic, "choose", choose)
+    monkeypatch.setattr(automatic, "choose_parts", choose)
     distconv.in_turn(net(), "auto")(torch.randn(1, 3, 8, 8, dtype=torch.float64))
     automatic.spare.cache_clear()
     assert limits == [80 * MIB] and "80 MiB, of 100 MiB that are free" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from benchmarks.networks import NETWORKS
 from distconv import settings
 from distconv.__main__ import main
 from distconv.settings.partition import Partition
-from distconv.tensors.memory import Memory
+from distconv.tensors.memory import TensorMemory
 from distconv.turns import pager, turning
 from distconv.turns.following import follow
 from distconv.turns.parts import parts_of
@@ -52,7 +52,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, limit: int, model: nn.Module, *given: Tensor) -> None:
         super().__init__()
-        self.limit, self.memory, self.peak = limit, Memory(), 0
+        self.limit, self.memory, self.peak = limit, TensorMemory(), 0
         self.memory.count([*model.parameters(), *model.buffers(), *given])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 from distconv.settings.partition import Partition
-from distconv.settings.parts import read
+from distconv.settings.parts import read_parts
 from distconv.tensors.mesh import make_mesh
 from distconv.turns import pager
 from distconv.turns.turning import script_in_turn
@@ -49,7 +49,7 @@ def step(name: str, partition: str, parts: str, memory: int | None) -> tuple[flo
     ranks, least = make_mesh(Partition.parse(partition)), pager.LEAST
     pager.LEAST = 64
     try:
-        with script_in_turn((read(parts), memory), ranks=ranks):
+        with script_in_turn((read_parts(parts), memory), ranks=ranks):
             found = numbers(turned, x)
     finally:
         pager.LEAST = least
@@ -89,7 +89,7 @@ def failures() -> list[Any]:
     """What each of three failing calls raises on this rank, and whether the next one is right."""
     torch.manual_seed(0)
     x, found = torch.randn(1, 1, 16, 8), []
-    with script_in_turn((read("height=4"), None), ranks=make_mesh(Partition.parse("height=2"))):
+    with script_in_turn((read_parts("height=4"), None), ranks=make_mesh(Partition.parse("height=2"))):
         for error in ("key", "value", "memory"):
             net = Failing(error)
             try:
@@ -130,7 +130,7 @@ class Apart(nn.Module):
 
 
 def apart() -> str:
-    with script_in_turn((read("height=2"), None), ranks=make_mesh(Partition.parse("height=2"))):
+    with script_in_turn((read_parts("height=2"), None), ranks=make_mesh(Partition.parse("height=2"))):
         try:
             Apart()(torch.zeros(1, 1, 8, 8))
         except RuntimeError as error:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distconv.model.direct.activation import Activation, activation
 from distconv.model.direct.border import apply
-from distconv.model.direct.chains.choice import Link, Prices, choose
+from distconv.model.direct.chains.choice import Link, Prices, choose_chain
 from distconv.model.direct.chains.held import Held, Span, common, covers, of_own
 from distconv.model.direct.paths import running
 from distconv.model.direct.where import Where
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
     Attributes:
         links: of the last call.
-        wants: as of `distconv.model.direct.chains.choice.choose`.
+        wants: as of `distconv.model.direct.chains.choice.choose_chain`.
         times: how often it was chosen.
     """
 
@@ -129,7 +129,7 @@ class Chain:
         times = 0 if self._known is None else self._known.times
         if times >= MOST_CHOICES or not self.links:
             return self._known
-        wants = choose(self.links, self._prices, self._most, self._alone)
+        wants = choose_chain(self.links, self._prices, self._most, self._alone)
         compared = [each for each in self._meshes if is_compared(each[0])]
         if compared and not _is_alike(compared, self.links):
             wants = [None] * len(wants)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distconv.model.direct.chains.held import Held, Span, common, covers, joined, of_own, reached, read
+from distconv.model.direct.chains.held import Held, Span, common, covers, inputs_read, joined, of_own, reached
 from mucudnn.convolution.geometry import Window, length
 from mucudnn.optimizer.segments import cheapest
 
@@ -78,7 +78,7 @@ class Segment:
         )
 
 
-def choose(
+def choose_chain(
     links: Sequence[Link], prices: Prices, most: float = math.inf, alone: Collection[int] = ()
 ) -> list[tuple[Held, ...] | None]:
     """By link: what it fetches of each operand that is not held so; None for a link that fetches nothing.
@@ -113,7 +113,7 @@ def _is_alone(links: Sequence[Link], at: int, segment: Segment) -> bool:
     if link.windows is None:
         return False
     own, (operand,) = of_own(link.spans), link.operands
-    return segment.wanted[operand] == read(link.windows, own, links[operand].spans)
+    return segment.wanted[operand] == inputs_read(link.windows, own, links[operand].spans)
 
 
 def follow(
@@ -132,7 +132,7 @@ def follow(
             return None
         for operand in link.operands:
             x = links[operand]
-            need = result if link.windows is None else read(link.windows, result, x.spans)
+            need = result if link.windows is None else inputs_read(link.windows, result, x.spans)
             wanted[operand] = need if operand not in wanted else joined(wanted[operand], need)
             if most is not None and not _fits(wanted[operand], x.spans, most):
                 return None

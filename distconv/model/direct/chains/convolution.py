@@ -23,7 +23,7 @@ from mucudnn.runtime.local_work import LocalWork
 from mucudnn.runtime.shim import marks_local_work
 
 
-class Layer(Protocol):
+class ConvolutionLayer(Protocol):
     """A convolution of an input that lies so, of which a rank's block is the whole weight."""
 
     @property
@@ -39,7 +39,12 @@ class Layer(Protocol):
 
 
 def chained(
-    chain: Chain, layer: Layer, x: Activation, weight: Tensor, bias: Tensor | None, alone: Callable[[], Tensor]
+    chain: Chain,
+    layer: ConvolutionLayer,
+    x: Activation,
+    weight: Tensor,
+    bias: Tensor | None,
+    alone: Callable[[], Tensor],
 ) -> Activation:
     """The result. ``alone``: gives that of a layer which fetches its own halo."""
     inputs, outputs = spans_of(x.place), spans_of(layer.output)
@@ -53,7 +58,13 @@ def chained(
 
 
 def _convolved(
-    layer: Layer, inputs: tuple[Span, ...], x: Tensor, weight: Tensor, bias: Tensor | None, held: Held, made: Held
+    layer: ConvolutionLayer,
+    inputs: tuple[Span, ...],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    held: Held,
+    made: Held,
 ) -> Tensor:
     """All outputs that the rank can make. Layers pad at the ends of the whole tensor alone.
 

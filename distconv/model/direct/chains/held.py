@@ -72,7 +72,7 @@ def reached(windows: tuple[Window, ...], held: Held, inputs: tuple[Span, ...], o
 
 
 @functools.lru_cache(maxsize=65536)
-def read(windows: tuple[Window, ...], wanted: Held, inputs: tuple[Span, ...]) -> Held:
+def inputs_read(windows: tuple[Window, ...], wanted: Held, inputs: tuple[Span, ...]) -> Held:
     """The inputs that wanted outputs of a layer read, joined with the ranks' own."""
     return tuple(
         tuple(_read(window, interval, own, x.extent) for interval, own in zip(intervals, x.owned, strict=True))

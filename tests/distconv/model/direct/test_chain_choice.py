@@ -8,8 +8,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distconv.model.direct.chains.choice import Link, Prices, choose, follow
-from distconv.model.direct.chains.held import Held, Span, covers, of_own, reached, read
+from distconv.model.direct.chains.choice import Link, Prices, choose_chain, follow
+from distconv.model.direct.chains.held import Held, Span, covers, inputs_read, of_own, reached
 from distconv.settings.partition import ownership
 from mucudnn.convolution.geometry import Interval, Window
 
@@ -51,7 +51,7 @@ def test_what_is_read_suffices(window: Window, extent: int, ranks: int, before: 
         return
     x, y = span(extent, ranks), span(outputs, ranks)
     wanted = tuple((max(0, a - before), min(outputs, b + after)) for a, b in y.owned)
-    (held,) = read((window,), (wanted,), (x,))
+    (held,) = inputs_read((window,), (wanted,), (x,))
     assert covers(held, x.owned)
     (made,) = reached((window,), (held,), (x,), (y,))
     assert covers(made, wanted)
@@ -103,7 +103,7 @@ def test_the_choice_is_the_cheapest(
 
 def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
     """What a call takes that fetches as was chosen."""
-    wants = choose(links, prices, most)
+    wants = choose_chain(links, prices, most)
     held: dict[int, Held] = {}
     total = 0.0
     for at, link in enumerate(links):
@@ -113,7 +113,7 @@ def _of_choice(links: list[Link], prices: Prices, most: float) -> float:
             want = wants[at]
             needed = want[number] if want is not None else None
             if needed is None and link.windows is not None:
-                needed = read(link.windows, of_own(link.spans), x.spans)
+                needed = inputs_read(link.windows, of_own(link.spans), x.spans)
             if needed is not None and not covers(has[number][0], needed[0]):
                 total += prices.exchange + prices.brought * x.size * (longest(needed) - longest(of_own(x.spans)))
                 has[number] = held[operand] = needed
@@ -143,6 +143,6 @@ def test_of_what_is_watched_ranks_hold_their_own() -> None:
         return [None if wants[at] is None else wants[at][0] for at in layers]  # type: ignore[index]
 
     wide = [(((0, 32 + rows), (32 - rows, 64)),) for rows in (4, 3, 2)]
-    assert halos(choose(links, prices))[:3] == wide
-    assert halos(choose(links, prices, alone={layers[1]})) == [wide[2], None, wide[2], None]
-    assert halos(choose(links, prices, most=1)) == [None] * 4
+    assert halos(choose_chain(links, prices))[:3] == wide
+    assert halos(choose_chain(links, prices, alone={layers[1]})) == [wide[2], None, wide[2], None]
+    assert halos(choose_chain(links, prices, most=1)) == [None] * 4
