@@ -1,4 +1,4 @@
-"""Which models run in turn: those that a program names, or all of a script."""
+"""Decides which models run in turn: those that a program names, or all of a script."""
 
 from __future__ import annotations
 
