@@ -61,10 +61,7 @@ class Session:
     """
 
     def __init__(self, settings: Settings, board: Board | None = None) -> None:
-        """
-        Args:
-            board: on which other processes with the same program post their measurements.
-        """
+        """``board``: on which other processes with the same program post their measurements."""
         self.settings = settings
         self.decisions: Recent[Hashable, Decision | None] = Recent(MOST_SHAPES)
         """The decisions by the shim's key: None where torch's own kernel computes the convolution."""

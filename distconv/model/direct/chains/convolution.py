@@ -23,7 +23,7 @@ from mucudnn.runtime.local_work import LocalWork
 from mucudnn.runtime.shim import marks_local_work
 
 
-class ConvolutionLayer(Protocol):
+class ConvLayer(Protocol):
     """A convolution of an input that lies so, of which a rank's block is the whole weight."""
 
     @property
@@ -39,12 +39,7 @@ class ConvolutionLayer(Protocol):
 
 
 def chained(
-    chain: Chain,
-    layer: ConvolutionLayer,
-    x: Activation,
-    weight: Tensor,
-    bias: Tensor | None,
-    alone: Callable[[], Tensor],
+    chain: Chain, layer: ConvLayer, x: Activation, weight: Tensor, bias: Tensor | None, alone: Callable[[], Tensor]
 ) -> Activation:
     """The result. ``alone``: gives that of a layer which fetches its own halo."""
     inputs, outputs = spans_of(x.place), spans_of(layer.output)
@@ -58,13 +53,7 @@ def chained(
 
 
 def _convolved(
-    layer: ConvolutionLayer,
-    inputs: tuple[Span, ...],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    held: Held,
-    made: Held,
+    layer: ConvLayer, inputs: tuple[Span, ...], x: Tensor, weight: Tensor, bias: Tensor | None, held: Held, made: Held
 ) -> Tensor:
     """All outputs that the rank can make. Layers pad at the ends of the whole tensor alone.
 
