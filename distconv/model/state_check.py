@@ -44,7 +44,7 @@ _UNCOUNTED = ("running_mean", "running_var")
 
 
 class _State:
-    """Some parameters and buffers at one time, as this rank has them. A sharded one may stand twice: see `LEFT`."""
+    """Some parameters and buffers at one time, as this rank has them."""
 
     def __init__(self, of: Sequence[Place]) -> None:
         found = [(place, getattr(place[0](), place[1], {}).get(place[2])) for place in of]
@@ -56,13 +56,9 @@ class _State:
         self.sharded = [at for at, (x, here) in enumerate(zip(own, self.here, strict=True)) if x is not here]
         if self.sharded:  # such a one counts what is done to it, or to what this rank has of it
             self.versions = list(map(operator.add, self.versions, _versions(self.here)))
-        for at in self.sharded:
-            left = getattr(self.here[at], LEFT, None)
-            if left is not None:
-                self.places.append(self.places[at])
-                self.ids.append(self.ids[at])
-                self.versions.append(self.versions[at])
-                self.here.append(left)
+        left = [(at, getattr(self.here[at], LEFT, None)) for at in self.sharded]
+        self.left = {at: memory for at, memory in left if memory is not None}
+        """By place in the lists: the memory of a sharded one from before, which others still have."""
         self.pointers = [x.data_ptr() for x in self.here]
 
 
@@ -80,6 +76,8 @@ class _Turn:
     def __init__(self) -> None:
         self.places: Sequence[Place] = ()
         self.samples = Samples()
+        self.left = Samples()
+        """Of what sharded parameters have left behind, by their places in the lists."""
         self.sites: tuple[Any, dict[Key, Site]] = None, {}
         """The sites of what is whole on every rank, and for which state they are."""
 
@@ -137,10 +135,17 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         before = _State(turn.places)
         samples.of(before.here, before.ids, before.pointers)
         words = samples.read()
+        if before.left:
+            of = list(before.left), [x.data_ptr() for x in before.left.values()]
+            turn.left.of(list(before.left.values()), *of)
+            words_left = turn.left.read()
     yield
     with torch._C.DisableTorchFunctionSubclass():
         now = _State(turn.places)
         _find_unknown(model, now, uses)
+        find_left: Callable[[], list[Key]] = list
+        if before.left:
+            find_left = functools.partial(turn.left.changed, words_left, turn.left.read())
         if now.ids == before.ids and now.pointers == before.pointers:
             after = samples.read()
             find = functools.partial(samples.changed, words, after)
@@ -149,7 +154,7 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
             samples.of(now.here, now.ids, now.pointers)
             after = samples.read()
             find = functools.partial(_changed, texts, samples.texts(after))
-        compare = functools.partial(_find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find)
+        compare = functools.partial(_find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find, find_left)
         if torch.is_grad_enabled() and any(each.is_cuda for each in after):
             used_themselves = {at for at in range(len(now.ids)) if _is_used_itself(now, uses, at)}
             kept.late = functools.partial(compare, used_themselves.__contains__)
@@ -205,12 +210,16 @@ def _find_unseen(
     now: _State,
     seen: set[int],
     find: Callable[[], list[Key]],
+    find_left: Callable[[], list[Key]],
     is_used_itself: Callable[[int], bool],
 ) -> bool:
     """Whether any was changed, is none of ``seen``, and was not counted as changed by torch.
 
-    Refuses that of one that is not used itself.
+    Refuses that of one that is not used itself, and any of what a sharded parameter has left behind.
     """
+    for at, _ in find_left():
+        kind, path = _named(_paths(model()), before.places[at])
+        raise _refused(kind, path, model(), "was written to, by no function of torch on it,")
     changed = find()
     earlier = dict(zip(before.ids, before.versions, strict=True)) if changed else {}
     found = False
