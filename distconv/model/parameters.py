@@ -1,15 +1,18 @@
 """Parameters in shards: a rank keeps its part of a weight, of its gradient and of the optimizer's state.
 
 A module's parameter is replaced by a DTensor of the same whole value, cut along the axes that shard channels as
-`distconv.settings.channels` says. A parameter that no axis shards stays a plain tensor. A script's lists and optimizers
-may still hold the old parameter: whatever is done with that is done with the new one.
+`distconv.settings.channels` says. A parameter that no axis shards stays a plain tensor, and so does one whose memory
+another parameter, a buffer or an attribute of a module has, too: they stay one. A script's lists and optimizers may
+still hold the old parameter: whatever is done with that is done with the new one.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,18 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from distconv.model.assignment import Assignment
 from distconv.model.layers import parameter_placements
 from distconv.model.optimizer_steps import step_on_local_tensors
-from distconv.model.replacement import HOOKS, hand_on, sharded, swapped
+from distconv.model.replacement import HOOKS, hand_on, known, known_state, memory_of, sharded, swapped
 from distconv.private_names import RESHAPED, require
 from distconv.settings.partition import Partition
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
 from distconv.tensors.mesh_options import channel_algorithm
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back, when_put_back
 from distconv.transfer.redistribution import moved
 
@@ -57,6 +61,9 @@ class Replaced(nn.Parameter):
 
 LEFT = "_distconv_left"
 """The attribute of a sharded parameter's local tensor, for the memory that it had before and that others still have."""
+
+_left: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+"""The same of all parameters, by the storage."""
 
 _successors: Any = WeakIdKeyDictionary()
 """The parameter in whose place each replaced one was."""
@@ -91,19 +98,44 @@ def shard_parameters(places: Mapping[nn.Module, Assignment]) -> None:
             if first != mesh:
                 homes[parameter] = first, replicated(first)
             uses.setdefault(parameter, []).append((module, name))
+    times = Counter(memory_of(x) for x in {id(x): x for x in _in_memory(places, homes)}.values())
+    for old, (mesh, layout) in homes.items():
+        is_move = (
+            isinstance(old, DTensor)
+            and is_ours(old.device_mesh)
+            and (old.device_mesh, old.placements) != (mesh, tuple(layout))
+        )
+        if memory_of(old) in _left or (is_move and times[memory_of(old)] > 1):
+            module, name = uses[old][0]
+            raise UnsupportedOperation(
+                f"parameter {name} of {type(module).__name__}, shape {tuple(old.shape)}: shares its memory with a"
+                " tensor that is in another layout; accepted: one parameter in both places, or a .clone()"
+            )
     replaced: dict[Tensor, nn.Parameter] = {}
     for old, (mesh, layout) in homes.items():
         if isinstance(old, DTensor):
             if is_ours(old.device_mesh):
                 _move(old, mesh, layout)
-        elif any(isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)):
+        elif times[memory_of(old)] == 1 and any(
+            isinstance(placement, Shard) and mesh.size(axis) > 1 for axis, placement in enumerate(layout)
+        ):
             replaced[old] = _shard(old, mesh, layout)
     for old, new in replaced.items():
         for module, name in uses[old]:
             module._parameters[name] = new
         _leave_behind(old, new)
+    known.update(places)
     if replaced:
         _watch_steps()
+
+
+def _in_memory(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Modules' parameters, their buffers, and tensors among their attributes; and the state of all called before."""
+    yield from parameters
+    yield from known_state()
+    for module in modules:
+        rest = [x for name, x in vars(module).items() if name != "_parameters"]
+        yield from (x for x in tree_leaves(rest) if isinstance(x, Tensor) and not isinstance(x, nn.Parameter))
 
 
 def _shard(parameter: Tensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -> nn.Parameter:
@@ -127,6 +159,7 @@ def _leave_behind(old: Tensor, new: nn.Parameter) -> None:
     del late
     if torch._C._storage_Use_Count(memory._cdata) > 1:  # somebody has a view of it, or an array
         left = torch.empty(0, dtype=new.dtype, device=memory.device).set_(memory)
+        _left[memory._cdata] = left
         setattr(new._local_tensor, LEFT, left)  # type: ignore[attr-defined]
     old.__dict__ = new.__dict__
     old.__class__ = Replaced
@@ -147,6 +180,8 @@ def _move(parameter: DTensor, mesh: DeviceMesh, layout: tuple[Placement, ...]) -
     for tensor in (parameter, grad):
         if isinstance(tensor, DTensor):
             new = moved(tensor.detach(), mesh, layout)  # type: ignore[arg-type]
+            if (left := getattr(tensor._local_tensor, LEFT, None)) is not None:
+                setattr(new._local_tensor, LEFT, left)
             tensor._local_tensor, tensor._spec = new._local_tensor, new._spec
     parameter.grad = grad
 

@@ -7,7 +7,8 @@ it knows, not the part that a rank holds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,47 @@ from distconv.tensors import replacements
 from distconv.tensors.dtensors import wrap
 from distconv.tensors.layouts import replicated
 from distconv.tensors.mesh import is_ours
+from distconv.tensors.refusal import UnsupportedOperation
 from distconv.tensors.replacements import until_put_back
 from distconv.transfer.local_part import local_as
 from distconv.transfer.redistribution import moved
 
+known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The modules of models that have been called."""
+
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def known_state() -> Iterator[Tensor]:
+    """The parameters and buffers of the modules that are known."""
+    for module in list(known):
+        own: Any
+        for own in (module._parameters, module._buffers):
+            if isinstance(own, dict):  # whose own method does not wait for running statistics
+                yield from (x for x in dict.values(own) if x is not None)
+
+
+def memory_of(x: Any) -> int:
+    """The storage of what this rank has of a tensor; of a tensor without one, its own id."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(x, DTensor):
+            x = x._local_tensor
+        return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+
+
+def _refuse_copy(x: Tensor, value: Tensor) -> None:
+    """Refuses to copy into x what is in the memory of another parameter or buffer: in one process both would share it.
+
+    Raises:
+        UnsupportedOperation: says what is accepted.
+    """
+    memory = memory_of(value)
+    if any(memory_of(other) == memory for other in known_state() if other is not x):
+        raise UnsupportedOperation(
+            f".data = ... of a tensor {tuple(x.shape)}: the value {tuple(value.shape)} has the memory of a parameter or"
+            " buffer in another layout, and cannot share it; accepted: one parameter in both places,"
+            " .data.copy_(value), or .data = value.clone()"
+        )
 
 
 def sharded(tensor: Tensor, mesh: DeviceMesh, layout: Sequence[Placement]) -> DTensor:
@@ -54,6 +91,8 @@ def _like(x: DTensor, value: Tensor) -> DTensor:
 def replace(x: DTensor, value: Tensor) -> None:
     """Gives x another value. Graphs that were made with x bring their gradients to it as before."""
     new = _like(x, value)
+    if memory_of(new) != memory_of(value):
+        _refuse_copy(x, value)
     if new.shape != x.shape or new.dtype != x.dtype or new.device != x.device:
         new.requires_grad_(x.requires_grad)
         if not swapped(x, new):
@@ -129,6 +168,7 @@ def open_replacement() -> None:
             return
         if isinstance(value, DTensor) and is_ours(value.device_mesh):
             (value,) = as_dtensors([value])
+            _refuse_copy(x, value)
             value = whole(value) if isinstance(x, nn.Parameter) else whole_value("Tensor.data", value)  # type: ignore[arg-type]
         before = memory(x)
         DATA.__set__(x, value)
@@ -158,7 +198,7 @@ def _swapping(stock: Any) -> Any:
         if isinstance(t1, nn.Parameter) and isinstance(t2, nn.Parameter):
             t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
         was = t1.detach().clone(), t1.requires_grad, t1.grad
-        for x, (value, requires_grad, grad) in ((t1, (t2.detach(), t2.requires_grad, t2.grad)), (t2, was)):
+        for x, (value, requires_grad, grad) in ((t1, (t2.detach().clone(), t2.requires_grad, t2.grad)), (t2, was)):
             x.grad = None
             x.data = value
             if x.is_leaf:

@@ -136,8 +136,8 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
         samples.of(before.here, before.ids, before.pointers)
         words = samples.read()
         if before.left:
-            of = list(before.left), [x.data_ptr() for x in before.left.values()]
-            turn.left.of(list(before.left.values()), *of)
+            left = list(before.left.values())
+            turn.left.of(left, list(before.left), [x.data_ptr() for x in left])
             words_left = turn.left.read()
     yield
     with torch._C.DisableTorchFunctionSubclass():
@@ -154,7 +154,9 @@ def checked(model: nn.Module, modules: Sequence[nn.Module], uses: Uses, mesh: De
             samples.of(now.here, now.ids, now.pointers)
             after = samples.read()
             find = functools.partial(_changed, texts, samples.texts(after))
-        compare = functools.partial(_find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find, find_left)
+        compare = functools.partial(
+            _find_unseen, weakref.ref(model), before, now, uses.given_out.copy(), find, find_left
+        )
         if torch.is_grad_enabled() and any(each.is_cuda for each in after):
             used_themselves = {at for at in range(len(now.ids)) if _is_used_itself(now, uses, at)}
             kept.late = functools.partial(compare, used_themselves.__contains__)

@@ -98,13 +98,29 @@ def by_kept_data(layer: Any) -> None:
     layer.kept.mul_(0.5)
 
 
+def by_method(layer: Any) -> None:
+    layer.bias.data.add_(0)
+    layer.left(0.5)
+
+
+def by_shared_data(layer: Any) -> None:
+    layer.back.weight.data = layer.weight.data
+
+
+def by_buffer(layer: Any) -> None:
+    layer.mean.data = layer.bias.data
+
+
 PUT = "parameter 0.weight of Sequential was put into the module's dict"
+
+KEPT = by_kept_data, by_method, by_shared_data, by_buffer
 
 SPLIT = {
     by_array: "parameter 0.weight of Sequential was ",
     by_exchange: "parameter 0.weight of Sequential was ",
     by_storage: "parameter 0.weight of Sequential was written to, by no function of torch on it, while",
-    by_kept_data: "parameter 0.bias of Sequential was written to, by no function of torch on it, while the model ran",
+    by_method: "parameter 0.bias of Sequential was written to, by no function of torch on it, while the model ran",
+    by_buffer: ".data = ... of a tensor (4,): the value (4,) has the memory of a parameter or buffer in another layout",
 }
 """What is refused of a parameter in shards: its memory is not what the model has written to."""
 
@@ -116,14 +132,17 @@ class Unseen(nn.Conv2d):
         super().__init__(2, 4, 3, padding=1)
         self.register_buffer("mean", torch.ones(4))
         self.register_buffer("count", torch.zeros(()))
-        self.array, self.kept, self.change = self.mean.numpy(), self.bias.data, change
+        self.back = nn.ConvTranspose2d(4, 2, 3, padding=1)
+        self.array, self.left, self.change = self.mean.numpy(), self.bias.data.mul_, change  # type: ignore[union-attr]
+        if change is by_kept_data:
+            self.kept = self.bias.data  # type: ignore[union-attr]
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self)
         self.count.data.add_(1)
         y = super().forward(x) * self.mean.view(-1, 1, 1)
         self.change(self)
-        return y
+        return self.back(y)  # type: ignore[no-any-return]
 
 
 def stepped(change: Callable[[Any], None]) -> dict[str, Tensor]:
@@ -147,7 +166,7 @@ def past_torch() -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     wrong: dict[str, Any] = {}
     for partition in PARTITIONS:
-        for change in (put_into_dict, by_array, by_exchange, by_storage, by_kept_array, by_kept_data):
+        for change in (put_into_dict, by_array, by_exchange, by_storage, by_kept_array, *KEPT):
             expected = PUT if change is put_into_dict else SPLIT.get(change) if partition == "channel=2" else None
             right = stepped(change) if expected is None else {}
             try:

@@ -272,10 +272,17 @@ def network(kind: str) -> nn.Sequential:
         other: Any = nn.Conv2d(4, 4, 3, padding=1)
         other.weight = layer.weight
         net.insert(3, other)
+    if kind in SHARED:
+        other = SHARED[kind](4, 4, 3, padding=1)
+        other.weight.data, other.bias.data = layer.weight.data, net[0].bias.data
+        net.insert(3, other)
     return net
 
 
-OTHERS = ("submodule twice", "tied", "pre-hook", "hook", "spectral", "stepped in backward", *LAYERS)
+SHARED = {"shared": nn.Conv2d, "shared and transposed": nn.ConvTranspose2d}
+"""Layers that have another layer's memory."""
+
+OTHERS = (*SHARED, "submodule twice", "tied", "pre-hook", "hook", "spectral", "stepped in backward", *LAYERS)
 
 
 def trained(kind: str) -> dict[str, Any]:
