@@ -128,21 +128,27 @@ SPLIT = {
 class Unseen(nn.Conv2d):
     """Changes a parameter or a buffer past torch, before and after its use, and another one by `.data`."""
 
+    bias: Any
+    back: Any
+    left: Any
+    count: Any
+    mean: Any
+
     def __init__(self, change: Callable[[Any], None]) -> None:
         super().__init__(2, 4, 3, padding=1)
         self.register_buffer("mean", torch.ones(4))
         self.register_buffer("count", torch.zeros(()))
         self.back = nn.ConvTranspose2d(4, 2, 3, padding=1)
-        self.array, self.left, self.change = self.mean.numpy(), self.bias.data.mul_, change  # type: ignore[union-attr]
+        self.array, self.left, self.change = self.mean.numpy(), self.bias.data.mul_, change
         if change is by_kept_data:
-            self.kept = self.bias.data  # type: ignore[union-attr]
+            self.kept = self.bias.data
 
     def forward(self, x: Tensor) -> Tensor:
         self.change(self)
         self.count.data.add_(1)
         y = super().forward(x) * self.mean.view(-1, 1, 1)
         self.change(self)
-        return self.back(y)  # type: ignore[no-any-return]
+        return self.back(y)
 
 
 def stepped(change: Callable[[Any], None]) -> dict[str, Tensor]:
