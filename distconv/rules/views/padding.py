@@ -89,7 +89,11 @@ def padded(local: Tensor, plan: PaddingPlan, mode: str) -> Tensor:
     """This rank's part of the padded tensor, in memory of its own. Differentiable. Constant padding is with zeros."""
     made = local
     if any(plan.local_pad):  # whatever it is that a shard without elements shows
-        made = torch.nn.functional.pad(made, plan.local_pad, mode if made.numel() else "constant")
+        is_empty = not made.numel()
+        made = torch.nn.functional.pad(made, plan.local_pad, "constant" if is_empty else mode)
+        if is_empty and mode != "constant":
+            # Autograd saves a tensor, as on the other ranks: a checkpoint computes again up to the last that is saved.
+            made = made * torch.ones_like(made)
     for which in plan.exchanges:
         made = carried(made, which)
     # Inference tensors do not know whether they are views.
