@@ -28,6 +28,7 @@ PRINTED = "the text of a distributed tensor as wide as torch's"
 READING = "--shard-data"
 RESHAPED = "parameters in shards, and other shapes of them"
 SCRIPTED = "torch.jit.script of functions that make tensors"
+SCRIPTED_CALLS = "scripted functions of distributed tensors"
 SHUTDOWN = "distconv.shutdown"
 STRANGERS = "a program's own DTensors beside a distributed model"
 TRANSFORMS = "torch.func over distributed models"
@@ -80,6 +81,7 @@ NAMES = (
     Name("torch.nn.Module._parameters", _MODULE),
     Name("torch.utils._python_dispatch._disable_current_modes", "plans are made of numbers, also within a trace"),
     Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "whether a model's operators are counted"),
+    Name("torch.utils._pytree.tree_iter", _TREES),
     Name("torch.utils._pytree.tree_leaves", _TREES),
     Name("torch.utils._pytree.tree_map", _TREES),
     Name("torch.utils._pytree.tree_map_only", _TREES),
@@ -194,6 +196,10 @@ NAMES = (
         (SCRIPTED,),
         Name("torch.jit._builtins._find_builtin", "torch.jit knows the stand-in for a function of torch"),
         Name("torch.jit._builtins._register_builtin", "torch.jit knows the stand-in for a function of torch"),
+    ),
+    *needed_by(
+        (SCRIPTED_CALLS,),
+        Name("torch.jit._script._script_impl._torchdynamo_inline", "the Python function that a scripted function was made of"),
     ),
     *needed_by(
         (RESHAPED,),

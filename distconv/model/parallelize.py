@@ -32,6 +32,7 @@ from distconv.model.parameters import is_given, shard_parameters
 from distconv.model.plain_gradients import open_plain_gradients
 from distconv.model.replacement import open_replacement
 from distconv.model.running import adopt_parameters, within_this_run
+from distconv.model.scripted_functions import call_scripted_functions_in_python
 from distconv.model.shard_gather import to_shards
 from distconv.model.strategy import Strategy
 from distconv.model.transforms import transforms_of_whole_tensors
@@ -135,6 +136,7 @@ def enable(mesh: DeviceMesh, batch_norm: str | None = None) -> None:
     discover()
     open_functions()
     read_distributed_numbers()
+    call_scripted_functions_in_python()
     open_checkpoints(within_this_run)
     open_comparisons()
     open_new_tensors()

@@ -1,4 +1,4 @@
-"""Graphs of a model: traced before and after it is trained, scripted and trained as such, probed with empty memory."""
+"""Graphs of a model: traced before and after it is trained, scripted and trained as such, probed with empty memory; a scripted function."""
 
 import torch
 from networks import classifier
@@ -22,3 +22,23 @@ y = network.eval()(x)
 again = torch.jit.trace(network, x)
 print(f"{(again(x) - y).abs().max() < 1e-12} {again(x).square().mean().item():.10f}")
 again.save("traced.pt")
+
+
+@torch.jit.script
+def gated(y: torch.Tensor, n: int):
+    return torch.tanh(y[:, :n]) * torch.sigmoid(y[:, n:])
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        return gated(self.layer(x), 2)
+
+
+gate = Gated()
+loss = gate(x).square().mean()
+loss.backward()
+print(f"gated {loss.item():.10f} {gate.layer.weight.grad.square().sum().item():.10f}")
