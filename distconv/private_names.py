@@ -199,7 +199,7 @@ NAMES = (
     ),
     *needed_by(
         (SCRIPTED_CALLS,),
-        Name("torch.jit._script._script_impl._torchdynamo_inline", "the Python function that a scripted function was made of"),
+        Name("torch.jit._script._script_impl._torchdynamo_inline", "what a scripted function was made of"),
     ),
     *needed_by(
         (RESHAPED,),

@@ -1,4 +1,4 @@
-"""Graphs of a model: traced before and after it is trained, scripted and trained as such, probed with empty memory; a scripted function."""
+"""Graphs of a model: traced before and after training, scripted and trained, probed empty; a scripted function."""
 
 import torch
 from networks import classifier
